@@ -1,0 +1,113 @@
+"""The nogil core, as C sees it: the headers' functions and the structs of the classes."""
+
+from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "cseq_atomic.h" nogil:
+    uint8_t cseq_load_acq_u8(const uint8_t* p) noexcept
+    int cseq_cas_sc_u8(uint8_t* p, uint8_t expected, uint8_t desired) noexcept
+    void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
+    uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
+    void cseq_store_rel_u8(uint8_t* p, uint8_t v) noexcept
+    uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
+    uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
+
+
+cdef extern from "cseq_wait.h" nogil:
+    int cseq_wait_nap
+    uint64_t cseq_now_ns() noexcept
+
+
+cdef extern from "cseq_ring.h" nogil:
+    enum:
+        CSEQ_FIELDS
+        CSEQ_FREE
+        CSEQ_POSTED
+        CSEQ_INDEXING
+        CSEQ_INDEXED
+        CSEQ_CONVERTING
+        CSEQ_READY
+        CSEQ_NONE
+        CSEQ_CLOSED
+
+    ctypedef struct cseq_gate:
+        pass
+
+    ctypedef struct cseq_runner:
+        uint64_t batches
+        uint64_t idle_ns
+
+    ctypedef struct cseq_cell:
+        uint64_t word
+        uint64_t epoch
+        uint64_t batch
+        uint32_t count       # samples
+        uint32_t slot
+        uint64_t capacity    # bytes of the slot that are committed
+        uint64_t started_ns  # when it was claimed; 0 before
+        uint32_t stage       # which record was written last
+        uint32_t status
+        uint64_t* record
+        uint64_t* converted
+
+    ctypedef struct cseq_ring:
+        uint32_t capacity    # cells
+        uint32_t batch_size  # samples
+        uint32_t runners
+        uint32_t closed
+        uint32_t spin        # looks at the ring before a runner sleeps
+        cseq_gate* gate
+
+    uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
+    void cseq_ring_init(cseq_ring* r, uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
+    int cseq_ring_fits(const cseq_ring* r, uint64_t nbytes) noexcept
+    cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
+    cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
+    int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
+    void cseq_gate_alarm(cseq_gate* g) noexcept
+    void cseq_gate_knock(cseq_gate* g) noexcept
+    int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
+    int cseq_ring_await(cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
+    void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
+    void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket, uint32_t owner) noexcept
+    int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
+    void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
+    uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
+    void cseq_ring_doze(cseq_ring* r, int cell, uint64_t ns) noexcept
+    void cseq_ring_close(cseq_ring* r) noexcept
+    uint32_t CSEQ_OWNER(uint64_t word) noexcept
+    uint64_t CSEQ_TICKET(uint64_t word) noexcept
+
+
+cdef extern from "cseq_shuffle.h" nogil:
+    enum:
+        CSEQ_PURPOSE_SHUFFLE
+
+    ctypedef struct cseq_order:
+        uint64_t n           # samples
+        uint64_t position    # positions below are final
+        uint64_t generation
+
+    void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
+    uint32_t cseq_table_width(uint64_t n) noexcept
+    uint64_t cseq_table_pages(uint64_t n, uint32_t width) noexcept
+    void cseq_order_init(cseq_order* order, uint64_t n, uint32_t width, void* table, uint32_t* tags) noexcept
+    void cseq_order_begin(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept
+    uint64_t cseq_order_advance(cseq_order* order, uint64_t upto, uint64_t most) noexcept
+    void cseq_order_read(const cseq_order* order, uint64_t start, uint64_t count, int64_t* out) noexcept
+    void cseq_permute(void* result, uint32_t width, uint64_t n, uint64_t start, uint64_t end, uint64_t* state) noexcept
+
+
+cdef extern from "cseq_map.h" nogil:
+    void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate) noexcept
+    void cseq_unmap(void* p, uint64_t nbytes) noexcept
+    int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept
+    void cseq_await_hangup(intptr_t socket) noexcept
+
+
+cdef class Memory:
+    cdef char* data
+    cdef Py_ssize_t size  # bytes
+    cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1

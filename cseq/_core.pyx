@@ -1,0 +1,967 @@
+# cython: language_level=3, freethreading_compatible=True
+"""The core that runs without the GIL: ring, shuffle, slices, slots.
+
+The algorithms are in ``include/cseq_*.h``, as C that knows no Python; the classes here are the
+door: they check arguments, let the GIL go where something can take long, and turn status codes
+into exceptions.
+"""
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from libc.errno cimport errno
+from libc.string cimport memcmp, memcpy, memset
+from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
+
+cimport cython
+cimport numpy as cnp
+
+import os
+
+import numpy
+
+cnp.import_array()
+
+cdef extern from "Python.h":
+    ctypedef struct PyTypeObject:
+        pass
+    void Py_INCREF(object o)
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(
+        PyTypeObject* subtype, cnp.dtype descr, int nd, cnp.npy_intp* dims,
+        cnp.npy_intp* strides, void* data, int flags, void* obj)
+    int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
+
+cdef extern from *:
+    """
+    #ifndef _WIN32
+    #include <unistd.h>
+    #define cseq_exit _exit
+    #else
+    #include <stdlib.h>
+    #define cseq_exit _Exit
+    #endif
+    #ifdef CSEQ_DEBUG
+    #define CSEQ_POISON 1
+    #else
+    #define CSEQ_POISON 0
+    #endif
+    """
+    void cseq_exit(int code) noexcept nogil
+    int CSEQ_POISON
+
+cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
+
+cdef enum:
+    MAX_DIMS = 64
+    LARGE = 65536  # bytes; copies from here on let the GIL go
+
+FIELDS = CSEQ_FIELDS
+DEBUG = bool(CSEQ_POISON)
+
+if os.environ.get("CSEQ_WAIT", "") == "nap":
+    cseq_wait_nap = 1
+
+
+# ── memory ─────────────────────────────────────────────────────────────────────────────────
+
+
+cdef class Memory:
+    """Bytes that arrays are made on. They live until the last of those arrays is gone.
+
+    Exports the buffer protocol (writable, format 'B').
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.data = NULL
+        self.size = 0
+
+    @property
+    def address(self):
+        return <uintptr_t>self.data
+
+    @property
+    def nbytes(self):
+        return self.size
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.data, self.size, 0, flags)
+
+    cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1:
+        if offset < 0 or nbytes < 0 or offset > self.size or nbytes > self.size - offset:
+            raise IndexError(
+                f"bytes [{offset}, {offset + nbytes}) are outside a memory of {self.size} bytes")
+        return 0
+
+    def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape, bint fortran=False):
+        """An array on these bytes, not a copy; it keeps them alive.
+
+        Parameters
+        ----------
+        offset : int
+            Where the array begins, in bytes.
+        dtype : numpy.dtype
+            Type of the elements, without Python objects in it.
+        shape : tuple of int
+        fortran : bool
+            Column-major order.
+        """
+        cdef cnp.npy_intp dims[MAX_DIMS]
+        cdef int nd = <int>len(shape)
+        cdef int i
+        cdef Py_ssize_t nbytes = dtype.itemsize
+        if nd > MAX_DIMS:
+            raise ValueError(f"shape has {nd} dimensions, at most {MAX_DIMS} are possible")
+        if dtype.hasobject:
+            raise ValueError(f"dtype {dtype} holds Python objects; these cannot lie in raw memory")
+        for i in range(nd):
+            dims[i] = shape[i]
+            if dims[i] < 0:
+                raise ValueError(f"shape {shape} is negative")
+            if dims[i] and nbytes > PY_SSIZE_T_MAX // dims[i]:
+                raise ValueError(f"shape {shape} of {dtype} is too large")
+            nbytes *= dims[i]
+        self.inside(offset, nbytes)
+        Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
+        array = PyArray_NewFromDescr(
+            <PyTypeObject*>cnp.ndarray, dtype, nd, dims, NULL, self.data + offset,
+            cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY, NULL)
+        Py_INCREF(self)  # PyArray_SetBaseObject takes it over
+        PyArray_SetBaseObject(array, self)
+        return array
+
+    def store(self, Py_ssize_t offset, cnp.ndarray array not None):
+        """Copy a C- or Fortran-contiguous array's bytes, as they lie, to `offset`."""
+        cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(array)
+        cdef char* source = <char*>cnp.PyArray_DATA(array)
+        if not (cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
+            raise ValueError("array is not contiguous; copy it with numpy.copyto on a view instead")
+        self.inside(offset, nbytes)
+        if nbytes < LARGE:
+            memcpy(self.data + offset, source, nbytes)
+        else:
+            with nogil:
+                memcpy(self.data + offset, source, nbytes)
+
+    def store_bytes(self, Py_ssize_t offset, const unsigned char[::1] source not None):
+        """Copy bytes to `offset`."""
+        cdef Py_ssize_t nbytes = source.shape[0]
+        self.inside(offset, nbytes)
+        if nbytes == 0:
+            return
+        if nbytes < LARGE:
+            memcpy(self.data + offset, &source[0], nbytes)
+        else:
+            with nogil:
+                memcpy(self.data + offset, &source[0], nbytes)
+
+    def load_bytes(self, Py_ssize_t offset, Py_ssize_t nbytes):
+        """A copy of the bytes [offset, offset + nbytes)."""
+        self.inside(offset, nbytes)
+        return self.data[offset:offset + nbytes]
+
+    def equals(self, Py_ssize_t offset, bytes expected not None):
+        """Whether `expected` stands at `offset`."""
+        cdef Py_ssize_t nbytes = len(expected)
+        self.inside(offset, nbytes)
+        return memcmp(self.data + offset, <const char*>expected, nbytes) == 0
+
+
+@cython.final
+@cython.no_gc
+cdef class Block(Memory):
+    """Private memory, 64-byte aligned; zeroed if asked for."""
+
+    cdef void* raw
+
+    def __cinit__(self, Py_ssize_t nbytes, *, bint zero=False):
+        if nbytes < 0:
+            raise ValueError(f"nbytes={nbytes} is negative")
+        self.raw = PyMem_RawCalloc(nbytes + 128, 1) if zero else PyMem_RawMalloc(nbytes + 128)
+        if self.raw == NULL:
+            raise MemoryError(f"no memory for {nbytes} bytes")
+        self.data = <char*>((<uintptr_t>self.raw + 127) & ~<uintptr_t>127)
+        self.size = nbytes
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.raw)
+
+    def copy_from(self, Memory source not None):
+        """Copy as many bytes as this block holds from the beginning of `source`."""
+        cdef char* bytes_from = source.data
+        source.inside(0, self.size)
+        if self.size < LARGE:
+            memcpy(self.data, bytes_from, self.size)
+        else:
+            with nogil:
+                memcpy(self.data, bytes_from, self.size)
+
+
+@cython.final
+@cython.no_gc
+cdef class Mapping(Memory):
+    """A shared mapping of a part of a file; unmapped when the last array on it is gone.
+
+    Parameters
+    ----------
+    fd : int
+        The file. May be closed afterwards.
+    offset, nbytes : int
+        The part, in bytes; `offset` a multiple of the page size.
+    populate : bool
+        Make the page tables now. The pages should be committed (`commit`).
+    """
+
+    def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint populate=False):
+        cdef void* p
+        if nbytes == 0 or nbytes > <uint64_t>PY_SSIZE_T_MAX:
+            raise ValueError(f"nbytes={nbytes} cannot be mapped")
+        with nogil:
+            p = cseq_map(fd, offset, nbytes, populate)
+        if p == NULL:
+            raise MemoryError(f"cannot map {nbytes} bytes: {os.strerror(errno)}")
+        self.data = <char*>p
+        self.size = <Py_ssize_t>nbytes
+
+    def __dealloc__(self):
+        if self.data != NULL:
+            cseq_unmap(self.data, self.size)
+
+
+def commit(int fd, uint64_t offset, uint64_t nbytes):
+    """Allocate the pages of a part of a file, so that writing to them cannot fail.
+
+    Raises
+    ------
+    MemoryError
+        There is no room for them.
+    """
+    cdef int error
+    with nogil:
+        error = cseq_commit(fd, offset, nbytes)
+    if error:
+        raise MemoryError(f"no room for {nbytes} bytes of shared memory: {os.strerror(error)}")
+
+
+def address_of(cnp.ndarray array not None):
+    """Where an array's data begins."""
+    return <uintptr_t>cnp.PyArray_DATA(array)
+
+
+# ── slots ──────────────────────────────────────────────────────────────────────────────────
+
+cdef enum:
+    FREE = 0
+    TAKEN = 1
+    LEASED = 2
+    CHUNK = 1024    # slots
+    CHUNKS = 4096
+
+
+@cython.no_gc
+cdef class Slots:
+    """Which slots are free, taken or leased.
+
+    One byte a slot, in private memory. FREE → TAKEN and TAKEN → LEASED or FREE are the
+    trainer's; LEASED → FREE is the lease's, which may be dropped by any thread, also inside
+    garbage collection: a store, no lock. The bytes lie in chunks that never move.
+    """
+
+    cdef uint8_t* chunk[CHUNKS]
+    cdef Py_ssize_t made
+    cdef uint64_t held        # leases alive
+    cdef uint64_t held_bytes  # their slots' bytes
+
+    def __cinit__(self, Py_ssize_t capacity=0):
+        memset(self.chunk, 0, sizeof(self.chunk))
+        self.made = 0
+        self.held = self.held_bytes = 0
+        self.extend(capacity)
+
+    def __dealloc__(self):
+        for i in range(CHUNKS):
+            PyMem_RawFree(self.chunk[i])
+
+    cdef inline uint8_t* at(self, Py_ssize_t slot) noexcept nogil:
+        return self.chunk[slot // CHUNK] + slot % CHUNK
+
+    cdef int check(self, Py_ssize_t slot) except -1:
+        if slot < 0 or slot >= self.made:
+            raise IndexError(f"slot {slot} is not one of {self.made}")
+        return 0
+
+    @property
+    def capacity(self):
+        """Slots made so far."""
+        return self.made
+
+    @property
+    def leased(self):
+        """Leases alive."""
+        return cseq_load_acq_u64(&self.held)
+
+    @property
+    def leased_bytes(self):
+        """Bytes of the slots under lease."""
+        return cseq_load_acq_u64(&self.held_bytes)
+
+    def extend(self, Py_ssize_t count):
+        """Make `count` more slots, free."""
+        cdef Py_ssize_t upto = self.made + count
+        cdef Py_ssize_t i
+        if count < 0 or upto > CHUNK * CHUNKS:
+            raise ValueError(f"cannot make {count} slots more than {self.made}: "
+                             f"at most {CHUNK * CHUNKS} are possible")
+        for i in range((upto + CHUNK - 1) // CHUNK):
+            if self.chunk[i] == NULL:
+                self.chunk[i] = <uint8_t*>PyMem_RawCalloc(CHUNK, 1)
+                if self.chunk[i] == NULL:
+                    raise MemoryError("no memory for the table of slots")
+        self.made = upto
+
+    def acquire(self):
+        """Take the lowest free slot: its number, or -1 when none is free."""
+        cdef Py_ssize_t slot
+        for slot in range(self.made):
+            if cseq_load_acq_u8(self.at(slot)) == FREE:  # SYNC: last view of slot is gone
+                cseq_store_rel_u8(self.at(slot), TAKEN)
+                return slot
+        return -1
+
+    def release(self, Py_ssize_t slot):
+        """Give a taken slot back."""
+        self.check(slot)
+        if cseq_load_acq_u8(self.at(slot)) != TAKEN:
+            raise RuntimeError(f"slot {slot} is not taken")
+        cseq_store_rel_u8(self.at(slot), FREE)
+
+    def lease(self, Py_ssize_t slot, Mapping mapping not None):
+        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
+        self.check(slot)
+        if not cseq_cas_sc_u8(self.at(slot), TAKEN, LEASED):
+            raise RuntimeError(f"slot {slot} is not taken")
+        cdef Lease lease = Lease.__new__(Lease)
+        lease.data = mapping.data
+        lease.size = mapping.size
+        lease.mapping = mapping
+        lease.slots = self
+        lease.slot = slot
+        cseq_add_sc_u64(&self.held, 1)
+        cseq_add_sc_u64(&self.held_bytes, <uint64_t>mapping.size)
+        return lease
+
+
+@cython.final
+@cython.no_gc
+cdef class Lease(Memory):
+    """A slot in the user's hands. Its end, on whatever thread, frees the slot."""
+
+    cdef Mapping mapping
+    cdef Slots slots
+    cdef Py_ssize_t slot
+
+    def __dealloc__(self):
+        if self.slots is None:
+            return
+        if CSEQ_POISON:
+            memset(self.data, 0xDB, self.size)
+        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
+        cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
+        cseq_store_rel_u8(self.slots.at(self.slot), FREE)  # SYNC: last view of slot is gone
+
+
+# ── the order of an epoch ──────────────────────────────────────────────────────────────────
+
+cdef enum:
+    BRIEF = 4096       # steps of the shuffle that are not worth letting the GIL go for
+    SLICE = 1 << 20    # steps between two looks at signals
+
+ALGORITHM = "fisher-yates-v1"
+
+
+cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
+    """An argument as an integer in [0, most]."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} is not an integer; give one in [0, {most}]")
+    number = int(value.__index__())
+    if not 0 <= number <= most:
+        raise ValueError(f"{name}={value!r} is out of range; give an integer in [0, {most}]")
+    return number
+
+
+def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
+    """The first `count` 64-bit words of the stream of (seed, epoch, purpose)."""
+    cdef uint64_t words[8]
+    cdef Py_ssize_t k
+    if not 0 <= count <= 8:
+        raise ValueError(f"count={count} is not in [0, 8]")
+    cseq_derive(natural(seed, "seed", <uint64_t>-1), natural(epoch, "epoch", <uint64_t>-1),
+                purpose, words, count)
+    return tuple([words[k] for k in range(count)])
+
+
+def permutation(n, seed, epoch=0):
+    """The order in which a sequence of `n` samples with this seed goes through an epoch.
+
+    Parameters
+    ----------
+    n : int
+        Samples, at least 0.
+    seed : int
+        In [0, 2**64).
+    epoch : int
+        Mixed with the seed by a hash, not added: no two pairs share an order by construction.
+
+    Returns
+    -------
+    numpy.ndarray
+        A fresh array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
+        ``int64``. The algorithm is ``fisher-yates-v1`` of docs/shuffle.md, and never changes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not an integer, or out of range.
+    """
+    cdef uint64_t size = natural(n, "n", <uint64_t>1 << 48)
+    cdef uint64_t state[4]
+    cdef uint32_t width = cseq_table_width(size)
+    cdef uint64_t start = 0, end
+    cseq_derive(natural(seed, "seed", <uint64_t>-1), natural(epoch, "epoch", <uint64_t>-1),
+                CSEQ_PURPOSE_SHUFFLE, state, 4)
+    cdef cnp.ndarray result = numpy.zeros(size, numpy.uint32 if width == 4 else numpy.int64)
+    cdef void* data = cnp.PyArray_DATA(result)
+    if size <= BRIEF:
+        cseq_permute(data, width, size, 0, size, state)
+    while start < size and size > BRIEF:
+        end = min(start + SLICE, size)
+        with nogil:
+            cseq_permute(data, width, size, start, end, state)
+        PyErr_CheckSignals()
+        start = end
+    return result
+
+
+@cython.final
+@cython.no_gc
+cdef class Order:
+    """The samples of an epoch in their order, shuffled just ahead of their use.
+
+    Parameters
+    ----------
+    n : int
+        Samples.
+    shuffle : bool
+        False: in their natural order.
+    seed : int
+        In [0, 2**64).
+    indices : numpy.ndarray, optional
+        One-dimensional integers, `n` of them: the samples themselves. Read, never written.
+    wide : bool
+        A 64-bit table also for few samples; the order is the same.
+
+    Notes
+    -----
+    The table (4 bytes a sample up to 2**32 samples) is made at the first `begin` and touched only
+    as far as it is used: neither this nor `begin` costs more for more samples.
+    """
+
+    cdef cseq_order order
+    cdef void* table
+    cdef uint32_t* tags
+    cdef uint64_t n
+    cdef uint64_t seed
+    cdef uint32_t width
+    cdef readonly bint shuffle
+    cdef readonly object indices
+
+    def __cinit__(self, n, *, bint shuffle, seed, indices=None, bint wide=False):
+        self.n = natural(n, "n", <uint64_t>1 << 48)
+        self.seed = natural(seed, "seed", <uint64_t>-1)
+        self.shuffle = shuffle
+        self.width = 8 if wide else cseq_table_width(self.n)
+        if indices is not None and indices.shape != (self.n,):
+            raise ValueError(f"indices has shape {indices.shape}, not ({self.n},)")
+        self.indices = indices
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.table)
+        PyMem_RawFree(self.tags)
+
+    cdef int make_table(self) except -1:
+        cdef uint64_t pages = cseq_table_pages(self.n, self.width)
+        self.table = PyMem_RawCalloc(<size_t>pages, 4096)
+        self.tags = <uint32_t*>PyMem_RawCalloc(<size_t>pages, 4)
+        if self.table == NULL or self.tags == NULL:
+            raise MemoryError(f"no memory for the index table of {self.n} samples "
+                              f"({pages * 4096} bytes)")
+        cseq_order_init(&self.order, self.n, self.width, self.table, self.tags)
+        return 0
+
+    def begin(self, epoch):
+        """Begin an epoch, whatever the last one came to."""
+        cdef uint64_t number = natural(epoch, "epoch", <uint64_t>-1)
+        if self.shuffle:
+            if self.table == NULL:
+                self.make_table()
+            cseq_order_begin(&self.order, self.seed, number)
+
+    cdef int advance(self, uint64_t upto) except -1:
+        cdef uint64_t left
+        if upto <= self.order.position + BRIEF:
+            cseq_order_advance(&self.order, upto, BRIEF)
+            return 0
+        while True:
+            with nogil:
+                left = cseq_order_advance(&self.order, upto, SLICE)
+            PyErr_CheckSignals()
+            if not left:
+                return 0
+
+    def read_into(self, uint64_t start, uint64_t count, int64_t[::1] out not None):
+        """Write the samples at positions [start, start + count) into `out`, from its beginning."""
+        cdef uint64_t k
+        if start > self.n or count > self.n - start:
+            raise IndexError(f"positions [{start}, {start + count}) exceed {self.n} samples")
+        if count > <uint64_t>out.shape[0]:
+            raise ValueError(f"{count} samples do not fit into {out.shape[0]}")
+        if count == 0:
+            return
+        if self.shuffle:
+            if self.table == NULL:
+                raise RuntimeError("begin an epoch first")
+            self.advance(start + count)
+            cseq_order_read(&self.order, start, count, &out[0])
+        else:
+            for k in range(count):
+                out[k] = <int64_t>(start + k)
+        if self.indices is not None:
+            chosen = numpy.asarray(out)[:count]
+            chosen[...] = self.indices[chosen]
+
+    def read(self, uint64_t start, uint64_t count):
+        """The samples at positions [start, start + count): a fresh int64 array."""
+        out = numpy.empty(count, numpy.int64)
+        self.read_into(start, count, out)
+        return out
+
+
+# ── the ring ───────────────────────────────────────────────────────────────────────────────
+
+PARK_NS = 100_000_000  # longest sleep before a sleeper looks at signals, peers and deadlines
+
+cdef uint64_t park_ns = PARK_NS
+
+INPUT, MIDDLE, OUTPUT = 0, 1, 2
+
+
+def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
+    """Bytes of memory that a ring of these sizes takes."""
+    return cseq_ring_bytes(capacity, batch_size, runners)
+
+
+cdef class Ring:
+    """The ring, as the trainer sees it: post, take, cancel, repost, close.
+
+    One thread at a time posts and takes; `repost`, `alarm`, `close`, `depths` and `holder` may be
+    called from any thread.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where the ring lies: a `Mapping` for processes, a zeroed `Block` for threads.
+    capacity : int
+        Cells: the most tickets in flight or waiting. 0: attach to the ring that is there.
+    batch_size : int
+        The most indices a ticket can have.
+    runners : int
+        Owners are numbered from 1 to this.
+    """
+
+    cdef cseq_ring* r
+    cdef readonly Memory memory
+    cdef uint32_t* order      # cells of outstanding tickets, oldest first; a circle
+    cdef uint32_t first       # where in `order` the oldest is
+    cdef uint32_t outstanding
+    cdef uint32_t* abandoned  # cells of tickets that nobody wants any more
+    cdef uint32_t abandoned_count
+    cdef uint32_t next_cell
+    cdef uint32_t unwoken     # tickets posted since the runners were last woken
+    cdef public uint32_t wake_at  # how many of them wake the runners
+    cdef readonly uint64_t waited_ns
+
+    def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
+                  uint32_t runners=1):
+        self.memory = memory
+        self.r = <cseq_ring*>memory.data
+        if capacity:
+            if <uint64_t>memory.size < cseq_ring_bytes(capacity, batch_size, runners):
+                raise ValueError(f"a ring of {capacity} cells of {batch_size} indices and "
+                                 f"{runners} runners does not fit into {memory.size} bytes")
+            if runners > 0xFFFF:
+                raise ValueError(f"runners={runners} exceeds 65535")
+            cseq_ring_init(self.r, capacity, batch_size, runners)
+        elif not cseq_ring_fits(self.r, <uint64_t>memory.size):
+            raise ValueError("there is no ring of this version of cseq in this memory")
+        self.order = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
+        self.abandoned = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
+        if self.order == NULL or self.abandoned == NULL:
+            raise MemoryError(f"no memory for {self.r.capacity} cells")
+        self.wake_at = 1
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.order)
+        PyMem_RawFree(self.abandoned)
+
+    cdef cseq_cell* at(self, uint32_t cell) except NULL:
+        if cell >= self.r.capacity:
+            raise IndexError(f"cell {cell} is not one of {self.r.capacity}")
+        return cseq_ring_cell(self.r, cell)
+
+    # -- what it is
+
+    @property
+    def capacity(self):
+        """Cells."""
+        return self.r.capacity
+
+    @property
+    def outstanding_count(self):
+        """Tickets posted and not yet taken or given up."""
+        return self.outstanding
+
+    @property
+    def closed(self):
+        return bool(self.r.closed)
+
+    @property
+    def spin(self):
+        """How often an idle runner looks at the ring before it sleeps."""
+        return self.r.spin
+
+    @spin.setter
+    def spin(self, uint32_t looks):
+        self.r.spin = looks
+
+    def indices(self, uint32_t cell):
+        """The cell's room for indices: an int64 array on the ring's memory."""
+        self.at(cell)
+        cdef Py_ssize_t offset = <char*>cseq_ring_indices(self.r, cell) - self.memory.data
+        return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
+
+    def depths(self):
+        """Tickets in the input, middle and output queue (waiting, not in work)."""
+        cdef Py_ssize_t[3] depth
+        cdef uint32_t c
+        cdef int state
+        depth[0] = depth[1] = depth[2] = 0
+        for c in range(self.r.capacity):
+            state = cseq_ring_state(self.r, c)
+            if state == CSEQ_POSTED:
+                depth[0] += 1
+            elif state == CSEQ_INDEXED:
+                depth[1] += 1
+            elif state == CSEQ_READY:
+                depth[2] += 1
+        return depth[0], depth[1], depth[2]
+
+    def idle_ns(self):
+        """Nanoseconds that each runner has slept for want of tickets, by owner from 1."""
+        return [cseq_load_rlx_u64(&cseq_ring_runner(self.r, o + 1).idle_ns) for o in range(self.r.runners)]
+
+    def batches(self):
+        """Tickets that each runner has published, by owner from 1."""
+        return [cseq_load_rlx_u64(&cseq_ring_runner(self.r, o + 1).batches) for o in range(self.r.runners)]
+
+    def holder(self, uint32_t cell):
+        """(owner, when claimed in ns of `now_ns`) of a cell in work, else (0, 0)."""
+        cdef cseq_cell* c = self.at(cell)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef int state = cseq_ring_state(self.r, cell)
+        if state != CSEQ_INDEXING and state != CSEQ_CONVERTING:
+            return 0, 0
+        return CSEQ_OWNER(word), cseq_load_rlx_u64(&c.started_ns)
+
+    # -- post
+
+    def vacant(self):
+        """A free cell, or -1."""
+        cdef uint32_t k
+        cdef uint32_t c = self.next_cell
+        for k in range(self.r.capacity):
+            if cseq_ring_state(self.r, c) == CSEQ_FREE:
+                return c
+            c = 0 if c + 1 == self.r.capacity else c + 1
+        return -1
+
+    def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
+             uint32_t count, uint32_t slot=0, uint64_t capacity=0, uint32_t owner=0):
+        """Offer a ticket, its indices written, in a free cell; to one runner if `owner` is given.
+
+        The runners are woken when `wake_at` tickets have gathered, and whenever the trainer waits.
+        """
+        cdef cseq_cell* c = self.at(cell)
+        if count > self.r.batch_size:
+            raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
+        if cseq_ring_state(self.r, cell) != CSEQ_FREE:
+            raise RuntimeError(f"cell {cell} is not free")
+        c.epoch = epoch
+        c.batch = batch
+        c.count = count
+        c.slot = slot
+        c.capacity = capacity
+        c.started_ns = 0
+        c.stage = c.status = 0
+        self.order[(self.first + self.outstanding) % self.r.capacity] = cell
+        self.outstanding += 1
+        self.next_cell = (cell + 1) % self.r.capacity
+        cseq_ring_post(self.r, cell, ticket, owner)
+        self.unwoken += 1
+        if self.unwoken >= self.wake_at:
+            self.wake()
+
+    cpdef wake(self):
+        """Wake the runners that sleep for want of tickets."""
+        self.unwoken = 0
+        cseq_gate_knock(&self.r.gate[0])
+
+    # -- take
+
+    cdef int find(self, bint ordered) noexcept:
+        """Position in `order` of a ticket that can be taken, or -1."""
+        cdef uint32_t k
+        cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
+        for k in range(upto):
+            if cseq_ring_ready(self.r, self.order[(self.first + k) % self.r.capacity]):
+                return <int>k
+        return -1
+
+    def take(self, bint ordered=True):
+        """The cell of the next finished ticket, or -1: the oldest's, or (unordered) any one's."""
+        cdef int k = self.find(ordered)
+        cdef uint32_t n = self.r.capacity
+        cdef uint32_t cell
+        if k < 0:
+            return -1
+        cell = self.order[(self.first + <uint32_t>k) % n]
+        while k > 0:
+            self.order[(self.first + <uint32_t>k) % n] = self.order[(self.first + <uint32_t>k - 1) % n]
+            k -= 1
+        self.first = (self.first + 1) % n
+        self.outstanding -= 1
+        return cell
+
+    def wait(self, bint ordered=True, uint64_t ns=PARK_NS):
+        """Sleep until a ticket can be taken, at most `ns`; then run signal handlers."""
+        cdef int cell = -1
+        cdef uint64_t before
+        if self.unwoken:
+            self.wake()
+        if ordered and self.outstanding:
+            cell = <int>self.order[self.first]
+        before = cseq_now_ns()
+        with nogil:
+            cseq_ring_doze(self.r, cell, ns)
+        self.waited_ns += cseq_now_ns() - before
+        PyErr_CheckSignals()
+
+    def result(self, uint32_t cell):
+        """What the runners wrote: (status, slot, capacity, record)."""
+        cdef cseq_cell* c = self.at(cell)
+        cdef uint64_t* f = c.converted if c.stage else c.record
+        return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+
+    def ticket(self, uint32_t cell):
+        """(epoch, batch, count) of a cell."""
+        cdef cseq_cell* c = self.at(cell)
+        return c.epoch, c.batch, c.count
+
+    def slot(self, uint32_t cell):
+        """(slot, its committed bytes) of a cell."""
+        cdef cseq_cell* c = self.at(cell)
+        return c.slot, c.capacity
+
+    def retire(self, uint32_t cell):
+        """Make a taken cell free."""
+        self.at(cell)
+        cseq_ring_retire(self.r, cell)
+
+    # -- give up
+
+    def abandon(self):
+        """Nobody wants the outstanding tickets any more; see `sweep`."""
+        cdef uint32_t k
+        for k in range(self.outstanding):
+            self.abandoned[self.abandoned_count] = self.order[(self.first + k) % self.r.capacity]
+            self.abandoned_count += 1
+        self.outstanding = 0
+        self.unwoken = 0
+
+    def sweep(self):
+        """Abandoned cells that no runner works on now: the trainer's to clear and retire."""
+        cdef uint32_t k, kept = 0
+        if not self.abandoned_count:
+            return ()
+        swept = []
+        for k in range(self.abandoned_count):
+            if cseq_ring_cancel(self.r, self.abandoned[k]):
+                swept.append(self.abandoned[k])
+            else:
+                self.abandoned[kept] = self.abandoned[k]
+                kept += 1
+        self.abandoned_count = kept
+        return swept
+
+    # -- from any thread
+
+    def repost(self, uint32_t owner):
+        """Post again what `owner` held, which must be gone for certain: its cells."""
+        cdef uint32_t count, k
+        cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
+        if held == NULL:
+            raise MemoryError(f"no memory for {self.r.capacity} cells")
+        try:
+            count = cseq_ring_repost(self.r, owner, held)
+            return [held[k] for k in range(count)]
+        finally:
+            PyMem_RawFree(held)
+
+    def alarm(self):
+        """Wake the trainer, whatever it waits for."""
+        cseq_gate_alarm(&self.r.gate[2])
+
+    def close(self):
+        """No more tickets: runners leave when they find nothing to claim."""
+        cseq_ring_close(self.r)
+
+
+cdef class Seat:
+    """A runner's place at the ring: claim a ticket of its stage, publish it.
+
+    Parameters
+    ----------
+    ring : Ring
+    stage : int
+        0: indexer, 1: converter.
+    owner : int
+        The runner's number, from 1.
+    last : bool
+        No stage follows: publish to the output.
+    """
+
+    cdef cseq_ring* r
+    cdef readonly Ring ring
+    cdef readonly uint32_t stage
+    cdef readonly uint32_t owner
+    cdef cseq_cell* c
+    cdef readonly int cell  # in hand; -1: none
+    cdef bint last
+
+    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
+        if stage > 1:
+            raise ValueError(f"stage={stage} is neither 0 nor 1")
+        if not 1 <= owner <= ring.r.runners:
+            raise ValueError(f"owner={owner} is not in [1, {ring.r.runners}]")
+        self.ring = ring
+        self.r = ring.r
+        self.stage = stage
+        self.owner = owner
+        self.last = last
+        self.cell = -1
+
+    def claim(self):
+        """Take a ticket. True: in hand; False: none came for a while; None: the ring is closed."""
+        cdef int cell = CSEQ_CLOSED
+        if self.cell >= 0:
+            raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
+        if not self.r.closed:
+            cell = cseq_ring_claim(self.r, self.stage, self.owner)
+            if cell < 0:
+                with nogil:
+                    cell = cseq_ring_await(self.r, self.stage, self.owner, park_ns)
+        if cell == CSEQ_CLOSED:
+            return None
+        if cell < 0:
+            return False
+        self.cell = cell
+        self.c = cseq_ring_cell(self.r, cell)
+        cseq_store_rlx_u64(&self.c.started_ns, cseq_now_ns())
+        return True
+
+    cdef cseq_cell* held(self) except NULL:
+        if self.cell < 0:
+            raise RuntimeError("no ticket in hand: claim one first")
+        return self.c
+
+    @property
+    def epoch(self):
+        return self.held().epoch
+
+    @property
+    def batch(self):
+        """Running number within the epoch."""
+        return self.held().batch
+
+    @property
+    def slot(self):
+        return self.held().slot
+
+    @property
+    def capacity(self):
+        """Bytes of the slot that are committed."""
+        return self.held().capacity
+
+    @property
+    def record(self):
+        """What the stage before wrote."""
+        cdef uint64_t* f = self.held().record
+        return f[0], f[1], f[2], f[3], f[4], f[5]
+
+    def indices(self):
+        """The batch's indices: a fresh int64 array."""
+        cdef cnp.npy_intp n = self.held().count
+        array = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
+        memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),
+               <size_t>n * 8)
+        return array
+
+    def publish(self, uint32_t status=0, tuple record=(), uint64_t capacity=0):
+        """Hand the ticket on.
+
+        Parameters
+        ----------
+        status : int
+            0: a batch; anything else goes straight to the output.
+        record : tuple of int
+            Where in the slot it lies, at most `FIELDS` numbers.
+        capacity : int
+            Bytes of the slot that are committed now.
+        """
+        cdef cseq_cell* c = self.held()
+        cdef uint64_t* fields = c.converted if self.stage else c.record
+        cdef Py_ssize_t i
+        if len(record) > CSEQ_FIELDS:
+            raise ValueError(f"a record of {len(record)} numbers exceeds {CSEQ_FIELDS}")
+        for i in range(len(record)):
+            fields[i] = record[i]
+        c.status = status
+        c.stage = self.stage
+        if capacity > c.capacity:
+            c.capacity = capacity
+        cdef uint32_t cell = <uint32_t>self.cell
+        self.cell = -1
+        cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
+
+
+def now_ns():
+    """Nanoseconds on the clock of `Ring.holder`."""
+    return cseq_now_ns()
+
+
+def exit_on_hangup(intptr_t socket):
+    """Never returns: ends the process, at once and without the interpreter, when the peer of
+    `socket` is gone. For a thread of its own."""
+    with nogil:
+        cseq_await_hangup(socket)
+        cseq_exit(1)

@@ -1,0 +1,69 @@
+"""Every error of cseq, drawn as a tree.
+
+::
+
+    CseqError
+    ├── WorkerError       (RuntimeError)  an indexer raised something that cannot travel
+    ├── WorkerDied        (RuntimeError)  worker processes died, more often than is repaired
+    ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
+    └── RemoteTraceback                   the cause of an error from another process: its text
+
+An exception that an indexer raises comes out of the loop as itself. Wrong arguments are
+``TypeError`` and ``ValueError``, misuse of a manager's lifecycle is ``OSError``, and a stale
+iterator raises ``InterruptedError``: builtins, as they always were.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerTimeout"]
+
+
+class CseqError(Exception):
+    """The root of cseq's own errors."""
+
+
+class WorkerError(CseqError, RuntimeError):
+    """An indexer raised an exception that could not be sent to the trainer itself.
+
+    Its type, text and traceback are in the message and in ``__cause__``.
+    """
+
+
+class WorkerDied(CseqError, RuntimeError):
+    """A worker process died, and the budget for replacing it is spent.
+
+    Attributes
+    ----------
+    epoch, batch : int or None
+        The batch it worked on, if it had one.
+    indices : list of int
+        That batch's indices; empty if there was none.
+    exitcode : int or None
+        Exit code, or minus the signal's number; None if it could not be learnt.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        epoch: int | None = None,
+        batch: int | None = None,
+        indices: list[int] | None = None,
+        exitcode: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+        self.batch = batch
+        self.indices = indices or []
+        self.exitcode = exitcode
+
+
+class WorkerTimeout(CseqError, TimeoutError):
+    """A batch took longer than `timeout`; the message shows where its worker was."""
+
+
+class RemoteTraceback(CseqError):
+    """Text of a traceback from another process; the ``__cause__`` of an error that came from it."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}" if self.args else ""

@@ -1,0 +1,72 @@
+/* Atomic words with named memory orders: GCC/Clang builtins, or MSVC intrinsics.
+ *
+ * Only what the ring and the slot table need. `acq`, `rel`, `rlx` and `sc` are
+ * acquire, release, relaxed and sequentially consistent. A store-load pattern
+ * ("I publish, then look whether you sleep" against "I say that I sleep, then
+ * look whether you published") needs `sc` on all four accesses; everything else
+ * gets by with acquire and release. No stand-alone fences: ThreadSanitizer does
+ * not model them.
+ */
+#ifndef CSEQ_ATOMIC_H
+#define CSEQ_ATOMIC_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+
+#define CSEQ_INLINE static inline __attribute__((unused))
+
+#define CSEQ_ATOMIC_OF(T, S)                                                              \
+    CSEQ_INLINE T cseq_load_rlx_##S(const T *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); } \
+    CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); } \
+    CSEQ_INLINE T cseq_load_sc_##S(const T *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }  \
+    CSEQ_INLINE void cseq_store_rlx_##S(T *p, T v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); } \
+    CSEQ_INLINE void cseq_store_rel_##S(T *p, T v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); } \
+    CSEQ_INLINE T cseq_swap_sc_##S(T *p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); } \
+    CSEQ_INLINE T cseq_add_sc_##S(T *p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); } \
+    CSEQ_INLINE int cseq_cas_sc_##S(T *p, T expected, T desired) {                            \
+        return __atomic_compare_exchange_n(p, &expected, desired, 0, __ATOMIC_SEQ_CST,        \
+                                           __ATOMIC_SEQ_CST);                                 \
+    }
+
+#elif defined(_MSC_VER)
+
+#include <intrin.h>
+
+#define CSEQ_INLINE static __forceinline
+
+/* Interlocked operations are full barriers. Plain volatile accesses are made
+ * acquire/release by an interlocked no-op, which is right on x86 and on Arm and
+ * off the path that has to be fast. */
+#define CSEQ_MSVC_ATOMIC_OF(T, S, I, SUFFIX)                                              \
+    CSEQ_INLINE T cseq_load_rlx_##S(const T *p) { return *(const volatile T *)p; }            \
+    CSEQ_INLINE T cseq_load_sc_##S(const T *p) {                                              \
+        return (T)_InterlockedCompareExchange##SUFFIX((volatile I *)p, 0, 0);                 \
+    }                                                                                         \
+    CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return cseq_load_sc_##S(p); }               \
+    CSEQ_INLINE void cseq_store_rlx_##S(T *p, T v) { *(volatile T *)p = v; }                  \
+    CSEQ_INLINE T cseq_swap_sc_##S(T *p, T v) {                                               \
+        return (T)_InterlockedExchange##SUFFIX((volatile I *)p, (I)v);                        \
+    }                                                                                         \
+    CSEQ_INLINE void cseq_store_rel_##S(T *p, T v) { (void)cseq_swap_sc_##S(p, v); }          \
+    CSEQ_INLINE T cseq_add_sc_##S(T *p, T v) {                                                \
+        return (T)_InterlockedExchangeAdd##SUFFIX((volatile I *)p, (I)v);                     \
+    }                                                                                         \
+    CSEQ_INLINE int cseq_cas_sc_##S(T *p, T expected, T desired) {                            \
+        return (T)_InterlockedCompareExchange##SUFFIX((volatile I *)p, (I)desired,            \
+                                                      (I)expected) == expected;               \
+    }
+#define CSEQ_ATOMIC_OF(T, S) CSEQ_ATOMIC_OF_##S(T)
+#define CSEQ_ATOMIC_OF_u8(T) CSEQ_MSVC_ATOMIC_OF(T, u8, char, 8)
+#define CSEQ_ATOMIC_OF_u32(T) CSEQ_MSVC_ATOMIC_OF(T, u32, long, )
+#define CSEQ_ATOMIC_OF_u64(T) CSEQ_MSVC_ATOMIC_OF(T, u64, __int64, 64)
+
+#else
+#error "cseq needs GCC, Clang or MSVC"
+#endif
+
+CSEQ_ATOMIC_OF(uint8_t, u8)
+CSEQ_ATOMIC_OF(uint32_t, u32)
+CSEQ_ATOMIC_OF(uint64_t, u64)
+
+#endif

@@ -1,0 +1,316 @@
+/* The ring: cells that carry one ticket each from post to take.
+ *
+ *             post          claim          publish         claim           publish        take
+ *   FREE ───► POSTED ───► INDEXING ───► INDEXED ───► CONVERTING ───► READY ───► FREE
+ *             [input]                   [middle]                     [output]
+ *
+ * With one stage, INDEXING is published straight to READY. The same code serves memory that
+ * processes share and private memory of threads: no pointers inside, fixed widths, every
+ * word that two parties touch on lines of its own.
+ *
+ * Who may write a cell's word, and when:
+ *   FREE                    the trainer (post)
+ *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel); both by
+ *                           compare-and-swap, so exactly one of them succeeds
+ *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
+ *                           to be gone, the trainer (repost)
+ *   READY                   the trainer (take)
+ * All other fields of a cell belong to whoever may write the word.
+ *
+ * Claim is one compare-and-swap that also records the owner, so there is no moment at which a
+ * dying process holds something that nobody knows of, and nothing to repair after it.
+ */
+#ifndef CSEQ_RING_H
+#define CSEQ_RING_H
+
+#include <string.h>
+
+#include "cseq_atomic.h"
+#include "cseq_wait.h"
+
+#define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
+#define CSEQ_MAGIC 0x63736571u
+#define CSEQ_LAYOUT 1u
+#define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
+
+/* States. PINNED is a flag beside them: the ticket is for the owner in the word alone. */
+enum {
+    CSEQ_FREE = 0,
+    CSEQ_POSTED = 1,
+    CSEQ_INDEXING = 2,
+    CSEQ_INDEXED = 3,
+    CSEQ_CONVERTING = 4,
+    CSEQ_READY = 5,
+    CSEQ_PINNED = 0x80
+};
+
+/* What claim and await return besides a cell's number. */
+enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
+
+/* word = ticket (40 bits) | owner (16 bits) | state (8 bits) */
+#define CSEQ_WORD(ticket, owner, state) \
+    (((uint64_t)(ticket) << 24) | ((uint64_t)(owner) << 8) | (uint64_t)(state))
+#define CSEQ_STATE(word) ((int)((word)&0x7f))
+#define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
+#define CSEQ_TICKET(word) ((word) >> 24)
+
+/* A place to sleep until something happens. */
+typedef struct {
+    uint32_t event;  /* +1 at every wake-up; the word slept on */
+    uint32_t asleep; /* 1: somebody may be asleep. Advisory: a dead sleeper leaves it set,
+                        which costs one needless wake-up */
+    uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
+    char pad[CSEQ_LINE - 12];
+} cseq_gate;
+
+/* What a runner says of itself; written by that runner alone. */
+typedef struct {
+    uint64_t batches; /* published */
+    uint64_t idle_ns; /* asleep with nothing to claim */
+    char pad[CSEQ_LINE - 16];
+} cseq_runner;
+
+typedef struct {
+    uint64_t word;
+    /* written by the trainer before the post */
+    uint64_t epoch;
+    uint64_t batch; /* running number within the epoch */
+    uint32_t count; /* samples */
+    uint32_t slot;
+    /* written by the trainer at the post, and by an owner that made the slot larger */
+    uint64_t capacity; /* bytes of the slot that are committed */
+    /* written by the owner */
+    uint64_t started_ns; /* when it was claimed; 0 before */
+    uint32_t stage;      /* which record is the last one written */
+    uint32_t status;     /* 0: a batch; else see stage.py */
+    uint64_t record[CSEQ_FIELDS];
+    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS + 8];
+    uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
+                                        the converter has published */
+    char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];
+} cseq_cell;
+
+typedef struct {
+    uint32_t magic, layout, capacity, batch_size, runners, fields;
+    char pad[CSEQ_LINE - 24];
+    uint32_t closed; /* written by the trainer, once */
+    uint32_t spin;   /* looks at the ring before a runner sleeps */
+    char pad1[CSEQ_LINE - 8];
+    uint32_t hint[2]; /* per stage: where to look first. Advisory, written by whoever claims */
+    char pad2[CSEQ_LINE - 8];
+    cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer */
+} cseq_ring;
+
+typedef char cseq_check_gate[sizeof(cseq_gate) == CSEQ_LINE ? 1 : -1];
+typedef char cseq_check_runner[sizeof(cseq_runner) == CSEQ_LINE ? 1 : -1];
+typedef char cseq_check_cell[sizeof(cseq_cell) == 2 * CSEQ_LINE ? 1 : -1];
+typedef char cseq_check_ring[sizeof(cseq_ring) == 6 * CSEQ_LINE ? 1 : -1];
+
+/* ── layout: ring | cells | runners | indices ─────────────────────────────────────────── */
+
+CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
+    return (cseq_cell *)((char *)r + sizeof(cseq_ring)) + cell;
+}
+/* Owners count from 1; 0 means nobody. */
+CSEQ_INLINE cseq_runner *cseq_ring_runner(const cseq_ring *r, uint32_t owner) {
+    return (cseq_runner *)(void *)cseq_ring_cell(r, r->capacity) + (owner - 1);
+}
+CSEQ_INLINE int64_t *cseq_ring_indices(const cseq_ring *r, uint32_t cell) {
+    return (int64_t *)(void *)cseq_ring_runner(r, r->runners + 1) + (uint64_t)cell * r->batch_size;
+}
+CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) {
+    return sizeof(cseq_ring) + (uint64_t)capacity * sizeof(cseq_cell) +
+           (uint64_t)runners * sizeof(cseq_runner) + (uint64_t)capacity * batch_size * 8;
+}
+
+/* Fills zeroed memory. */
+CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_size,
+                                uint32_t runners) {
+    r->magic = CSEQ_MAGIC;
+    r->layout = CSEQ_LAYOUT;
+    r->capacity = capacity;
+    r->batch_size = batch_size;
+    r->runners = runners;
+    r->fields = CSEQ_FIELDS;
+}
+
+/* 1 if `bytes` of memory hold a ring of this layout. */
+CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
+    return bytes >= sizeof(cseq_ring) && r->magic == CSEQ_MAGIC && r->layout == CSEQ_LAYOUT &&
+           r->fields == CSEQ_FIELDS &&
+           bytes >= cseq_ring_bytes(r->capacity, r->batch_size, r->runners);
+}
+
+/* ── gates ────────────────────────────────────────────────────────────────────────────── */
+
+/* Say that I am about to sleep; look once more after this, then wait for `event` to change.
+ * SYNC: sleeper seen (gate_enter's swap, then the look; against the store, then gate_knock's load) */
+CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
+    uint32_t seen = cseq_load_acq_u32(&g->event);
+    cseq_swap_sc_u32(&g->asleep, 1);
+    return seen;
+}
+
+/* Wake everybody, asleep or about to be. */
+CSEQ_INLINE void cseq_gate_alarm(cseq_gate *g) {
+    cseq_swap_sc_u32(&g->asleep, 0);
+    cseq_add_sc_u32(&g->event, 1);
+    cseq_wake(&g->event);
+}
+
+/* Wake those who said that they sleep; nearly free when nobody does.
+ * A process that dies between the swap and the wake costs the sleepers one bounded sleep; the
+ * trainer raises the alarm when it learns of a death.
+ * SYNC: sleeper seen */
+CSEQ_INLINE void cseq_gate_knock(cseq_gate *g) {
+    if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
+        cseq_add_sc_u32(&g->event, 1);
+        cseq_wake(&g->event);
+    }
+}
+
+/* ── runners ──────────────────────────────────────────────────────────────────────────── */
+
+/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`: a cell, or CSEQ_NONE.
+ * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
+CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
+    const uint32_t n = r->capacity;
+    const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
+    uint32_t c = cseq_load_rlx_u32(&r->hint[stage]) % n;
+    for (uint32_t k = 0; k < n; k++) {
+        cseq_cell *cell = cseq_ring_cell(r, c);
+        uint64_t w = cseq_load_sc_u64(&cell->word);
+        if (CSEQ_STATE(w) == open && (!(w & CSEQ_PINNED) || CSEQ_OWNER(w) == owner)) {
+            uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (open + 1));
+            if (cseq_cas_sc_u64(&cell->word, w, mine)) {
+                cseq_store_rlx_u32(&r->hint[stage], c + 1 == n ? 0 : c + 1);
+                return (int)c;
+            }
+        }
+        c = c + 1 == n ? 0 : c + 1;
+    }
+    return CSEQ_NONE;
+}
+
+CSEQ_INLINE void cseq_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__) && defined(__GNUC__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Claim; sleep up to `ns` if there is nothing. A cell, CSEQ_NONE, or CSEQ_CLOSED. */
+CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
+    cseq_gate *g = &r->gate[stage];
+    for (uint32_t k = cseq_load_rlx_u32(&r->spin); k; k--) {
+        int cell = cseq_ring_claim(r, stage, owner);
+        if (cell >= 0) return cell;
+        cseq_pause();
+    }
+    uint32_t seen = cseq_gate_enter(g);
+    int cell = cseq_ring_claim(r, stage, owner);
+    if (cell >= 0) return cell;
+    if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
+    uint64_t before = cseq_now_ns();
+    cseq_wait(&g->event, seen, ns);
+    cseq_ring_runner(r, owner)->idle_ns += cseq_now_ns() - before;
+    return cseq_ring_claim(r, stage, owner);
+}
+
+/* Hand a claimed cell on: `next` is CSEQ_INDEXED or CSEQ_READY.
+ * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
+CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
+    cseq_cell *c = cseq_ring_cell(r, cell);
+    uint64_t w = cseq_load_rlx_u64(&c->word);
+    cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
+    me->batches++;
+    cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
+    if (next == CSEQ_INDEXED) {
+        cseq_gate_knock(&r->gate[1]);
+    } else {
+        uint32_t wanted = cseq_load_sc_u32(&r->gate[2].wanted);
+        if (wanted == 0 || wanted == cell + 1) cseq_gate_knock(&r->gate[2]);
+    }
+}
+
+/* ── trainer ──────────────────────────────────────────────────────────────────────────── */
+
+/* Offer a FREE cell, all its fields written, to any runner (owner 0) or to one.
+ * Does not wake: see cseq_gate_knock(&r->gate[0]). SYNC: ticket visible to runner */
+CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket, uint32_t owner) {
+    uint64_t w = CSEQ_WORD(ticket, owner, CSEQ_POSTED | (owner ? CSEQ_PINNED : 0));
+    cseq_swap_sc_u64(&cseq_ring_cell(r, cell)->word, w);
+}
+
+CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
+    return CSEQ_STATE(cseq_load_sc_u64(&cseq_ring_cell(r, cell)->word));
+}
+
+/* 1 when the cell's batch may be read. SYNC: batch visible to reader */
+CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
+    return cseq_ring_state(r, cell) == CSEQ_READY;
+}
+
+/* Give up a ticket that nobody is working on: 1 if the cell is the trainer's again. */
+CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
+    cseq_cell *c = cseq_ring_cell(r, cell);
+    uint64_t w = cseq_load_sc_u64(&c->word);
+    int state = CSEQ_STATE(w);
+    if (state == CSEQ_READY || state == CSEQ_FREE) return 1;
+    if (state != CSEQ_POSTED && state != CSEQ_INDEXED) return 0;
+    return cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(CSEQ_TICKET(w), 0, CSEQ_READY));
+}
+
+/* The cell is empty again. */
+CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
+    cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
+}
+
+/* Post again what `owner` held, which must be gone for certain; cells into `held`.
+ * Runners look at the oldest of them first. */
+CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
+    uint32_t count = 0;
+    uint64_t oldest = ~(uint64_t)0;
+    for (uint32_t c = 0; c < r->capacity; c++) {
+        cseq_cell *cell = cseq_ring_cell(r, c);
+        uint64_t w = cseq_load_sc_u64(&cell->word);
+        int state = CSEQ_STATE(w);
+        if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
+        uint64_t pinned = w & CSEQ_PINNED;
+        held[count++] = c;
+        cell->started_ns = 0;
+        cseq_swap_sc_u64(&cell->word,
+                         CSEQ_WORD(CSEQ_TICKET(w), pinned ? owner : 0, pinned | (uint64_t)(state - 1)));
+        if (CSEQ_TICKET(w) < oldest) {
+            oldest = CSEQ_TICKET(w);
+            cseq_store_rlx_u32(&r->hint[state == CSEQ_CONVERTING], c);
+        }
+    }
+    cseq_gate_alarm(&r->gate[0]);
+    cseq_gate_alarm(&r->gate[1]);
+    return count;
+}
+
+/* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. */
+CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint64_t ns) {
+    cseq_gate *g = &r->gate[2];
+    cseq_swap_sc_u32(&g->wanted, (uint32_t)(cell + 1));
+    uint32_t seen = cseq_gate_enter(g);
+    int ready = 0;
+    if (cell >= 0) {
+        ready = cseq_ring_ready(r, (uint32_t)cell);
+    } else {
+        for (uint32_t c = 0; c < r->capacity && !ready; c++) ready = cseq_ring_ready(r, c);
+    }
+    if (!ready) cseq_wait(&g->event, seen, ns);
+    cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
+}
+
+/* No more tickets: runners that find nothing to claim leave. */
+CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
+    cseq_swap_sc_u32(&r->closed, 1);
+    for (int g = 0; g < 3; g++) cseq_gate_alarm(&r->gate[g]);
+}
+
+#endif

@@ -1,0 +1,284 @@
+/* The order of an epoch: the algorithm "fisher-yates-v1" of docs/shuffle.md.
+ *
+ * A forward Fisher-Yates over a table that stores value XOR position, so that zeroed memory is the
+ * identity and a position is final as soon as the walk has passed it:
+ *
+ *      final, read by batches        not final; untouched entries are still zero
+ *     [ 0 ................ i - 1 ][ i ......... j ......................... n - 1 ]
+ *                                   \__ swap __/   j = i + bounded(n - i)
+ *
+ * The caller owns all memory (zeroed) and all waiting; nothing here allocates, fails or calls out.
+ * Entries are 4 bytes wide up to 2^32 samples, else 8; both hold the same permutation. The walk
+ * draws its partners j up to CSEQ_AHEAD steps before it swaps them and prefetches their entries:
+ * the swaps stay in order, so the result is that of the plain algorithm.
+ */
+#ifndef CSEQ_SHUFFLE_H
+#define CSEQ_SHUFFLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#include <intrin.h>
+#define CSEQ_FORCE_INLINE static __forceinline
+#define CSEQ_UNLIKELY(condition) (condition)
+#if defined(_M_X64) || defined(_M_IX86)
+#define CSEQ_PREFETCH(address) _mm_prefetch((const char *)(address), _MM_HINT_T0)
+#else
+#define CSEQ_PREFETCH(address) __prefetch(address)
+#endif
+#else
+#define CSEQ_FORCE_INLINE static inline __attribute__((always_inline))
+#define CSEQ_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
+#define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1)
+#endif
+
+#define CSEQ_ALGORITHM "fisher-yates-v1"
+#define CSEQ_IV UINT64_C(0x637365712D763100)     /* "cseq-v1\0", read big-endian */
+#define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15) /* 2^64 / golden ratio, SplitMix64's step */
+#define CSEQ_AHEAD 64                            /* steps between a draw and its swap */
+#define CSEQ_PAGE 4096                           /* bytes that are zeroed together */
+
+enum { CSEQ_PURPOSE_SHUFFLE = 1, CSEQ_PURPOSE_INDEXER = 2 };
+
+/* ---- 64-bit words -------------------------------------------------------------------------- */
+
+/* High half of a * b; *low receives the low half. CSEQ_PORTABLE_MUL selects the plain C way. */
+CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
+{
+#if defined(__SIZEOF_INT128__) && !defined(CSEQ_PORTABLE_MUL)
+    __extension__ unsigned __int128 product = (__extension__ (unsigned __int128)a) * b;
+    *low = (uint64_t)product;
+    return (uint64_t)(product >> 64);
+#elif defined(_MSC_VER) && defined(_M_X64) && !defined(CSEQ_PORTABLE_MUL)
+    uint64_t high;
+    *low = _umul128(a, b, &high);
+    return high;
+#elif defined(_MSC_VER) && defined(_M_ARM64) && !defined(CSEQ_PORTABLE_MUL)
+    *low = a * b;
+    return __umulh(a, b);
+#else
+    uint64_t a0 = (uint32_t)a, a1 = a >> 32, b0 = (uint32_t)b, b1 = b >> 32;
+    uint64_t bottom = a0 * b0;
+    uint64_t left = a1 * b0 + (bottom >> 32);
+    uint64_t right = a0 * b1 + (uint32_t)left;
+    *low = (right << 32) | (uint32_t)bottom;
+    return a1 * b1 + (left >> 32) + (right >> 32);
+#endif
+}
+
+/* SplitMix64: one step of its counter and its finaliser. */
+CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
+{
+    v += CSEQ_GOLDEN;
+    v = (v ^ (v >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    v = (v ^ (v >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return v ^ (v >> 31);
+}
+
+/* The first `count` words of the stream that belongs to (seed, epoch, purpose). */
+static inline void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose,
+                               uint64_t *words, size_t count)
+{
+    uint64_t z = cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
+    for (size_t k = 0; k < count; k++)
+        words[k] = cseq_mix(z + (uint64_t)k * CSEQ_GOLDEN);
+}
+
+CSEQ_FORCE_INLINE uint64_t cseq_rotate(uint64_t v, int bits)
+{
+    return (v << bits) | (v >> (64 - bits));
+}
+
+/* xoshiro256++ (Blackman and Vigna, https://prng.di.unimi.it): the next word of `s`. */
+CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
+{
+    uint64_t word = cseq_rotate(s[0] + s[3], 23) + s[0];
+    uint64_t shifted = s[1] << 17;
+    s[2] ^= s[0];
+    s[3] ^= s[1];
+    s[1] ^= s[2];
+    s[0] ^= s[3];
+    s[2] ^= shifted;
+    s[3] = cseq_rotate(s[3], 45);
+    return word;
+}
+
+/* A number below `range` >= 1, without bias (Lemire 2019, https://arxiv.org/abs/1805.10941). */
+CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
+{
+    uint64_t low, high = cseq_multiply(cseq_next(s), range, &low);
+    if (CSEQ_UNLIKELY(low < range)) {
+        uint64_t surplus = (0 - range) % range; /* 2^64 mod range words too many */
+        while (low < surplus)
+            high = cseq_multiply(cseq_next(s), range, &low);
+    }
+    return high;
+}
+
+/* ---- the table ----------------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t n;          /* samples */
+    uint64_t position;   /* positions below are final */
+    uint64_t state[4];   /* xoshiro256++ */
+    void *table;         /* n entries: value XOR position; cseq_table_pages() whole pages */
+    uint32_t *tags;      /* for each page, the generation that zeroed it last */
+    uint64_t stale;      /* pages whose tag is not `generation`; 0: the table needs no checks */
+    uint32_t generation; /* +1 for each epoch on a used table */
+    uint32_t width;      /* bytes of an entry: 4 or 8 */
+} cseq_order;
+
+/* Bytes of an entry for `n` samples. */
+CSEQ_FORCE_INLINE uint32_t cseq_table_width(uint64_t n)
+{
+    return n <= UINT64_C(1) << 32 ? 4 : 8;
+}
+
+/* Pages of CSEQ_PAGE bytes in a table, at least one; its tags are as many uint32. */
+CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n, uint32_t width)
+{
+    uint64_t entries = CSEQ_PAGE / width;
+    return n ? (n - 1) / entries + 1 : 1;
+}
+
+CSEQ_FORCE_INLINE uint64_t cseq_entry(const void *table, uint32_t width, uint64_t k)
+{
+    return width == 4 ? ((const uint32_t *)table)[k] : ((const uint64_t *)table)[k];
+}
+
+CSEQ_FORCE_INLINE void cseq_set_entry(void *table, uint32_t width, uint64_t k, uint64_t entry)
+{
+    if (width == 4)
+        ((uint32_t *)table)[k] = (uint32_t)entry;
+    else
+        ((uint64_t *)table)[k] = entry;
+}
+
+/* Zero the page of entry `k` if an earlier epoch wrote to it. */
+CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint32_t width, uint64_t k)
+{
+    uint64_t page = k / (CSEQ_PAGE / width);
+    if (order->tags[page] != order->generation) {
+        memset((char *)order->table + page * CSEQ_PAGE, 0, CSEQ_PAGE);
+        order->tags[page] = order->generation;
+        order->stale--;
+    }
+}
+
+/* The partner of position `i`, its entry clean and on its way into the cache. */
+CSEQ_FORCE_INLINE uint64_t cseq_draw(void *table, uint32_t width, uint64_t n, uint64_t i,
+                               uint64_t state[4], cseq_order *order)
+{
+    uint64_t j = i + cseq_bounded(state, n - i);
+    if (order) {
+        cseq_refresh(order, width, i);
+        cseq_refresh(order, width, j);
+    }
+    CSEQ_PREFETCH((char *)table + j * width);
+    return j;
+}
+
+/* Swap the values of `i` and `j`; position `i` keeps its value itself if `bare`. */
+CSEQ_FORCE_INLINE void cseq_swap(void *table, uint32_t width, int bare, uint64_t i, uint64_t j)
+{
+    uint64_t at_i = cseq_entry(table, width, i) ^ i;
+    uint64_t at_j = cseq_entry(table, width, j) ^ j;
+    cseq_set_entry(table, width, j, at_i ^ j);
+    cseq_set_entry(table, width, i, bare ? at_j : at_j ^ i); /* last: right for i == j, too */
+}
+
+/* Steps i .. end-1. Constant `width`, `bare` and null `order` (no checks) are compiled away. */
+CSEQ_FORCE_INLINE void cseq_walk(void *table, uint32_t width, int bare, uint64_t n, uint64_t i,
+                           uint64_t end, uint64_t state[4], cseq_order *order)
+{
+    uint64_t partners[CSEQ_AHEAD];
+    uint64_t s[4] = {state[0], state[1], state[2], state[3]}; /* in registers */
+    uint64_t drawn = i;
+    for (; drawn < end && drawn - i < CSEQ_AHEAD; drawn++)
+        partners[drawn % CSEQ_AHEAD] = cseq_draw(table, width, n, drawn, s, order);
+    for (; drawn < end; drawn++, i++) {
+        uint64_t j = partners[i % CSEQ_AHEAD];
+        partners[i % CSEQ_AHEAD] = cseq_draw(table, width, n, drawn, s, order);
+        cseq_swap(table, width, bare, i, j);
+    }
+    for (; i < end; i++)
+        cseq_swap(table, width, bare, i, partners[i % CSEQ_AHEAD]);
+    memcpy(state, s, sizeof s);
+}
+
+/* ---- an order that is walked while it is used ---------------------------------------------- */
+
+/* `table` and `tags` must be zeroed; nothing of them is touched here. */
+static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t width, void *table,
+                                   uint32_t *tags)
+{
+    memset(order, 0, sizeof *order);
+    order->n = n;
+    order->width = width;
+    order->table = table;
+    order->tags = tags;
+}
+
+/* Begin an epoch: O(1), also on a used table, whose pages are zeroed when they are needed. */
+static inline void cseq_order_begin(cseq_order *order, uint64_t seed, uint64_t epoch)
+{
+    uint64_t pages = cseq_table_pages(order->n, order->width);
+    if (order->position) {
+        order->position = 0;
+        order->stale = pages;
+        if (++order->generation == 0) { /* 2^32 epochs: old tags would look new */
+            memset(order->tags, 0, (size_t)pages * sizeof *order->tags);
+            order->generation = 1;
+        }
+    }
+    cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, order->state, 4);
+}
+
+/* Make positions below `upto` final, in at most `most` steps; returns the steps still to do. */
+static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint64_t most)
+{
+    uint64_t start = order->position, end = upto < order->n ? upto : order->n;
+    if (end <= start)
+        return 0;
+    uint64_t left = end - start > most ? end - start - most : 0;
+    end -= left;
+    if (order->width == 4 && order->stale)
+        cseq_walk(order->table, 4, 0, order->n, start, end, order->state, order);
+    else if (order->width == 4)
+        cseq_walk(order->table, 4, 0, order->n, start, end, order->state, NULL);
+    else if (order->stale)
+        cseq_walk(order->table, 8, 0, order->n, start, end, order->state, order);
+    else
+        cseq_walk(order->table, 8, 0, order->n, start, end, order->state, NULL);
+    order->position = end;
+    return left;
+}
+
+/* Copy the samples at positions start .. start+count-1, which must be final. */
+static inline void cseq_order_read(const cseq_order *order, uint64_t start, uint64_t count,
+                                   int64_t *out)
+{
+    if (order->width == 4)
+        for (uint64_t k = 0; k < count; k++)
+            out[k] = (int64_t)(cseq_entry(order->table, 4, start + k) ^ (start + k));
+    else
+        for (uint64_t k = 0; k < count; k++)
+            out[k] = (int64_t)(cseq_entry(order->table, 8, start + k) ^ (start + k));
+}
+
+/* ---- a whole permutation at once ----------------------------------------------------------- */
+
+/* Steps start .. end-1 on a zeroed result of n entries, which holds the samples when end == n.
+ * `state` begins as cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, state, 4). */
+static inline void cseq_permute(void *result, uint32_t width, uint64_t n, uint64_t start,
+                                uint64_t end, uint64_t state[4])
+{
+    if (width == 4)
+        cseq_walk(result, 4, 1, n, start, end, state, NULL);
+    else
+        cseq_walk(result, 8, 1, n, start, end, state, NULL);
+}
+
+#endif
