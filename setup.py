@@ -15,7 +15,7 @@ DEBUG = os.environ.get("CSEQ_DEBUG", "0") not in ("", "0")
 MODE = "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
-UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden"] + (["-O1", "-g"] if DEBUG else ["-O3"])
+UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden"] + (["-O1", "-g"] if DEBUG else ["-O3", "-g0"])
 WINDOWS_FLAGS = ["/std:c11"] + (["/Od"] if DEBUG else ["/O2"])
 
 

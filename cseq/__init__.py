@@ -1,0 +1,62 @@
+"""cseq feeds training loops: in order, each sample once, the same stream every time.
+
+The journey of a batch::
+
+      main process            pool 1                 pool 2                main process
+
+      sampler ─► [input] ──► indexer ──► [middle] ──► converter ──► [output] ──► sequence
+      order of    bounded     user's      bounded     numpy →        bounded     iterator,
+      (seed,      ring        worker[…]   ring        torch →        ring        in ticket
+       epoch)                                         device                     order
+
+The modules; imports point down::
+
+    cseq/
+    ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
+    ├── pools/          who runs the stages: inline (this is test mode), thread, process
+    ├── keeper.py       keeps worker processes alive
+    ├── feed.py         an epoch's tickets into a ring, its finished batches out
+    ├── indexer.py      stage 1: indices → batch, by the user's worker
+    ├── converter.py    stage 2: batch → tensors, on the CPU or a CUDA device
+    ├── sampler.py      the epoch: which indices, in which order, cut into batches
+    ├── edge.py         how a batch crosses: as an object, or through a slot
+    ├── codec.py        a batch of any shape ↔ a slot
+    ├── arena.py        slots of shared memory, and the leases on them
+    ├── context.py      rng, empty, worker_info: what an indexer may ask
+    ├── stage.py        the one loop every runner runs: claim, work, publish
+    ├── launcher.py     starting worker processes: forkserver, spawn, fork
+    ├── failure.py      an exception on its way from a worker to the loop
+    ├── payload.py      the user's worker, as bytes for every worker process
+    ├── check.py        checks of arguments
+    ├── _core.pyx       the nogil core: ring, shuffle, slices, slots
+    └── errors.py       every error, drawn as a tree
+"""
+
+from __future__ import annotations
+
+import logging
+
+from cseq._core import permutation
+from cseq.context import WorkerInfo, empty, rng, worker_info
+from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
+from cseq.sequence import MPSequence, MSequence, MTSequence
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CseqError",
+    "MPSequence",
+    "MSequence",
+    "MTSequence",
+    "RemoteTraceback",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerInfo",
+    "WorkerTimeout",
+    "empty",
+    "permutation",
+    "rng",
+    "worker_info",
+]
+
+logging.getLogger("cseq").addHandler(logging.NullHandler())

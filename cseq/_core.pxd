@@ -70,13 +70,18 @@ cdef extern from "cseq_ring.h" nogil:
     int cseq_ring_await(cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket, uint32_t owner) noexcept
+    void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_closed(const cseq_ring* r) noexcept
+    void cseq_ring_set_spin(cseq_ring* r, uint32_t looks) noexcept
     int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
     void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
-    void cseq_ring_doze(cseq_ring* r, int cell, uint64_t ns) noexcept
+    uint32_t cseq_ring_alarms(const cseq_ring* r) noexcept
+    void cseq_ring_doze(cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept
     void cseq_ring_close(cseq_ring* r) noexcept
+    int CSEQ_STATE(uint64_t word) noexcept
     uint32_t CSEQ_OWNER(uint64_t word) noexcept
     uint64_t CSEQ_TICKET(uint64_t word) noexcept
 

@@ -200,6 +200,20 @@ cdef class Block(Memory):
 
 @cython.final
 @cython.no_gc
+cdef class Window(Memory):
+    """Another memory's bytes under a name of its own: who holds it can be told by a weak reference."""
+
+    cdef Memory whole
+    cdef object __weakref__
+
+    def __cinit__(self, Memory whole not None):
+        self.whole = whole
+        self.data = whole.data
+        self.size = whole.size
+
+
+@cython.final
+@cython.no_gc
 cdef class Mapping(Memory):
     """A shared mapping of a part of a file; unmapped when the last array on it is gone.
 
@@ -585,7 +599,7 @@ cdef class Ring:
     cdef uint32_t first       # where in `order` the oldest is
     cdef uint32_t outstanding
     cdef uint32_t* abandoned  # cells of tickets that nobody wants any more
-    cdef uint32_t abandoned_count
+    cdef readonly uint32_t abandoned_count
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
     cdef public uint32_t wake_at  # how many of them wake the runners
@@ -633,7 +647,7 @@ cdef class Ring:
 
     @property
     def closed(self):
-        return bool(self.r.closed)
+        return bool(cseq_ring_closed(self.r))
 
     @property
     def spin(self):
@@ -642,7 +656,7 @@ cdef class Ring:
 
     @spin.setter
     def spin(self, uint32_t looks):
-        self.r.spin = looks
+        cseq_ring_set_spin(self.r, looks)
 
     def indices(self, uint32_t cell):
         """The cell's room for indices: an int64 array on the ring's memory."""
@@ -678,7 +692,7 @@ cdef class Ring:
         """(owner, when claimed in ns of `now_ns`) of a cell in work, else (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
-        cdef int state = cseq_ring_state(self.r, cell)
+        cdef int state = CSEQ_STATE(word)
         if state != CSEQ_INDEXING and state != CSEQ_CONVERTING:
             return 0, 0
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&c.started_ns)
@@ -711,8 +725,10 @@ cdef class Ring:
         c.count = count
         c.slot = slot
         c.capacity = capacity
-        c.started_ns = 0
+        cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
+        if not self.outstanding:
+            cseq_ring_begin(self.r, cell)
         self.order[(self.first + self.outstanding) % self.r.capacity] = cell
         self.outstanding += 1
         self.next_cell = (cell + 1) % self.r.capacity
@@ -752,8 +768,23 @@ cdef class Ring:
         self.outstanding -= 1
         return cell
 
-    def wait(self, bint ordered=True, uint64_t ns=PARK_NS):
-        """Sleep until a ticket can be taken, at most `ns`; then run signal handlers."""
+    def alarms(self):
+        """How often the trainer was woken: for `wait`, taken before looking for failures."""
+        return cseq_ring_alarms(self.r)
+
+    def wait(self, uint32_t seen, bint ordered=True, uint64_t ns=PARK_NS):
+        """Sleep until a ticket can be taken or an alarm is raised, at most `ns`; then run signal
+        handlers.
+
+        Parameters
+        ----------
+        seen : int
+            What `alarms` said before the caller looked for whatever an alarm announces.
+        ordered : bool
+            Wait for the oldest ticket, not for any.
+        ns : int
+            Nanoseconds.
+        """
         cdef int cell = -1
         cdef uint64_t before
         if self.unwoken:
@@ -762,9 +793,15 @@ cdef class Ring:
             cell = <int>self.order[self.first]
         before = cseq_now_ns()
         with nogil:
-            cseq_ring_doze(self.r, cell, ns)
+            cseq_ring_doze(self.r, cell, seen, ns)
         self.waited_ns += cseq_now_ns() - before
         PyErr_CheckSignals()
+
+    def awaited(self, bint ordered=True):
+        """Cells of the tickets that the trainer waits for: the oldest's, or (unordered) all."""
+        cdef uint32_t k
+        cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
+        return [self.order[(self.first + k) % self.r.capacity] for k in range(upto)]
 
     def result(self, uint32_t cell):
         """What the runners wrote: (status, slot, capacity, record)."""
@@ -814,6 +851,11 @@ cdef class Ring:
         return swept
 
     # -- from any thread
+
+    def held(self, uint32_t owner):
+        """Cells that `owner` works on."""
+        cdef uint32_t c
+        return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
     def repost(self, uint32_t owner):
         """Post again what `owner` held, which must be gone for certain: its cells."""
@@ -875,7 +917,7 @@ cdef class Seat:
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
-        if not self.r.closed:
+        if not cseq_ring_closed(self.r):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
@@ -918,6 +960,10 @@ cdef class Seat:
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
+    def detach(self):
+        """The batch has left its slot: the trainer must not free it."""
+        self.held().slot = 0xFFFFFFFF
+
     def indices(self):
         """The batch's indices: a fresh int64 array."""
         cdef cnp.npy_intp n = self.held().count
@@ -926,7 +972,7 @@ cdef class Seat:
                <size_t>n * 8)
         return array
 
-    def publish(self, uint32_t status=0, tuple record=(), uint64_t capacity=0):
+    def publish(self, uint32_t status=0, record=(), uint64_t capacity=0):
         """Hand the ticket on.
 
         Parameters
@@ -941,10 +987,10 @@ cdef class Seat:
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
         cdef Py_ssize_t i
-        if len(record) > CSEQ_FIELDS:
-            raise ValueError(f"a record of {len(record)} numbers exceeds {CSEQ_FIELDS}")
-        for i in range(len(record)):
-            fields[i] = record[i]
+        if not isinstance(record, tuple) or len(<tuple>record) > CSEQ_FIELDS:
+            raise ValueError(f"record={record!r} is not a tuple of at most {CSEQ_FIELDS} numbers")
+        for i in range(len(<tuple>record)):
+            fields[i] = (<tuple>record)[i]
         c.status = status
         c.stage = self.stage
         if capacity > c.capacity:

@@ -171,25 +171,50 @@ CSEQ_INLINE void cseq_gate_knock(cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
-/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`: a cell, or CSEQ_NONE.
- * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
-CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
+/* 1 if ticket `a` comes before ticket `b`; they may be on two sides of 2^40. */
+CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
+    return (((a - b) >> 39) & 1) != 0;
+}
+
+/* Where a runner should look: an open cell, or CSEQ_NONE. Tickets for anybody are taken from the
+ * hint on, which is their order; those pinned to `owner` strictly in ticket order, since the hint
+ * moves with what others claim. The cell's word into `word`. */
+CSEQ_INLINE int cseq_ring_look(const cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t *word) {
     const uint32_t n = r->capacity;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
     uint32_t c = cseq_load_rlx_u32(&r->hint[stage]) % n;
-    for (uint32_t k = 0; k < n; k++) {
-        cseq_cell *cell = cseq_ring_cell(r, c);
-        uint64_t w = cseq_load_sc_u64(&cell->word);
-        if (CSEQ_STATE(w) == open && (!(w & CSEQ_PINNED) || CSEQ_OWNER(w) == owner)) {
-            uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (open + 1));
-            if (cseq_cas_sc_u64(&cell->word, w, mine)) {
-                cseq_store_rlx_u32(&r->hint[stage], c + 1 == n ? 0 : c + 1);
-                return (int)c;
-            }
+    int found = CSEQ_NONE;
+    for (uint32_t k = 0; k < n; k++, c = c + 1 == n ? 0 : c + 1) {
+        uint64_t w = cseq_load_sc_u64(&cseq_ring_cell(r, c)->word);
+        if (CSEQ_STATE(w) != open) continue;
+        if (!(w & CSEQ_PINNED)) {
+            *word = w;
+            return (int)c;
         }
-        c = c + 1 == n ? 0 : c + 1;
+        if (CSEQ_OWNER(w) != owner) continue;
+        if (found == CSEQ_NONE || cseq_before(CSEQ_TICKET(w), CSEQ_TICKET(*word))) {
+            found = (int)c;
+            *word = w;
+        }
     }
-    return CSEQ_NONE;
+    return found;
+}
+
+/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`: a cell, or CSEQ_NONE.
+ * A failed compare-and-swap means that somebody else got on, so the loop ends.
+ * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
+CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
+    const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
+    uint64_t w = 0;
+    int c;
+    while ((c = cseq_ring_look(r, stage, owner, &w)) != CSEQ_NONE) {
+        uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (uint64_t)(open + 1));
+        if (cseq_cas_sc_u64(&cseq_ring_cell(r, (uint32_t)c)->word, w, mine)) {
+            cseq_store_rlx_u32(&r->hint[stage], (uint32_t)c + 1);
+            break;
+        }
+    }
+    return c;
 }
 
 CSEQ_INLINE void cseq_pause(void) {
@@ -214,7 +239,8 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
     uint64_t before = cseq_now_ns();
     cseq_wait(&g->event, seen, ns);
-    cseq_ring_runner(r, owner)->idle_ns += cseq_now_ns() - before;
+    cseq_runner *me = cseq_ring_runner(r, owner);
+    cseq_store_rlx_u64(&me->idle_ns, cseq_load_rlx_u64(&me->idle_ns) + cseq_now_ns() - before);
     return cseq_ring_claim(r, stage, owner);
 }
 
@@ -224,7 +250,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_rlx_u64(&c->word);
     cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
-    me->batches++;
+    cseq_store_rlx_u64(&me->batches, cseq_load_rlx_u64(&me->batches) + 1);
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
     if (next == CSEQ_INDEXED) {
         cseq_gate_knock(&r->gate[1]);
@@ -241,6 +267,20 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket, uint32_t owner) {
     uint64_t w = CSEQ_WORD(ticket, owner, CSEQ_POSTED | (owner ? CSEQ_PINNED : 0));
     cseq_swap_sc_u64(&cseq_ring_cell(r, cell)->word, w);
+}
+
+/* A run of tickets begins in this cell: runners look here first. */
+CSEQ_INLINE void cseq_ring_begin(cseq_ring *r, uint32_t cell) {
+    cseq_store_rlx_u32(&r->hint[0], cell);
+    cseq_store_rlx_u32(&r->hint[1], cell);
+}
+
+CSEQ_INLINE int cseq_ring_closed(const cseq_ring *r) {
+    return (int)cseq_load_acq_u32(&r->closed);
+}
+
+CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t looks) {
+    cseq_store_rlx_u32(&r->spin, looks);
 }
 
 CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
@@ -267,36 +307,40 @@ CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Post again what `owner` held, which must be gone for certain; cells into `held`.
- * Runners look at the oldest of them first. */
+/* Post again what `owner` held, which must be gone for certain and not yet replaced; cells into
+ * `held`. Runners look at the oldest of them first. */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
     uint32_t count = 0;
-    uint64_t oldest = ~(uint64_t)0;
+    uint64_t oldest = 0;
     for (uint32_t c = 0; c < r->capacity; c++) {
         cseq_cell *cell = cseq_ring_cell(r, c);
         uint64_t w = cseq_load_sc_u64(&cell->word);
         int state = CSEQ_STATE(w);
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
         uint64_t pinned = w & CSEQ_PINNED;
-        held[count++] = c;
-        cell->started_ns = 0;
-        cseq_swap_sc_u64(&cell->word,
-                         CSEQ_WORD(CSEQ_TICKET(w), pinned ? owner : 0, pinned | (uint64_t)(state - 1)));
-        if (CSEQ_TICKET(w) < oldest) {
+        uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), pinned ? owner : 0, pinned | (uint64_t)(state - 1));
+        if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
+        if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);
             cseq_store_rlx_u32(&r->hint[state == CSEQ_CONVERTING], c);
         }
+        held[count++] = c;
     }
-    cseq_gate_alarm(&r->gate[0]);
-    cseq_gate_alarm(&r->gate[1]);
+    for (int g = 0; g < 3; g++) cseq_gate_alarm(&r->gate[g]); /* its last knock may be missing */
     return count;
 }
 
+/* How often the trainer was woken. Taken before it looks at anything that an alarm announces
+ * (a failure, a close), and given to doze: an alarm in between ends the doze at once. */
+CSEQ_INLINE uint32_t cseq_ring_alarms(const cseq_ring *r) {
+    return cseq_load_acq_u32(&r->gate[2].event);
+}
+
 /* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. */
-CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint64_t ns) {
+CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = &r->gate[2];
     cseq_swap_sc_u32(&g->wanted, (uint32_t)(cell + 1));
-    uint32_t seen = cseq_gate_enter(g);
+    (void)cseq_gate_enter(g);
     int ready = 0;
     if (cell >= 0) {
         ready = cseq_ring_ready(r, (uint32_t)cell);

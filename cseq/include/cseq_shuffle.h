@@ -1,16 +1,16 @@
 /* The order of an epoch: the algorithm "fisher-yates-v1" of docs/shuffle.md.
  *
  * A forward Fisher-Yates over a table that stores value XOR position, so that zeroed memory is the
- * identity and a position is final as soon as the walk has passed it:
+ * identity, and in which a position is final as soon as the walk has passed it:
  *
  *      final, read by batches        not final; untouched entries are still zero
  *     [ 0 ................ i - 1 ][ i ......... j ......................... n - 1 ]
  *                                   \__ swap __/   j = i + bounded(n - i)
  *
- * The caller owns all memory (zeroed) and all waiting; nothing here allocates, fails or calls out.
- * Entries are 4 bytes wide up to 2^32 samples, else 8; both hold the same permutation. The walk
- * draws its partners j up to CSEQ_AHEAD steps before it swaps them and prefetches their entries:
- * the swaps stay in order, so the result is that of the plain algorithm.
+ * The caller owns the memory; nothing here allocates, waits or fails. Entries are 4 bytes wide up
+ * to 2^32 samples, else 8; both hold the same permutation. Partners j are drawn up to CSEQ_AHEAD
+ * steps before they are swapped, and their entries prefetched: the swaps stay in order, so the
+ * result is that of the plain algorithm.
  */
 #ifndef CSEQ_SHUFFLE_H
 #define CSEQ_SHUFFLE_H
@@ -24,20 +24,21 @@
 #define CSEQ_FORCE_INLINE static __forceinline
 #define CSEQ_UNLIKELY(condition) (condition)
 #if defined(_M_X64) || defined(_M_IX86)
-#define CSEQ_PREFETCH(address) _mm_prefetch((const char *)(address), _MM_HINT_T0)
+#define CSEQ_PREFETCH(address) _mm_prefetch((const char *)(address), _MM_HINT_T1)
 #else
 #define CSEQ_PREFETCH(address) __prefetch(address)
 #endif
 #else
 #define CSEQ_FORCE_INLINE static inline __attribute__((always_inline))
 #define CSEQ_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
-#define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1)
+#define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
 #define CSEQ_ALGORITHM "fisher-yates-v1"
 #define CSEQ_IV UINT64_C(0x637365712D763100)     /* "cseq-v1\0", read big-endian */
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15) /* 2^64 / golden ratio, SplitMix64's step */
 #define CSEQ_AHEAD 64                            /* steps between a draw and its swap */
+#define CSEQ_CACHED (1u << 20)                   /* bytes of a table that a cache holds */
 #define CSEQ_PAGE 4096                           /* bytes that are zeroed together */
 
 enum { CSEQ_PURPOSE_SHUFFLE = 1, CSEQ_PURPOSE_INDEXER = 2 };
@@ -48,6 +49,7 @@ enum { CSEQ_PURPOSE_SHUFFLE = 1, CSEQ_PURPOSE_INDEXER = 2 };
 CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 {
 #if defined(__SIZEOF_INT128__) && !defined(CSEQ_PORTABLE_MUL)
+    __asm__("" : "+r"(b)); /* or gcc counts down a 128-bit range beside the loop variable */
     __extension__ unsigned __int128 product = (__extension__ (unsigned __int128)a) * b;
     *low = (uint64_t)product;
     return (uint64_t)(product >> 64);
@@ -120,9 +122,15 @@ CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 /* ---- the table ----------------------------------------------------------------------------- */
 
 typedef struct {
+    uint64_t state[4];             /* xoshiro256++ */
+    uint64_t drawn;                /* positions below have their partner */
+    uint64_t partners[CSEQ_AHEAD]; /* of position i at i % CSEQ_AHEAD, until i is passed */
+} cseq_draws;
+
+typedef struct {
     uint64_t n;          /* samples */
     uint64_t position;   /* positions below are final */
-    uint64_t state[4];   /* xoshiro256++ */
+    cseq_draws draws;    /* partners up to CSEQ_AHEAD positions further on */
     void *table;         /* n entries: value XOR position; cseq_table_pages() whole pages */
     uint32_t *tags;      /* for each page, the generation that zeroed it last */
     uint64_t stale;      /* pages whose tag is not `generation`; 0: the table needs no checks */
@@ -169,7 +177,7 @@ CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint32_t width, uint64_t 
 
 /* The partner of position `i`, its entry clean and on its way into the cache. */
 CSEQ_FORCE_INLINE uint64_t cseq_draw(void *table, uint32_t width, uint64_t n, uint64_t i,
-                               uint64_t state[4], cseq_order *order)
+                                     uint64_t state[4], cseq_order *order)
 {
     uint64_t j = i + cseq_bounded(state, n - i);
     if (order) {
@@ -180,32 +188,36 @@ CSEQ_FORCE_INLINE uint64_t cseq_draw(void *table, uint32_t width, uint64_t n, ui
     return j;
 }
 
-/* Swap the values of `i` and `j`; position `i` keeps its value itself if `bare`. */
-CSEQ_FORCE_INLINE void cseq_swap(void *table, uint32_t width, int bare, uint64_t i, uint64_t j)
+/* Swap the values at i and j. Entries are value XOR position if `masked`, else values. */
+CSEQ_FORCE_INLINE void cseq_swap(void *table, uint32_t width, int masked, uint64_t i, uint64_t j)
 {
-    uint64_t at_i = cseq_entry(table, width, i) ^ i;
-    uint64_t at_j = cseq_entry(table, width, j) ^ j;
-    cseq_set_entry(table, width, j, at_i ^ j);
-    cseq_set_entry(table, width, i, bare ? at_j : at_j ^ i); /* last: right for i == j, too */
+    uint64_t mask_i = masked ? i : 0, mask_j = masked ? j : 0;
+    uint64_t at_i = cseq_entry(table, width, i) ^ mask_i;
+    uint64_t at_j = cseq_entry(table, width, j) ^ mask_j;
+    cseq_set_entry(table, width, j, at_i ^ mask_j);
+    cseq_set_entry(table, width, i, at_j ^ mask_i);
 }
 
-/* Steps i .. end-1. Constant `width`, `bare` and null `order` (no checks) are compiled away. */
-CSEQ_FORCE_INLINE void cseq_walk(void *table, uint32_t width, int bare, uint64_t n, uint64_t i,
-                           uint64_t end, uint64_t state[4], cseq_order *order)
+/* Steps i .. end-1, with draws ahead up to `limit`, which is at least `end`.
+ * Constant `width`, `masked` and null `order` (no checks) are compiled away. */
+CSEQ_FORCE_INLINE void cseq_walk(void *table, uint32_t width, int masked, uint64_t n, uint64_t i,
+                                 uint64_t end, uint64_t limit, cseq_draws *draws,
+                                 cseq_order *order)
 {
-    uint64_t partners[CSEQ_AHEAD];
-    uint64_t s[4] = {state[0], state[1], state[2], state[3]}; /* in registers */
-    uint64_t drawn = i;
-    for (; drawn < end && drawn - i < CSEQ_AHEAD; drawn++)
+    uint64_t *partners = draws->partners;
+    uint64_t s[4] = {draws->state[0], draws->state[1], draws->state[2], draws->state[3]};
+    uint64_t drawn = draws->drawn;
+    for (; drawn < limit && drawn - i < CSEQ_AHEAD; drawn++)
         partners[drawn % CSEQ_AHEAD] = cseq_draw(table, width, n, drawn, s, order);
-    for (; drawn < end; drawn++, i++) {
+    for (; i < end && limit - i > CSEQ_AHEAD; i++) {
         uint64_t j = partners[i % CSEQ_AHEAD];
-        partners[i % CSEQ_AHEAD] = cseq_draw(table, width, n, drawn, s, order);
-        cseq_swap(table, width, bare, i, j);
+        partners[i % CSEQ_AHEAD] = cseq_draw(table, width, n, i + CSEQ_AHEAD, s, order);
+        cseq_swap(table, width, masked, i, j);
     }
+    draws->drawn = limit - i > CSEQ_AHEAD ? i + CSEQ_AHEAD : limit;
+    memcpy(draws->state, s, sizeof s);
     for (; i < end; i++)
-        cseq_swap(table, width, bare, i, partners[i % CSEQ_AHEAD]);
-    memcpy(state, s, sizeof s);
+        cseq_swap(table, width, masked, i, partners[i % CSEQ_AHEAD]);
 }
 
 /* ---- an order that is walked while it is used ---------------------------------------------- */
@@ -233,25 +245,26 @@ static inline void cseq_order_begin(cseq_order *order, uint64_t seed, uint64_t e
             order->generation = 1;
         }
     }
-    cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, order->state, 4);
+    order->draws.drawn = 0;
+    cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, order->draws.state, 4);
 }
 
 /* Make positions below `upto` final, in at most `most` steps; returns the steps still to do. */
 static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint64_t most)
 {
-    uint64_t start = order->position, end = upto < order->n ? upto : order->n;
+    uint64_t n = order->n, start = order->position, end = upto < n ? upto : n;
     if (end <= start)
         return 0;
     uint64_t left = end - start > most ? end - start - most : 0;
     end -= left;
     if (order->width == 4 && order->stale)
-        cseq_walk(order->table, 4, 0, order->n, start, end, order->state, order);
+        cseq_walk(order->table, 4, 1, n, start, end, n, &order->draws, order);
     else if (order->width == 4)
-        cseq_walk(order->table, 4, 0, order->n, start, end, order->state, NULL);
+        cseq_walk(order->table, 4, 1, n, start, end, n, &order->draws, NULL);
     else if (order->stale)
-        cseq_walk(order->table, 8, 0, order->n, start, end, order->state, order);
+        cseq_walk(order->table, 8, 1, n, start, end, n, &order->draws, order);
     else
-        cseq_walk(order->table, 8, 0, order->n, start, end, order->state, NULL);
+        cseq_walk(order->table, 8, 1, n, start, end, n, &order->draws, NULL);
     order->position = end;
     return left;
 }
@@ -270,15 +283,52 @@ static inline void cseq_order_read(const cseq_order *order, uint64_t start, uint
 
 /* ---- a whole permutation at once ----------------------------------------------------------- */
 
-/* Steps start .. end-1 on a zeroed result of n entries, which holds the samples when end == n.
- * `state` begins as cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, state, 4). */
+/* Entries are the values themselves here: one pass more, but fewer operations at each step. */
+CSEQ_FORCE_INLINE void cseq_identity(void *result, uint32_t width, uint64_t n)
+{
+    for (uint64_t k = 0; k < n; k++)
+        cseq_set_entry(result, width, k, k);
+}
+
+/* Steps i .. end-1 on a result that is in the cache: nothing to look ahead for. */
+CSEQ_FORCE_INLINE void cseq_walk_cached(void *result, uint32_t width, uint64_t n, uint64_t i,
+                                        uint64_t end, uint64_t state[4])
+{
+    uint64_t s[4] = {state[0], state[1], state[2], state[3]};
+    for (; i < end; i++)
+        cseq_swap(result, width, 0, i, i + cseq_bounded(s, n - i));
+    memcpy(state, s, sizeof s);
+}
+
+/* The same for one that is not: draws ahead, but none that the caller's `state` would not show. */
+CSEQ_FORCE_INLINE void cseq_walk_result(void *result, uint32_t width, uint64_t n, uint64_t i,
+                                        uint64_t end, uint64_t state[4])
+{
+    cseq_draws draws;
+    draws.drawn = i;
+    memcpy(draws.state, state, sizeof draws.state);
+    cseq_walk(result, width, 0, n, i, end, end, &draws, NULL);
+    memcpy(state, draws.state, sizeof draws.state);
+}
+
+/* Steps start .. end-1 of a permutation of n; when end == n, `result` holds it. It may be
+ * uninitialised before step 0, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
 static inline void cseq_permute(void *result, uint32_t width, uint64_t n, uint64_t start,
                                 uint64_t end, uint64_t state[4])
 {
-    if (width == 4)
-        cseq_walk(result, 4, 1, n, start, end, state, NULL);
+    int cached = n <= CSEQ_CACHED / width;
+    if (start == 0 && width == 4)
+        cseq_identity(result, 4, n);
+    else if (start == 0)
+        cseq_identity(result, 8, n);
+    if (width == 4 && cached)
+        cseq_walk_cached(result, 4, n, start, end, state);
+    else if (width == 4)
+        cseq_walk_result(result, 4, n, start, end, state);
+    else if (cached)
+        cseq_walk_cached(result, 8, n, start, end, state);
     else
-        cseq_walk(result, 8, 1, n, start, end, state, NULL);
+        cseq_walk_result(result, 8, n, start, end, state);
 }
 
 #endif

@@ -1,0 +1,96 @@
+# make test     build into .venv and run every test
+# make demo     train a small network on handwritten digits (examples/digits.py)
+# make build    compile the core; `make debug` with bounds and invariants checked
+# make lint     ruff, mypy, the stubs, and the C headers for other systems
+# make dist     sdist and manylinux wheel, built and tried in empty folders
+# make clean    remove what was built; `make distclean` the environment too
+#
+# The Python that .venv is made with:  make test PYTHON=python3.13
+# Without GPU, from torch's own index (PyPI's Linux wheels bring CUDA along):
+#   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# Arguments for pytest:                make test ARGS="-k ring -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+
+.DELETE_ON_ERROR:
+.PHONY: build debug test lint cross demo sdist wheel dist clean distclean
+
+# -- the environment: one stamp for each set of packages, so that a second run installs nothing
+
+# torch first and pinned: later installs then find their torch already there.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	touch $@
+
+# Not isolated: the compiler's tools stay in .venv, where the next build finds them at once.
+$(VENV)/.test: pyproject.toml | $(VENV)/.torch
+	$(PIP) install $(BUILD_REQUIRES)
+	$(PIP) install --no-build-isolation --editable '.[test]'
+	touch $@
+
+# cseq is there already; what its extra names is added.
+$(VENV)/.%: pyproject.toml | $(VENV)/.test
+	$(PIP) install 'cseq[$*]'
+	touch $@
+
+# -- the verbs
+
+# Always asked, hardly ever with anything to do: setuptools compares the times of the inputs.
+build: $(VENV)/.test
+	$(PY) setup.py --quiet build_ext --inplace
+
+debug: export CSEQ_DEBUG = 1
+debug: build
+
+test: build
+	$(BIN)/pytest $(ARGS)
+
+demo: build $(VENV)/.demo
+	$(PY) examples/digits.py
+
+lint: build cross $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy cseq
+	$(PY) -m mypy.stubtest cseq._core
+
+# -- the C headers, as the compilers of other systems see them
+
+C_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icseq/include
+AS_MSVC := -ffreestanding -fms-extensions -U__GNUC__ -U__clang__ -D_MSC_VER=1940 \
+	-Wno-builtin-macro-redefined -Wno-unused-function -Itests/c/msvc
+ZIG_CC = $(PY) -m ziglang cc $(C_FLAGS)
+TARGETS := x86_64-windows-gnu aarch64-windows-gnu x86_64-macos aarch64-macos \
+	x86_64-linux-gnu aarch64-linux-gnu x86_64-linux-musl aarch64-linux-musl
+
+cross: $(VENV)/.dev
+	mkdir -p build/cross
+	set -e; for target in $(TARGETS); do \
+		$(ZIG_CC) -target $$target -c tests/c/headers.c -o build/cross/$$target.o; \
+	done
+	$(ZIG_CC) -target x86_64-windows-gnu $(AS_MSVC) -c tests/c/msvc/atomic.c -o build/cross/msvc.o
+
+# -- what is published
+
+sdist: $(VENV)/.dev
+	$(PY) -m build --sdist --outdir dist .
+
+wheel: $(VENV)/.dev
+	$(PY) -m build --wheel --outdir dist .
+
+clean:
+	rm -rf build dist wheelhouse *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f cseq/*.so cseq/*.pyd cseq/*.c cseq/*.html
+	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,595 @@
+"""Slots of shared memory that batches lie in, and the leases on them.
+
+One anonymous file, very sparse: slot ``s`` begins at byte ``s * width``. A process maps of a slot
+what is committed, and maps it anew when it has grown; pages are committed before they are
+written, so that a lack of memory is an exception and not a signal. Slots are used again, lowest
+first, since writing to warm pages is many times faster than to fresh ones.
+
+The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive,
+also after the arena was closed; and nothing is left when the last of them is gone.
+
+                     acquire              begin … place … end            take
+    trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
+                                          in a worker: Writer         └─ copied ──────────► free
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import math
+import operator
+import os
+import re
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from cseq._core import Block, Mapping, Memory, Slots, Window, address_of, commit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+logger = logging.getLogger("cseq")
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+WIDTH = 1 << 40  # bytes from one slot to the next
+SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
+# What is tried where a file cannot be that long: (width in bytes, slots).
+NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
+
+ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
+FIRST = 16 * KIB  # committed when a slot is made, so that an error report always fits
+SMALL = 16 * KIB  # batches up to this are copied out: cheaper than a lease
+LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
+MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
+MAX_MAPPED = 4096  # slots that a writer keeps mapped
+
+UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
+
+
+# -- the file -----------------------------------------------------------------------------------
+
+
+class Segment:
+    """An anonymous file: gone with its last descriptor and mapping, whoever is killed.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the file; the segment owns it.
+    width : int
+        Bytes from one slot to the next; the size of the file where it has no slots.
+    slots : int
+        How many of them there are.
+    """
+
+    def __init__(self, fd: int, width: int, slots: int = 1) -> None:
+        self.fd = fd
+        self.width = width
+        self.slots = slots
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, nbytes: int, slots: int = 1) -> Segment:
+        """Make a file of `slots` times `nbytes` zeroes, of which none takes memory yet.
+
+        Raises
+        ------
+        OSError
+            If the file system cannot have a file of that size.
+        """
+        fd, sealable = _anonymous_file()
+        try:
+            os.ftruncate(fd, nbytes * slots)
+            if sealable:
+                _seal(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, slots)
+
+    @classmethod
+    def for_slots(cls) -> Segment:
+        """Make a file with as many and as wide slots as the file system can have.
+
+        Raises
+        ------
+        OSError
+            If it cannot even have the smallest one.
+        """
+        for width, slots in ((WIDTH, SLOTS), *NARROWER[:-1]):
+            with contextlib.suppress(OSError):
+                return cls.create(width, slots)
+        return cls.create(*NARROWER[-1])
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay. Closing twice is fine."""
+        self._close()
+
+
+def _anonymous_file() -> tuple[int, bool]:
+    """Open a file without a name: its descriptor, and whether it can be sealed."""
+    if hasattr(os, "memfd_create"):
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        # Some systems refuse files without this flag (vm.memfd_noexec), older ones do not know it.
+        for extra in (getattr(os, "MFD_NOEXEC_SEAL", 0x8), 0):
+            with contextlib.suppress(OSError):
+                return os.memfd_create("cseq", flags | extra), True
+    with tempfile.TemporaryFile(prefix="cseq-") as file:
+        return os.dup(file.fileno()), False
+
+
+def _seal(fd: int) -> None:
+    """Fix the size, so that nobody can cut the file under a mapping (that would be SIGBUS)."""
+    import fcntl
+
+    fcntl.fcntl(
+        fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    )
+
+
+# -- a worker's side ----------------------------------------------------------------------------
+
+
+class Writer:
+    """A worker's hand on the slot of its present ticket.
+
+    Every mapping made is kept for the slot's next ticket, so that in the long run no system call
+    is made.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the arena's file; stays the caller's.
+    width : int
+        Bytes from one slot to the next.
+
+    Attributes
+    ----------
+    memory : Memory
+        The slot, from its beginning to `capacity`; another object when it has grown.
+    used : int
+        Bytes of the slot that are given out.
+    capacity : int
+        Bytes of the slot that are committed; the trainer has to learn it.
+    loaned : bool
+        Whether arrays in this slot may have been given out: whether `find` can find anything.
+    """
+
+    __slots__ = (
+        "_fd", "_loans", "_mapped", "_maps", "_slot", "_width", "_window",
+        "capacity", "loaned", "memory", "used",
+    )  # fmt: skip
+
+    def __init__(self, fd: int, width: int) -> None:
+        self._fd = fd
+        self._width = width
+        self._mapped: dict[int, Mapping] = {}
+        self._maps: list[Memory] = []  # the slot's mappings during this ticket, oldest first
+        self._slot = -1
+        self._window: Window | None = None
+        self._loans: list[weakref.ref[Window]] = []
+        self.memory: Memory = Block(0)
+        self.used = self.capacity = 0
+        self.loaned = False
+
+    def begin(self, slot: int, capacity: int) -> None:
+        """Turn to a slot of which `capacity` bytes are committed; nothing of it is used.
+
+        Raises
+        ------
+        MemoryError
+            If it cannot be mapped.
+        """
+        mapping = self._mapped.get(slot)
+        if mapping is None or mapping.nbytes < capacity:
+            mapping = self._map(slot, capacity)
+        self._slot = slot
+        self.memory = mapping
+        self.capacity = mapping.nbytes
+        self.used = 0
+        self._maps = [mapping]
+        self._window = None
+        self._loans = []
+        self.loaned = False
+
+    def resume(self, used: int) -> None:
+        """Go on behind the `used` bytes that a stage before this one has filled."""
+        self.used = used
+        self.loaned = True
+
+    def place(self, nbytes: int) -> int:
+        """Give out the next `nbytes`: where they begin, a multiple of 64.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room for them; nothing has changed then.
+        """
+        offset = (self.used + (ALIGNMENT - 1)) & -ALIGNMENT
+        end = offset + nbytes
+        if end > self.capacity:
+            self._grow(end)
+        self.used = end
+        return offset
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: object = float, *, fortran: bool = False
+    ) -> Array:
+        """Make an array in the slot, uninitialised; it belongs to this batch.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+        dtype : dtype_like
+            Without Python objects in it.
+        fortran : bool
+            Column-major order.
+
+        Raises
+        ------
+        ValueError
+            For a negative shape, or a type with Python objects.
+        MemoryError
+            If there is no room for it.
+        """
+        kind: np.dtype[Any] = np.dtype(dtype)  # type: ignore[call-overload]
+        dims = _dimensions(shape)
+        if kind.hasobject:
+            raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
+        offset = self.place(kind.itemsize * math.prod(dims))
+        return self.loan().view(offset, kind, dims, fortran)
+
+    def loan(self) -> Memory:
+        """Give the slot, as a memory that `end` knows to be in somebody's hands or not."""
+        if self._window is None:
+            self._window = Window(self.memory)
+            self._loans.append(weakref.ref(self._window))
+            self.loaned = True
+        return self._window
+
+    def find(self, array: Array) -> int:
+        """Tell where in the used part of the slot an array's data lies, or -1.
+
+        It is found in any of the mappings of this ticket; only if it is contiguous and aligned.
+        """
+        flags = array.flags
+        if flags.forc and flags.aligned and array.nbytes:
+            start = address_of(array)
+            for memory in self._maps:
+                offset = start - memory.address
+                if 0 <= offset and offset + array.nbytes <= min(self.used, memory.nbytes):
+                    return offset
+        return -1
+
+    def end(self) -> None:
+        """Check that nobody holds arrays of this slot any more; call it with the batch dropped.
+
+        Raises
+        ------
+        RuntimeError
+            If the indexer has kept an array from `cseq.empty`, or a view of one.
+        """
+        self._window = None
+        if self._loans and self._kept():
+            gc.collect()  # it may be in a cycle that nobody holds
+            if self._kept():
+                raise RuntimeError(
+                    "the indexer still holds an array from cseq.empty, or a view of one, after "
+                    "__getitem__ has returned; its memory belongs to that batch and is written to "
+                    "again for another one: keep a copy (array.copy()), or make it with numpy.empty"
+                )
+
+    def close(self) -> None:
+        """Forget all mappings; each is gone with the last array on it."""
+        self._mapped.clear()
+        self._maps = []
+        self._window = None
+        self.memory = Block(0)
+        self.used = self.capacity = 0
+
+    def _kept(self) -> bool:
+        """Whether a loan of this ticket is still alive."""
+        return any(loan() is not None for loan in self._loans)
+
+    def _grow(self, needed: int) -> None:
+        """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
+        capacity = _room(needed, self.capacity, self._width)
+        start = self._slot * self._width
+        commit(self._fd, start + self.capacity, capacity - self.capacity)
+        self.memory = self._map(self._slot, capacity)
+        self.capacity = capacity
+        self._maps.append(self.memory)
+        self._window = None
+
+    def _map(self, slot: int, capacity: int) -> Mapping:
+        """Map a slot and remember it, forgetting the oldest mapping if there are too many."""
+        self._mapped.pop(slot, None)
+        if len(self._mapped) >= MAX_MAPPED:
+            del self._mapped[next(iter(self._mapped))]
+        mapping = self._mapped[slot] = Mapping(self._fd, slot * self._width, capacity)
+        return mapping
+
+
+def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Check a shape."""
+    dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    dims = tuple(operator.index(size) for size in dims)
+    if any(size < 0 for size in dims):
+        raise ValueError(f"shape {dims} has a negative dimension")
+    return dims
+
+
+def _room(needed: int, capacity: int, width: int) -> int:
+    """Tell how large a slot of `capacity` bytes should become to hold `needed` bytes."""
+    if needed > width:
+        raise MemoryError(
+            f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "
+            "make batch_size smaller"
+        )
+    if needed <= LARGE:
+        room = max(FIRST, capacity, 1 << (needed - 1).bit_length())
+    else:
+        room = -(-needed // LARGE) * LARGE
+    return min(room, width)
+
+
+# -- the trainer's side -------------------------------------------------------------------------
+
+
+class Arena:
+    """All slots, as the trainer sees them.
+
+    Used by one thread at a time; leases may end on any thread.
+
+    Parameters
+    ----------
+    memory_limit : int, str or None
+        Most bytes of slots that may be in the user's hands; further batches are copied out of
+        their slots. See `memory_limit_of`.
+
+    Attributes
+    ----------
+    segment : Segment
+        The file, for the workers.
+    memory_limit : int
+        In bytes.
+    copies : int
+        Batches copied because too many were held; small ones, which always are, do not count.
+    """
+
+    def __init__(self, memory_limit: int | str | None = None) -> None:
+        self.memory_limit = memory_limit_of(memory_limit)
+        self.segment = Segment.for_slots()
+        self.copies = 0
+        self._slots = Slots(0)
+        self._capacity: list[int] = []
+        self._mapped: dict[int, Mapping] = {}
+
+    @property
+    def leased(self) -> int:
+        """Slots that are in the user's hands."""
+        return self._slots.leased
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes that are committed in them."""
+        return self._slots.leased_bytes
+
+    def acquire(self) -> int:
+        """Take the lowest free slot, or a new one.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room for a new one.
+        """
+        slot = self._slots.acquire()
+        if slot < 0:
+            self._extend()
+            slot = self._slots.acquire()
+        if not self._capacity[slot]:
+            self._found(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back whose batch is not wanted."""
+        self._slots.release(slot)
+
+    def capacity(self, slot: int) -> int:
+        """Bytes that are committed in a slot."""
+        return self._capacity[slot]
+
+    def take(self, slot: int, used: int, capacity: int) -> Memory:
+        """Get what lies in the first `used` bytes of a slot, to keep; the slot is given back.
+
+        Either the slot itself, leased: it is free again when the last view of the memory is gone.
+        Or, for a small batch and when too many are held, a copy.
+
+        Parameters
+        ----------
+        slot : int
+        used : int
+            Bytes of the slot that the batch takes.
+        capacity : int
+            Bytes of the slot that are committed, as the worker says.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room for the copy, or for a mapping; the slot stays taken then.
+        """
+        mapping = self._map(slot, capacity)
+        if used > SMALL:
+            if self._may_lease(mapping.nbytes):
+                return self._slots.lease(slot, mapping)
+            self._count_copy()
+        block = Block(used)
+        block.copy_from(mapping)
+        self._slots.release(slot)
+        return block
+
+    def look(self, slot: int, capacity: int) -> Memory:
+        """Get the memory of a taken slot itself, for as long as it stays taken."""
+        return self._map(slot, capacity)
+
+    def close(self) -> None:
+        """Let the file go; leases keep their part of it. Closing twice is fine."""
+        self._mapped.clear()
+        self.segment.close()
+
+    def _extend(self) -> None:
+        """Make more slots: some at first, then a quarter more each time."""
+        made = len(self._capacity)
+        count = min(max(16, made // 4), self.segment.slots - made)
+        if count <= 0:
+            raise MemoryError(f"all {made} slots of shared memory are in use: hold fewer batches")
+        self._slots.extend(count)
+        self._capacity += [0] * count
+
+    def _found(self, slot: int) -> None:
+        """Commit the first bytes of a slot."""
+        try:
+            commit(self.segment.fd, slot * self.segment.width, FIRST)
+        except BaseException:
+            self._slots.release(slot)
+            raise
+        self._capacity[slot] = FIRST
+
+    def _map(self, slot: int, capacity: int) -> Mapping:
+        """Map all of a slot that is committed; made anew when it has grown."""
+        if capacity > self._capacity[slot]:
+            self._capacity[slot] = capacity
+        mapping = self._mapped.get(slot)
+        if mapping is None or mapping.nbytes < capacity:
+            segment = self.segment
+            mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
+            self._mapped[slot] = mapping
+        return mapping
+
+    def _may_lease(self, nbytes: int) -> bool:
+        """Whether one more slot may be in the user's hands."""
+        slots = self._slots
+        limit = min(MAX_LEASED, self.segment.slots // 2)
+        return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
+
+    def _count_copy(self) -> None:
+        """Count a copy, and say once that there are some."""
+        self.copies += 1
+        if self.copies == 1:
+            logger.warning(
+                "%d batches are held in %d bytes of shared memory (at most %d batches and "
+                "memory_limit=%d bytes): until some are dropped, further batches are copied. "
+                "Hold fewer batches, or raise memory_limit",
+                self.leased,
+                self.leased_bytes,
+                MAX_LEASED,
+                self.memory_limit,
+            )
+
+
+# -- how much memory ----------------------------------------------------------------------------
+
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
+
+
+def memory_limit_of(value: int | str | None) -> int:
+    """Get the argument ``memory_limit`` in bytes.
+
+    Parameters
+    ----------
+    value : int, str or None
+        Bytes; or a number and a unit, as ``'2GiB'``, ``'500 MB'``; or None, a quarter of the
+        memory that this machine, or its control group, has. 0: never lend a slot, always copy.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    ValueError
+        For a negative number, or a text that is no size.
+    """
+    if value is None:
+        return default_memory_limit()
+    if isinstance(value, str):
+        return _parse_size(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"memory_limit={value!r} is a {type(value).__name__}: give bytes (an int), a size "
+            "such as '2GiB', or None"
+        )
+    limit = operator.index(value)
+    if limit < 0:
+        raise ValueError(f"memory_limit={limit} is negative: give 0 or more bytes")
+    return limit
+
+
+def _parse_size(text: str) -> int:
+    """Read '2GiB'."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"memory_limit={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
+            "such as '2GiB'"
+        )
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * _UNITS[match[2]])
+
+
+def default_memory_limit(root: Path = Path("/")) -> int:
+    """Take a quarter of the memory that this process may use, in bytes.
+
+    Parameters
+    ----------
+    root : Path
+        Where ``proc`` and ``sys`` are.
+    """
+    return min(_ram(), *_group_limits(root)) // 4
+
+
+def _ram() -> int:
+    """Bytes of memory of this machine."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return UNKNOWN_RAM
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    """Limits of this process's control groups and all above them, in bytes."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _limits_up(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            yield from _limits_up(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+
+
+def _limits_up(top: Path, path: str, name: str) -> Iterator[int]:
+    """Limits of one control group and all above it; a container may show only the top one."""
+    inner = path.strip("/")
+    for folder in [top / inner, *(top / inner).parents] if inner else [top]:
+        if folder == top.parent:
+            return
+        with contextlib.suppress(OSError):
+            text = (folder / name).read_text(encoding="ascii").strip()
+            if text.isdigit():  # else 'max'
+                yield int(text)

@@ -1,0 +1,49 @@
+"""Checks of arguments; each error names the argument, its value and the remedy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["choice", "count", "flag", "seconds"]
+
+
+def count(name: str, value: Any, least: int = 1) -> int:
+    """Check a whole number from `least` on; numpy's integers are fine, bool is none."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} is not an integer; give one of at least {least}")
+    number = int(value.__index__())
+    if number < least:
+        raise ValueError(f"{name}={number} is below {least}; give an integer of at least {least}")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """Check True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r} is neither True nor False")
+    return bool(value)
+
+
+def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
+    """Check one of a few values."""
+    if value not in options:
+        listed = ", ".join(map(repr, options))
+        raise ValueError(f"{name}={value!r} is unknown; give one of {listed}")
+    return value
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """Check a time span above 0, or None for no bound."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}={value!r} is not a number of seconds; give one above 0, or None")
+    if not value > 0 or math.isinf(value):
+        raise ValueError(f"{name}={value!r} is not above 0; give seconds, or None for no bound")
+    return float(value)

@@ -1,0 +1,765 @@
+"""A batch of any shape, laid into a slot and read from it again.
+
+A batch is any nesting of tuple, list, dict, named tuple and dataclass. Of its leaves, arrays, CPU
+tensors, numpy's scalars and long bytes lie in the slot as they are; all other leaves go by pickle.
+
+    slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
+            │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
+            └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
+                                                           ▲ offset    └── lengths ───────┘  Record
+
+*Structure* says what containers, types and orders there are: a pickle, made and read anew only
+when it changes. *Layout* says where the arrays begin and their shapes: integers. *Objects* are
+the other leaves: one pickle. All of it lies in the slot, so a batch can be read without knowing
+any other batch, whichever worker wrote it.
+
+The guarantee: what is read equals what was written, types and bits, and can be written to. Arrays
+arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
+arrives as two; a tensor arrives without its graph (a leaf that requires gradients if it did).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import operator
+import pickle
+import sys
+from array import array as machine_array
+from collections import OrderedDict, defaultdict
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy import copyto, ndarray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from cseq._core import Memory
+    from cseq.arena import Writer
+
+Array: TypeAlias = ndarray[Any, Any]
+Dtype: TypeAlias = np.dtype[Any]
+View: TypeAlias = tuple[int, Dtype, tuple[int, ...], bool]  # offset, dtype, shape, Fortran order
+Leaf: TypeAlias = tuple[Dtype, int, bool]  # dtype, dimensions, Fortran order
+
+ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
+BYTE = np.dtype(np.uint8)
+MAX_DEPTH = 100  # containers inside one another
+LONG = 4096  # bytes; `bytes` from here on are not pickled
+IN_BAND = 512  # bytes; buffers below this stay inside the pickle
+REMEMBERED = 64  # batches of different shape that a reader has read the layout of
+
+
+class Record(NamedTuple):
+    """Where a batch lies in its slot; four words of a cell of the ring, in bytes."""
+
+    offset: int  # where the structure begins
+    structure: int  # its length
+    layout: int  # the length of what follows it
+    objects: int  # the length of what follows that, 0 if there are none
+
+    @property
+    def used(self) -> int:
+        """Bytes of the slot that the batch takes, all in all."""
+        return self.offset + self.structure + self.layout + self.objects
+
+
+def used(record: Sequence[int]) -> int:
+    """Bytes of the slot that a batch takes, from the first words of its cell."""
+    return record[0] + record[1] + record[2] + record[3]
+
+
+def castable(dtype: Dtype) -> bool:
+    """Whether arrays of this type are numbers that `encode` casts: bool, int, uint, float."""
+    return dtype.kind in "biuf"
+
+
+# -- containers ---------------------------------------------------------------------------------
+# A container is opened into what the structure says of it (`fixed`: field names or keys, if these
+# are texts), an object that goes by pickle (`loose`: other keys, or None) and its children.
+
+Opened: TypeAlias = "tuple[tuple[str, ...] | None, Any, Collection[Any]]"
+
+TEXT = {str}
+
+
+def _open_plain(value: Any) -> Opened:
+    """Open a tuple or a list."""
+    return None, None, value
+
+
+def _open_named(value: Any) -> Opened | None:
+    """Open a named tuple, unless it has attributes besides its fields."""
+    return None if getattr(value, "__dict__", None) else (None, None, value)
+
+
+def _open_dict(value: dict[Any, Any]) -> Opened:
+    """Open a dict; only keys that are texts can be compared without a doubt (1 == True == 1.0)."""
+    keys = tuple(value)
+    fixed = {*map(type, keys)} <= TEXT
+    return (keys, None, value.values()) if fixed else (None, keys, value.values())
+
+
+def _open_default(value: Any) -> Opened:
+    """Open a defaultdict."""
+    return None, (value.default_factory, *value), value.values()
+
+
+def _open_data(value: Any) -> Opened | None:
+    """Open a dataclass, unless a field has no value."""
+    state = getattr(value, "__dict__", {})
+    names = tuple(dict.fromkeys([*_field_names(type(value)), *state]))
+    try:
+        return names, None, [getattr(value, name) for name in names]
+    except AttributeError:
+        return None
+
+
+def _close_plain(cls: Any, _fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
+    """Build a tuple or a list."""
+    return cls(children)
+
+
+def _close_named(cls: Any, _fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
+    """Build a named tuple."""
+    return tuple.__new__(cls, children)
+
+
+def _close_dict(cls: Any, fixed: Any, loose: Any, children: Iterable[Any]) -> Any:
+    """Build a dict."""
+    return cls(zip(loose if fixed is None else fixed, children, strict=True))
+
+
+def _close_default(_cls: Any, _fixed: Any, loose: Any, children: Iterable[Any]) -> Any:
+    """Build a defaultdict."""
+    return defaultdict(loose[0], zip(loose[1:], children, strict=True))
+
+
+def _close_data(cls: Any, fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
+    """Build a dataclass, without calling it: `__post_init__` has been run once."""
+    value = object.__new__(cls)
+    for name, child in zip(fixed, children, strict=True):
+        object.__setattr__(value, name, child)
+    return value
+
+
+class _Kind(NamedTuple):
+    """How one kind of container is taken apart and put together."""
+
+    open: Callable[[Any], Opened | None]
+    close: Callable[[Any, Any, Any, Iterable[Any]], Any]
+
+
+_KINDS = {
+    "tuple": _Kind(_open_plain, _close_plain),
+    "list": _Kind(_open_plain, _close_plain),
+    "dict": _Kind(_open_dict, _close_dict),
+    "ordered": _Kind(_open_dict, _close_dict),
+    "default": _Kind(_open_default, _close_default),
+    "named": _Kind(_open_named, _close_named),
+    "data": _Kind(_open_data, _close_data),
+}
+
+_EXACT: dict[type, str] = {
+    ndarray: "array",
+    np.memmap: "memmap",
+    tuple: "tuple",
+    list: "list",
+    dict: "dict",
+    OrderedDict: "ordered",
+    defaultdict: "default",
+    bytes: "bytes",
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _tag(cls: type) -> str:
+    """Tell what a type is to the codec: a key of `_KINDS`, or a kind of leaf."""
+    if cls in _EXACT:
+        return _EXACT[cls]
+    if issubclass(cls, (np.bool_, np.number, np.datetime64, np.timedelta64)):
+        return "scalar"
+    if cls is getattr(sys.modules.get("torch"), "Tensor", None):
+        return "tensor"
+    if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
+        return "object" if _pickles_itself(cls) else "named"
+    if is_dataclass(cls) and _is_plain(cls):
+        return "data"
+    return "object"
+
+
+def _pickles_itself(cls: type) -> bool:
+    """Whether a class says itself how it is pickled; then that is what happens."""
+    names = ("__reduce__", "__reduce_ex__", "__setstate__", "__getstate__", "__getnewargs_ex__")
+    # What dataclass() has written (for slots) says nothing else than its fields.
+    return any(
+        name in vars(base) and vars(base)[name].__module__ != "dataclasses"
+        for base in cls.__mro__[:-1]
+        if base is not tuple
+        for name in names
+    )
+
+
+def _is_plain(cls: type) -> bool:
+    """Whether the instances of a dataclass are its fields and attributes, and nothing else."""
+    slots = {name for base in cls.__mro__ for name in _slots(base)}
+    try:
+        object.__new__(cls)  # impossible for what derives from dict, Exception and the like
+    except TypeError:
+        return False
+    return slots <= {*_field_names(cls), "__dict__", "__weakref__"} and not _pickles_itself(cls)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    """Names in ``__slots__`` of this class alone."""
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _field_names(cls: Any) -> tuple[str, ...]:
+    """Names of a dataclass's fields."""
+    return tuple(field.name for field in fields(cls))
+
+
+def _too_deep() -> ValueError:
+    """Explain a batch without end."""
+    return ValueError(
+        f"the batch has more than {MAX_DEPTH} containers inside one another, or contains itself: "
+        "return a flatter one"
+    )
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to every leaf: whatever is no tuple, list, dict, named tuple, dataclass.
+
+    Returns
+    -------
+    object
+        The same containers with the results in them; the very same object if no leaf changed.
+
+    Raises
+    ------
+    ValueError
+        If the batch contains itself.
+    """
+    return _map(function, batch, MAX_DEPTH)
+
+
+def _map(function: Callable[[Any], Any], value: Any, depth: int) -> Any:
+    """Apply a function to the leaves below one value."""
+    cls = type(value)
+    kind = _KINDS.get(_tag(cls))
+    opened = kind and kind.open(value)
+    if kind is None or opened is None:
+        return function(value)
+    if not depth:
+        raise _too_deep()
+    fixed, loose, children = opened
+    mapped = [_map(function, child, depth - 1) for child in children]
+    if all(map(operator.is_, mapped, children)):
+        return value
+    return kind.close(cls, fixed, loose, mapped)
+
+
+# -- writing ------------------------------------------------------------------------------------
+
+# Tokens of leaves in the tree. Those of containers are (tag, class, fixed, has loose, tokens),
+# where a number in place of tokens says that all children are arrays.
+ARRAY = "array"
+OBJECT = "object"
+SCALAR = "scalar"
+BYTES = "bytes"
+Token: TypeAlias = "str | tuple[Any, ...]"
+
+# How an array comes into the slot (bits).
+FORTRAN = 1  # column-major
+CONVERT = 2  # element by element; else its bytes as they lie
+CAST = 4  # to another type, too
+PLACED = 8  # it lies there already
+
+
+class _Survey:
+    """What a batch consists of: its leaves, in the order of its tree."""
+
+    __slots__ = ("arrays", "cast", "objects", "raws")
+
+    def __init__(self, cast: Dtype | None) -> None:
+        self.cast = cast
+        self.arrays: list[Array] = []  # arrays of the batch, which may be cast
+        self.raws: list[Array] = []  # what other leaves consist of
+        self.objects: list[Any] = []  # for pickle
+
+    def visit(self, value: Any, depth: int) -> Token:
+        """Collect the leaves below a value, and describe it."""
+        tag = _tag(type(value))
+        if tag in _KINDS:
+            return self._container(tag, value, depth)
+        if tag in ("array", "memmap"):
+            return self._array(value)
+        if tag == "scalar":
+            return self._raw(SCALAR, np.asarray(value))
+        if tag == "bytes" and len(value) >= LONG:
+            return self._raw(BYTES, np.frombuffer(value, np.uint8))
+        return self._tensor(value) if tag == "tensor" else self._object(value)
+
+    def _container(self, tag: str, value: Any, depth: int) -> Token:
+        """Collect what a container contains; one without arrays is pickled whole."""
+        opened = _KINDS[tag].open(value)
+        if opened is None:
+            return self._object(value)
+        if not depth:
+            raise _too_deep()
+        fixed, loose, children = opened
+        before = len(self.arrays) + len(self.raws), len(self.objects)
+        if loose is not None:
+            self.objects.append(loose)
+        tokens = self._children(children, depth - 1)
+        if len(self.arrays) + len(self.raws) == before[0]:
+            del self.objects[before[1] :]
+            return self._object(value)
+        return tag, type(value), fixed, loose is not None, tokens
+
+    def _children(self, children: Collection[Any], depth: int) -> int | tuple[Token, ...]:
+        """Collect the leaves below some values."""
+        if {*map(type, children)} == {ndarray}:
+            if not any([child.dtype.hasobject for child in children]):  # noqa: C419 - faster
+                self.arrays += children
+                return len(children)
+        return tuple([self.visit(child, depth) for child in children])
+
+    def _object(self, value: Any) -> Token:
+        """Collect a leaf for pickle."""
+        self.objects.append(value)
+        return OBJECT
+
+    def _raw(self, token: Token, array: Array) -> Token:
+        """Collect what a leaf consists of."""
+        self.raws.append(array)
+        return token
+
+    def _array(self, value: Array) -> Token:
+        """Collect an array."""
+        if value.dtype.hasobject:
+            return self._object(value)
+        self.arrays.append(value.view(ndarray) if type(value) is np.memmap else value)
+        return ARRAY
+
+    def _tensor(self, tensor: Any) -> Token:
+        """Collect a tensor; numpy's view of it if it lies on the CPU."""
+        torch = sys.modules["torch"]
+        if tensor.is_cuda:
+            return self._object(_ByHandle(tensor))
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+            return self._object(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if self.cast is not None and not plain.is_complex():
+            plain = plain.to(_torch_type(self.cast))
+        bits, name = _bits(plain.dtype)
+        if bits is not None:
+            plain = plain.view(bits)
+        return self._raw(("tensor", name, tensor.requires_grad), plain.numpy())
+
+
+class _ByHandle:
+    """A CUDA tensor that is pickled as a handle of its memory (torch's CUDA IPC)."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        reductions = importlib.import_module("torch.multiprocessing.reductions")
+        return reductions.reduce_tensor(self.tensor)
+
+
+@functools.cache
+def _torch_type(dtype: Dtype) -> Any:
+    """Tell torch's name of a type."""
+    return _torch().from_numpy(np.empty(0, dtype)).dtype
+
+
+@functools.cache
+def _bits(dtype: Any) -> tuple[Any, str | None]:
+    """Name an integer type of the same size, and the type, if numpy lacks a type of torch's."""
+    torch = _torch()
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return getattr(torch, f"int{8 * dtype.itemsize}"), str(dtype).removeprefix("torch.")
+    return None, None
+
+
+class _Plan(NamedTuple):
+    """How batches of one shape come into a slot, from one offset on."""
+
+    base: int
+    cast: Dtype | None
+    tree: Token
+    signature: list[Any]  # per array: dtype, shape, how, offset if it is placed
+    hows: list[int]
+    views: list[View]
+    leaves: list[Leaf]
+    blob: bytes  # structure and layout
+    record: Record  # if there are no objects
+
+
+# Of the last batch, and of the last one that was nothing but an array. Each is replaced as a
+# whole, so threads may share them.
+_latest = _Plan(-1, None, "", [], [], [], [], b"", Record(0, 0, 0, 0))
+_again: Any = (None, (), None, None, Record(0, 0, 0, 0), 0, b"")
+
+
+def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
+    """Lay a batch into a slot.
+
+    Parameters
+    ----------
+    batch : object
+    writer : Writer
+        Where to; what lies there already stays. Arrays in this slot are not copied.
+    cast : numpy.dtype, optional
+        Type that arrays and tensors of numbers (`castable`) are cast to on the way.
+
+    Returns
+    -------
+    Record
+        What `decode` needs.
+
+    Raises
+    ------
+    TypeError
+        If something cannot be pickled; says where in the batch.
+    ValueError
+        If the batch contains itself.
+    MemoryError
+        If there is no room for it.
+    """
+    if type(batch) is ndarray and not writer.used:
+        # The short way, for an array just like the last batch.
+        dtype, shape, wanted, view, record, end, blob = _again
+        if (
+            batch.dtype is dtype
+            and batch.shape == shape
+            and cast is wanted
+            and batch.flags.c_contiguous
+            and end <= writer.capacity
+        ):
+            writer.used = end
+            memory = writer.memory
+            if view is None:
+                memory.store(0, batch)
+            else:
+                copyto(memory.view(*view), batch, "unsafe")
+            memory.store_bytes(record[0], blob)
+            return record
+    return _encode(batch, writer, cast)
+
+
+def _encode(batch: Any, writer: Writer, cast: Dtype | None) -> Record:
+    """Lay any batch into a slot."""
+    survey = _Survey(cast)
+    tree = survey.visit(batch, MAX_DEPTH)
+    plan = _plan_for(batch, tree, survey, writer)
+    sources = survey.arrays + survey.raws
+    if survey.objects:
+        return _write_objects(writer, plan, sources, *_pickled(batch, survey.objects))
+    writer.place(plan.record.used - plan.base)
+    _write(writer.memory, plan, sources, plan.record.offset)
+    _remember(plan)
+    return plan.record
+
+
+def _remember(plan: _Plan) -> None:
+    """Open the short way for arrays like this one, if it is one, without its own place."""
+    global _again
+    if plan.tree is ARRAY and not plan.base and plan.hows[0] in (0, CONVERT | CAST):
+        dtype, shape = plan.signature[:2]
+        view = plan.views[0] if plan.hows[0] else None
+        _again = dtype, shape, plan.cast, view, plan.record, plan.record.used, plan.blob
+
+
+def _plan_for(batch: Any, tree: Token, survey: _Survey, writer: Writer) -> _Plan:
+    """Get the plan for a batch: the latest one, if it fits."""
+    global _latest
+    plan, cast, base = _latest, survey.cast, writer.place(0)
+    find = writer.find if writer.loaned else None
+    signature = _signature(survey.arrays, cast, find) + _signature(survey.raws, None, find)
+    if plan.base == base and plan.cast is cast and plan.tree == tree:
+        if plan.signature == signature:
+            return plan
+    plan = _latest = _make_plan(batch, base, survey, tree, signature)
+    return plan
+
+
+def _signature(
+    arrays: list[Array], cast: Dtype | None, find: Callable[[Array], int] | None
+) -> list[Any]:
+    """Say of every array all that decides how it comes into the slot: four values each."""
+    signature: list[Any] = []
+    for array in arrays:
+        dtype, flags, at = array.dtype, array.flags, -1
+        how = 0 if flags.c_contiguous else FORTRAN if flags.f_contiguous else CONVERT
+        if cast is not None and dtype is not cast and castable(dtype) and dtype != cast:
+            how |= CONVERT | CAST
+        elif find is not None and not how & CONVERT:
+            at = find(array)
+            how |= PLACED if at >= 0 else 0
+        signature += (dtype, array.shape, how, at)
+    return signature
+
+
+def _make_plan(
+    batch: Any, base: int, survey: _Survey, tree: Token, signature: list[Any]
+) -> _Plan:
+    """Find a place for every array, and describe the result."""
+    views: list[View] = []
+    numbers = machine_array("q")
+    end = base
+    for dtype, shape, how, at in zip(*[iter(signature)] * 4, strict=True):
+        kind = survey.cast if how & CAST else dtype
+        offset = at if how & PLACED else end
+        views.append((offset, kind, shape, bool(how & FORTRAN)))
+        numbers.extend((offset, *shape))
+        if not how & PLACED:
+            end += _aligned(kind.itemsize * math.prod(shape))
+    leaves = [(kind, len(shape), fortran) for _, kind, shape, fortran in views]
+    structure = _structure(batch, tree, len(survey.arrays), leaves)
+    layout = numbers.tobytes()
+    return _Plan(
+        base, survey.cast, tree, signature, signature[2::4], views, leaves,
+        structure + layout, Record(end, len(structure), len(layout), 0),
+    )  # fmt: skip
+
+
+def _structure(batch: Any, tree: Token, split: int, leaves: list[Leaf]) -> bytes:
+    """Write the structure of a batch; it is the latest one's if only shapes have changed."""
+    latest = _latest
+    if latest.tree == tree and latest.leaves == leaves:
+        return latest.blob[: latest.record.structure]
+    return _pickled(batch, (tree, split, leaves))[0]
+
+
+def _write(memory: Memory, plan: _Plan, sources: list[Array], offset: int) -> None:
+    """Copy the arrays into the slot, and structure and layout to `offset`."""
+    for source, view, how in zip(sources, plan.views, plan.hows, strict=True):
+        if not how & (CONVERT | PLACED):
+            memory.store(view[0], source)
+        elif how & CONVERT:
+            copyto(memory.view(*view), source, casting="unsafe")
+    memory.store_bytes(offset, plan.blob)
+
+
+def _write_objects(
+    writer: Writer, plan: _Plan, sources: list[Array], pickled: bytes, buffers: list[memoryview]
+) -> Record:
+    """Copy everything into the slot, where some of it is pickled."""
+    end, structure, layout, _ = plan.record
+    table = machine_array("q")  # per buffer offset and length, then how many there are
+    for buffer in buffers:
+        table.extend((end, buffer.nbytes))
+        end += _aligned(buffer.nbytes)
+    table.append(len(buffers))
+    record = Record(end, structure, layout, len(pickled) + len(table) * table.itemsize)
+    writer.place(record.used - plan.base)
+    memory = writer.memory
+    _write(memory, plan, sources, end)
+    for buffer, offset in zip(buffers, table[:-1:2], strict=True):
+        memory.store_bytes(offset, buffer)
+    memory.store_bytes(end + structure + layout, pickled)
+    memory.store_bytes(end + structure + layout + len(pickled), table.tobytes())
+    return record
+
+
+def _aligned(nbytes: int) -> int:
+    """Round up to whole cache lines."""
+    return (nbytes + (ALIGNMENT - 1)) & -ALIGNMENT
+
+
+# -- pickle -------------------------------------------------------------------------------------
+
+# What pickle raises for classes and functions that it cannot find by their names.
+NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
+
+
+def _pickled(batch: Any, value: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle something of a batch: the pickle, and the large buffers that are not in it."""
+    try:
+        return _dumps(value)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(_explain(batch, error)) from error
+
+
+def _dumps(value: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle by name, else by value: a class of the user's script has no name in a worker."""
+    try:
+        return _dumps_by(pickle.dumps, value)
+    except NAMELESS:
+        import cloudpickle
+
+        return _dumps_by(cloudpickle.dumps, value)
+
+
+def _dumps_by(dumps: Callable[..., bytes], value: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle with large buffers left out."""
+    buffers: list[memoryview] = []
+
+    def in_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < IN_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    return dumps(value, 5, buffer_callback=in_band), buffers
+
+
+def _explain(batch: Any, error: Exception) -> str:
+    """Say what in a batch cannot be pickled."""
+    path, value, cause = _culprit("batch", batch) or ("batch", batch, error)
+    return (
+        f"{path}: cannot pickle {type(value).__name__!r} ({type(cause).__name__}: {cause}); "
+        "return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
+    )
+
+
+def _culprit(path: str, value: Any) -> tuple[str, Any, Exception] | None:
+    """Find the innermost thing that cannot be pickled: where it is, what it is, and why."""
+    try:
+        _dumps(value)
+    except Exception as error:  # noqa: BLE001 - it is what is looked for
+        found = (_culprit(path + label, child) for label, child in _labelled(value))
+        return next(filter(None, found), (path, value, error))
+    return None
+
+
+def _labelled(value: Any) -> Iterator[tuple[str, Any]]:
+    """Name the children of a container as one would write them in Python."""
+    kind = _KINDS.get(_tag(type(value)))
+    opened = kind and kind.open(value)
+    if not opened:
+        return
+    fixed, _, children = opened
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", child) for key, child in value.items())
+    elif fixed is not None:
+        yield from ((f".{name}", child) for name, child in zip(fixed, children, strict=True))
+    else:
+        yield from ((f"[{number}]", child) for number, child in enumerate(children))
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+class _Parsed(NamedTuple):
+    """The structure and layout of a batch."""
+
+    alone: View | None  # of the array that is the whole batch
+    tree: Token
+    split: int  # arrays, before the raws
+    views: list[View]
+
+
+_structures: dict[bytes, tuple[Token, int, list[Leaf]]] = {}
+_parsed: dict[bytes, _Parsed] = {}
+
+
+def decode(memory: Memory, record: Sequence[int]) -> Any:
+    """Read a batch. Its arrays and tensors are views of `memory` and keep it alive.
+
+    Parameters
+    ----------
+    memory : Memory
+        The slot, or a copy of what of it is used.
+    record : Record
+        What `encode` has returned, or more words that begin with it.
+
+    Raises
+    ------
+    IndexError
+        If the record does not fit the memory.
+    """
+    blob = memory.load_bytes(record[0], record[1] + record[2])
+    alone, tree, split, views = _parsed.get(blob) or _parse(blob, record[1])
+    if alone is not None:
+        return memory.view(*alone)
+    arrays = [memory.view(*view) for view in views]
+    objects = _load_objects(memory, record[0] + len(blob), record[3]) if record[3] else ()
+    return _build(tree, iter(arrays), iter(arrays[split:]), iter(objects))
+
+
+def _parse(blob: bytes, structure: int) -> _Parsed:
+    """Read structure and layout, and remember them."""
+    tree, split, leaves = _parse_structure(blob[:structure])
+    numbers = iter(machine_array("q", blob[structure:]))
+    views = [
+        (next(numbers), dtype, tuple(islice(numbers, ndim)), fortran)
+        for dtype, ndim, fortran in leaves
+    ]
+    if len(_parsed) >= REMEMBERED:
+        _parsed.clear()
+    alone = views[0] if tree == ARRAY else None
+    _parsed[blob] = parsed = _Parsed(alone, tree, split, views)
+    return parsed
+
+
+def _parse_structure(data: bytes) -> tuple[Token, int, list[Leaf]]:
+    """Read a structure, and remember it."""
+    structure = _structures.get(data)
+    if structure is None:
+        if len(_structures) >= REMEMBERED:
+            _structures.clear()
+        structure = _structures[data] = pickle.loads(data)
+    return structure
+
+
+def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
+    """Read the leaves that went by pickle; behind the pickle is the table of its buffers."""
+    data = memory.load_bytes(offset, nbytes)
+    count = machine_array("q", data[-8:])[0]
+    numbers = iter(machine_array("q", data[len(data) - 8 - 16 * count : -8]))
+    buffers = [memory.view(at, BYTE, (size,)) for at, size in zip(numbers, numbers, strict=True)]
+    objects: list[Any] = pickle.loads(data, buffers=buffers)
+    return objects
+
+
+def _build(
+    token: Token, arrays: Iterator[Array], raws: Iterator[Array], objects: Iterator[Any]
+) -> Any:
+    """Put a batch together from its leaves."""
+    if isinstance(token, str):
+        if token == ARRAY:
+            return next(arrays)
+        if token == OBJECT:
+            return next(objects)
+        return next(raws)[()] if token == SCALAR else next(raws).tobytes()
+    if token[0] == "tensor":
+        return _as_tensor(next(raws), token[1], token[2])
+    tag, cls, fixed, has_loose, tokens = token
+    loose = next(objects) if has_loose else None
+    children = (
+        islice(arrays, tokens)
+        if isinstance(tokens, int)
+        else [_build(child, arrays, raws, objects) for child in tokens]
+    )
+    return _KINDS[tag].close(cls, fixed, loose, children)
+
+
+def _as_tensor(array: Array, name: str | None, grad: bool) -> Any:  # noqa: FBT001 - from a token
+    """Make a tensor that shares an array's memory."""
+    torch = _torch()
+    tensor = torch.from_numpy(array)
+    if name is not None:
+        tensor = tensor.view(getattr(torch, name))
+    return tensor.requires_grad_() if grad else tensor
+
+
+@functools.cache
+def _torch() -> Any:
+    """Import torch, now that there is a tensor."""
+    return importlib.import_module("torch")

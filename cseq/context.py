@@ -1,0 +1,173 @@
+"""What an indexer may ask about the batch it makes: `rng`, `empty`, `worker_info`.
+
+A runner enters its `Desk` before it calls the indexer and leaves it afterwards. The desk is
+found by thread, so a manager used inside another manager's indexer keeps its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from cseq._core import derive
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["Desk", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
+
+PURPOSE_INDEXER = 2  # docs/shuffle.md: 1 is the shuffle
+
+
+class Ticket(Protocol):
+    """Whatever knows which batch is in hand."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+
+    @property
+    def batch(self) -> int:
+        """The batch's running number within the epoch."""
+
+
+class Allocator(Protocol):
+    """Whatever can make an array where the batch is going to lie."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Make an array in the slot."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Who is asking, and for what.
+
+    Attributes
+    ----------
+    number : int
+        The worker, from 0.
+    num_workers : int
+    epoch, batch : int or None
+        What it works on; None while the indexer is being made.
+    """
+
+    number: int
+    num_workers: int
+    epoch: int | None
+    batch: int | None
+
+
+class Desk:
+    """One runner's answers; its ticket and allocator change from batch to batch."""
+
+    __slots__ = ("_rng", "allocator", "num_workers", "number", "seed", "ticket")
+
+    def __init__(self, number: int, num_workers: int, seed: int) -> None:
+        self.number = number
+        self.num_workers = num_workers
+        self.seed = seed
+        self.ticket: Ticket | None = None
+        self.allocator: Allocator | None = None
+        self._rng: np.random.Generator | None = None
+
+    def rng(self) -> np.random.Generator:
+        """Return the batch's generator: the same object throughout the batch."""
+        if self.ticket is None:
+            raise RuntimeError(
+                "cseq.rng() belongs to a batch: call it in __getitem__, not where the indexer is made"
+            )
+        if self._rng is None:
+            self._rng = generator(self.seed, self.ticket.epoch, self.ticket.batch)
+        return self._rng
+
+    def sit(self, ticket: Ticket) -> None:
+        """Turn to a ticket; also if it is the same batch again, `rng` begins anew."""
+        self.ticket = ticket
+        self._rng = None
+
+
+_here = threading.local()
+
+
+def enter(desk: Desk | None) -> Desk | None:
+    """Sit down at a desk; returns the one left for it, to be entered again afterwards."""
+    left: Desk | None = getattr(_here, "desk", None)
+    _here.desk = desk
+    return left
+
+
+def leave(left: Desk | None) -> None:
+    """Go back to the desk that `enter` returned."""
+    _here.desk = left
+
+
+def generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
+    """Make the generator of a batch: Philox, keyed by (seed, epoch), counting from the batch."""
+    low, high = derive(seed, epoch, PURPOSE_INDEXER, 2)
+    philox = np.random.Philox(key=low | high << 64, counter=batch << 128)
+    return np.random.Generator(philox)
+
+
+def rng() -> np.random.Generator:
+    """Return the random generator of the batch that is being made.
+
+    It is derived from (seed, epoch, batch) and from nothing else: what it draws is the same for
+    any number of workers, in test mode, after a worker's death and after a resume. Within one
+    batch, every call returns the same generator.
+
+    Raises
+    ------
+    RuntimeError
+        Called outside of an indexer's ``__getitem__``.
+    """
+    desk: Desk | None = getattr(_here, "desk", None)
+    if desk is None:
+        raise RuntimeError(
+            "cseq.rng() was called outside of an indexer: it belongs to the batch that is being "
+            "made; elsewhere, use numpy.random.default_rng(seed)"
+        )
+    return desk.rng()
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
+    """Make an uninitialised array in the shared memory where the batch is going to lie.
+
+    A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
+    way to the training loop. It belongs to this batch: an indexer must not keep it. Outside of a
+    worker process this is `numpy.empty`.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+    dtype : data type, optional
+        Without Python objects in it.
+
+    Raises
+    ------
+    MemoryError
+        There is no room for it.
+    """
+    desk: Desk | None = getattr(_here, "desk", None)
+    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+    if desk is None or desk.allocator is None:
+        return np.empty(dims, dtype)
+    return desk.allocator.empty(dims, np.dtype(dtype))
+
+
+def worker_info() -> WorkerInfo | None:
+    """Return who is making which batch, or None outside of an indexer."""
+    desk: Desk | None = getattr(_here, "desk", None)
+    if desk is None:
+        return None
+    at = desk.ticket
+    return WorkerInfo(
+        number=desk.number,
+        num_workers=desk.num_workers,
+        epoch=None if at is None else at.epoch,
+        batch=None if at is None else at.batch,
+    )

@@ -1,0 +1,210 @@
+"""How a batch crosses from one runner to the next: as an object, or through a slot.
+
+Threads hand over the object itself (`Objects`); processes write it into the ticket's slot of shared
+memory (`SlotWriter`), where the trainer finds it (`SlotReader`). A runner holds the edge it fills,
+and a converter also the one it empties.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cseq import codec, failure
+from cseq.stage import BATCH, RAISED
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cseq._core import Seat
+    from cseq.arena import Arena, Writer
+
+    Fields = tuple[int, ...]
+
+__all__ = ["NO_SLOT", "Inlet", "Objects", "Outlet", "SlotReader", "SlotSource", "SlotWriter", "Source"]
+
+NO_SLOT = 0xFFFFFFFF  # a ticket whose batch lies in no slot
+
+
+class Inlet(Protocol):
+    """The end that a runner fills."""
+
+    def begin(self, seat: Seat) -> None:
+        """Get ready for the ticket in hand."""
+
+    def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
+        """Put the batch where the next one finds it."""
+
+    def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
+        """Hand the ticket on; the caller has let go of the batch."""
+
+    def fail(self, seat: Seat, error: BaseException) -> None:
+        """Hand the ticket on with an exception instead of a batch."""
+
+
+class Source(Protocol):
+    """The end that a converter empties."""
+
+    def fetch(self, seat: Seat) -> Any:
+        """Return the batch of the ticket in hand."""
+
+
+class Outlet(Protocol):
+    """The end that the trainer empties."""
+
+    def room(self) -> tuple[int, int]:
+        """Return slot and committed bytes for a ticket about to be posted."""
+
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
+        """Take the batch out."""
+
+    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+        """Take the exception out."""
+
+    def drop(self, cell: int, slot: int, capacity: int) -> None:
+        """Throw away whatever a given-up ticket holds."""
+
+
+class Objects:
+    """Both ends between threads: one object for each cell of the ring.
+
+    Parameters
+    ----------
+    cells : int
+    below : SlotReader, optional
+        Where the stage before put its batches, if that is not here as well.
+    """
+
+    def __init__(self, cells: int, below: SlotReader | None = None) -> None:
+        self._held: list[Any] = [None] * cells
+        self._below = below
+
+    def begin(self, seat: Seat) -> None:
+        """Nothing to do."""
+
+    def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
+        """Leave the batch in the cell's place."""
+        self._held[seat.cell] = batch
+        return ()
+
+    def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
+        """Hand the ticket on."""
+        seat.publish(BATCH, record)
+
+    def fail(self, seat: Seat, error: BaseException) -> None:
+        """Leave the exception in the cell's place."""
+        self._held[seat.cell] = error
+        seat.publish(RAISED)
+
+    def fetch(self, seat: Seat) -> Any:
+        """Return the batch of a ticket in hand."""
+        return self._held[seat.cell]
+
+    def room(self) -> tuple[int, int]:
+        """Take a slot if the stage before needs one."""
+        return (NO_SLOT, 0) if self._below is None else self._below.room()
+
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+        """Take the object out."""
+        batch, self._held[cell] = self._held[cell], None
+        return batch
+
+    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+        """Take the exception out, from the slot if it was raised in the stage before."""
+        if self._below is not None and slot != NO_SLOT:
+            return self._below.error(cell, slot, capacity, record)
+        error: BaseException = self.collect(cell, slot, capacity, record)
+        return error
+
+    def drop(self, cell: int, slot: int, capacity: int) -> None:
+        """Forget the object."""
+        self._held[cell] = None
+        if self._below is not None:
+            self._below.drop(cell, slot, capacity)
+
+
+class SlotWriter:
+    """A worker process's end: writes into the slot of the ticket in hand."""
+
+    def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
+        self._writer = writer
+        self._cast = cast
+
+    def begin(self, seat: Seat) -> None:
+        """Turn to the ticket's slot."""
+        self._writer.begin(seat.slot, seat.capacity)
+
+    def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """Encode the batch."""
+        return codec.encode(batch, self._writer, self._cast)
+
+    def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
+        """Hand the ticket on, unless the indexer kept an array that lies in the slot."""
+        writer = self._writer
+        writer.end()
+        seat.publish(BATCH, record, writer.capacity)
+
+    def fail(self, seat: Seat, error: BaseException) -> None:
+        """Write the exception into the slot; its text alone, if memory is short."""
+        try:
+            record = self._write_error(seat, failure.pack(error))
+        except MemoryError:  # the slot's first pages are always there
+            record = self._write_error(seat, failure.pack_text(error))
+        seat.publish(RAISED, record, self._writer.capacity)
+
+    def _write_error(self, seat: Seat, packed: bytes) -> tuple[int, ...]:
+        """Write a packed exception instead of whatever the slot holds."""
+        self._writer.begin(seat.slot, seat.capacity)
+        record = codec.encode(packed, self._writer, None)
+        self._writer.end()
+        return record
+
+
+class SlotReader:
+    """The trainer's end of the slots."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lock = threading.Lock()  # converter threads take, while the trainer acquires
+
+    def room(self) -> tuple[int, int]:
+        """Take a free slot."""
+        with self._lock:
+            slot = self._arena.acquire()
+            return slot, self._arena.capacity(slot)
+
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+        """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
+        with self._lock:
+            memory = self._arena.take(slot, codec.used(record), capacity)
+        return codec.decode(memory, record)
+
+    def fetch(self, seat: Seat) -> Any:
+        """Decode the batch of a ticket in hand, in a converter thread; it leaves the ring."""
+        batch = self.collect(seat.cell, seat.slot, seat.capacity, seat.record)
+        seat.detach()
+        return batch
+
+    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+        """Restore the exception."""
+        return failure.unpack(self.collect(cell, slot, capacity, record))
+
+    def drop(self, cell: int, slot: int, capacity: int) -> None:  # noqa: ARG002
+        """Free the slot."""
+        if slot != NO_SLOT:
+            with self._lock:
+                self._arena.release(slot)
+
+
+class SlotSource:
+    """A converter process's end of the slots: reads what the indexer wrote, where it lies."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def fetch(self, seat: Seat) -> Any:
+        """Decode the batch of the ticket in hand; what is written goes behind it."""
+        writer, record = self._writer, seat.record
+        writer.begin(seat.slot, seat.capacity)
+        writer.resume(codec.used(record))
+        return codec.decode(writer.memory, record)

@@ -1,0 +1,116 @@
+"""An exception on its way from a worker to the training loop.
+
+It should arrive as itself: same type, same attributes, with the worker's traceback shown and with
+the batch it belongs to named. It is pickled *and unpickled* where it was raised, so what cannot
+travel is found out there; then its type's name and its text travel in a `WorkerError`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from cseq import payload
+from cseq.errors import RemoteTraceback, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["annotate", "pack", "pack_text", "unpack", "where"]
+
+SHOWN = 16  # indices of a batch that a message shows
+
+
+def pack(error: BaseException) -> bytes:
+    """Describe an exception as bytes that `unpack` can always read."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return pickle.dumps((_travelling(error), type(error).__qualname__, str_of(error), text))
+
+
+def pack_text(error: BaseException, limit: int = 4000) -> bytes:
+    """Describe an exception in at most about `limit` characters, without the object itself."""
+    name, message = type(error).__qualname__, str_of(error)[:limit]
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-limit:]
+    return pickle.dumps((None, name, message, text))
+
+
+def unpack(data: bytes) -> BaseException:
+    """Restore the exception; its ``__cause__`` shows the traceback of where it was raised."""
+    pickled, name, message, text = pickle.loads(data)
+    error: BaseException
+    if pickled is None:
+        error = WorkerError(f"{name}: {message} (this exception could not be pickled)")
+    else:
+        error = payload.loads(pickled)
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def _travelling(error: BaseException) -> bytes | None:
+    """Pickle an exception so that it surely unpickles, or None."""
+    for candidate in (error, _Rebuilt(error), _Rebuilt(error, bare=True)):
+        try:
+            data = payload.dumps(candidate)
+            if type(payload.loads(data)) is type(error):
+                return data
+        except Exception:  # noqa: BLE001, PERF203 - anything may go wrong in the user's class
+            continue
+    return None
+
+
+class _Rebuilt:
+    """Pickles as an exception that is rebuilt without a call of its constructor.
+
+    The default way calls the class with ``args``, which fails for one whose constructor takes
+    something else. `bare` leaves out attributes that cannot be pickled.
+    """
+
+    def __init__(self, error: BaseException, *, bare: bool = False) -> None:
+        self._error = error
+        self._bare = bare
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(self._error.__dict__)
+        if self._bare:
+            state = {k: v for k, v in state.items() if _can_pickle(v)}
+        args = tuple(a if _can_pickle(a) else repr(a) for a in self._error.args)
+        return _rebuild, (type(self._error), args, state)
+
+
+def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """Make an exception as its class's ``__new__`` does, and give it its state."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _can_pickle(value: object) -> bool:
+    """Whether a value survives the journey."""
+    try:
+        payload.loads(payload.dumps(value))
+    except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
+        return False
+    return True
+
+
+def str_of(error: BaseException) -> str:
+    """Return an exception's text, also when its ``__str__`` is broken."""
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - the user's class
+        return f"<str() raised {type(broken).__name__}>"
+
+
+def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
+    """Name a batch in a message."""
+    shown = ", ".join(map(str, indices[:SHOWN]))
+    more = f", … {len(indices) - SHOWN} more" if len(indices) > SHOWN else ""
+    return f"epoch {epoch}, batch {batch}, indices [{shown}{more}]"
+
+
+def annotate(error: BaseException, note: str) -> None:
+    """Add a line that a traceback shows below the exception (from Python 3.11 on)."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)

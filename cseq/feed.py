@@ -1,0 +1,174 @@
+"""Feeding a ring: an epoch's tickets in, its finished batches out.
+
+The trainer's side of the thread and the process pool. Only the consuming thread comes here; what
+other threads have to say (a worker that cannot be built, one that died too often) reaches it through
+`check`, which raises, and the ring's alarm.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from cseq import failure
+from cseq.stage import RAISED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cseq._core import Ring
+    from cseq.edge import Outlet
+    from cseq.sampler import Sampler
+
+__all__ = ["Feed", "wake_at"]
+
+log = logging.getLogger("cseq")
+
+
+def wake_at(buffer: int, num_workers: int) -> int:
+    """Return how many tickets gather before sleeping workers are woken for them.
+
+    Waking for each one costs more than a small batch does. Workers only sleep when everything
+    is done, so `buffer` minus this many batches are ready; that must last until the woken
+    workers have made the next, hence as many as there are workers.
+    """
+    return max(1, min(buffer // 2, buffer - num_workers))
+
+
+class Feed:
+    """One epoch after the other over a ring.
+
+    Parameters
+    ----------
+    ring : Ring
+    sampler : Sampler
+    outlet : Outlet
+        Where finished batches come out.
+    ordered : bool
+        In ticket order, not in that of completion.
+    skip_errors : bool
+        Log and leave out a batch whose indexer raised, instead of raising.
+    check : callable
+        Called with the awaited cell (or -1) before every sleep; raises what went wrong
+        elsewhere.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        sampler: Sampler,
+        outlet: Outlet,
+        *,
+        ordered: bool,
+        skip_errors: bool,
+        check: Callable[[], None],
+    ) -> None:
+        self._ring = ring
+        self._sampler = sampler
+        self._outlet = outlet
+        self._ordered = ordered
+        self._skip_errors = skip_errors
+        self._check = check
+        self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
+        self._ticket = 0
+        self._epoch = 0
+        self._batch = 0  # the next one to post
+        self._batches = 0
+        self._sweeping = False
+        self.delivered = 0
+        self.skipped: list[tuple[int, int, str]] = []
+
+    def begin(self, epoch: int, consumed: int = 0) -> None:
+        """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
+        self._ring.abandon()
+        self._sweeping = True
+        self._sampler.begin(epoch, consumed)
+        self._epoch = epoch
+        self._batch = 0
+        self._batches = len(self._sampler)
+        self._refill()
+
+    def _refill(self) -> None:
+        """Post tickets while there are free cells and batches left."""
+        ring, outlet = self._ring, self._outlet
+        if self._sweeping:
+            self._sweep()
+        while self._batch < self._batches:
+            cell = ring.vacant()
+            if cell < 0:
+                return
+            batch = self._batch
+            count = self._sampler.fill(batch, self._rooms[cell])
+            slot, capacity = outlet.room()
+            ring.post(cell, self._ticket, self._epoch, batch, count, slot, capacity)
+            self._ticket += 1
+            self._batch = batch + 1
+
+    def _sweep(self) -> None:
+        """Clear the cells of given-up tickets that no runner works on any more."""
+        for cell in self._ring.sweep():
+            self._outlet.drop(cell, *self._ring.slot(cell))
+            self._ring.retire(cell)
+        self._sweeping = self._ring.abandoned_count > 0
+
+    def next(self) -> Any:
+        """Return the next finished batch.
+
+        Raises
+        ------
+        StopIteration
+            The epoch is over.
+        """
+        ring = self._ring
+        while True:
+            cell = ring.take(self._ordered)
+            if cell < 0:
+                cell = self._await()
+            status, slot, capacity, record = ring.result(cell)
+            if status == RAISED:
+                self._raised(cell, slot, capacity, record)
+                continue
+            batch = self._outlet.collect(cell, slot, capacity, record)
+            ring.retire(cell)
+            self.delivered += 1
+            self._refill()
+            return batch
+
+    def _await(self) -> int:
+        """Sleep until a ticket is finished; return its cell."""
+        ring = self._ring
+        while True:
+            seen = ring.alarms()
+            self._check()
+            self._refill()
+            if not ring.outstanding_count and self._batch == self._batches:
+                raise StopIteration
+            cell = ring.take(self._ordered)
+            if cell >= 0:
+                return cell
+            ring.wait(seen, self._ordered)
+
+    def in_work(self) -> list[tuple[int, int, str]]:
+        """List who works on what is awaited, since when (ns of `now_ns`), and what it is."""
+        ring = self._ring
+        found = []
+        for cell in ring.awaited(self._ordered):
+            owner, since = ring.holder(cell)
+            if owner and since:  # since is 0 for an instant after the claim
+                epoch, batch, count = ring.ticket(cell)
+                place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
+                found.append((owner, since, place))
+        return found
+
+    def _raised(self, cell: int, slot: int, capacity: int, record: Any) -> None:
+        """Raise, or note down, what an indexer raised."""
+        error = self._outlet.error(cell, slot, capacity, record)
+        epoch, batch, count = self._ring.ticket(cell)
+        place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
+        self._ring.retire(cell)
+        if not self._skip_errors:
+            failure.annotate(error, f"cseq: while making {place}")
+            raise error
+        self.skipped.append((epoch, batch, repr(error)))
+        log.error("skipped %s: %r", place, error)
+        self._refill()

@@ -1,0 +1,113 @@
+"""Stage 1, indices → batch, by the user's worker.
+
+A *worker* is what the user hands in: a class or another callable without arguments that makes an
+indexer, or something that already has ``__getitem__``. An *indexer* is what takes an array of
+indices and returns a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cseq._core import Seat
+    from cseq.context import Desk
+    from cseq.edge import Inlet
+
+__all__ = ["Indexer", "Indexing", "build", "check_worker", "dispose"]
+
+# They have __getitem__, but do not take an array of indices.
+PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
+
+
+class Indexer(Protocol):
+    """What makes batches."""
+
+    def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
+        """Return the batch of these indices (one-dimensional, the indexer's own to change)."""
+
+
+def is_indexer(worker: object) -> bool:
+    """Tell an object that indexes itself from a class or factory that makes one."""
+    return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
+
+
+def check_worker(worker: object) -> None:
+    """Refuse what can be neither called nor indexed by an array."""
+    if isinstance(worker, PLAIN_CONTAINERS):
+        raise TypeError(
+            f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
+            "indices; give numpy.asarray(...) of it, or a class whose __getitem__ takes the array"
+        )
+    if not is_indexer(worker) and not callable(worker):
+        raise TypeError(
+            f"worker={worker!r} can neither be called nor indexed; give a class (or another "
+            "callable without arguments) that makes an object with __getitem__(indices)"
+        )
+
+
+def build(worker: Any) -> Indexer:
+    """Make the indexer of one runner.
+
+    Raises
+    ------
+    TypeError
+        What the worker made has no ``__getitem__``.
+    """
+    if is_indexer(worker):
+        indexer: Indexer = worker
+        return indexer
+    indexer = worker()
+    if not hasattr(type(indexer), "__getitem__"):
+        raise TypeError(
+            f"worker {worker!r} made a {type(indexer).__name__}, which has no __getitem__; "
+            "an indexer needs __getitem__(indices) -> batch"
+        )
+    return indexer
+
+
+def dispose(worker: object, indexer: Indexer | None, *, copied: bool) -> None:
+    """Call the indexer's ``close()`` when its runner ends, if it has one and it is ours to close.
+
+    An object that the user handed in whole stays open, unless this process has its own copy.
+    """
+    close = getattr(indexer, "close", None)
+    if close is not None and callable(close) and (copied or indexer is not worker):
+        close()
+
+
+class Indexing:
+    """The first stage's work: the batch of a ticket's indices, put on the next edge."""
+
+    def __init__(
+        self,
+        indexer: Indexer,
+        desk: Desk,
+        inlet: Inlet,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._indexer = indexer
+        self._desk = desk
+        self._inlet = inlet
+        self._convert = convert
+
+    def __call__(self, seat: Seat) -> None:
+        """Make the batch of the ticket in hand; whatever the indexer raises goes the same way."""
+        inlet = self._inlet
+        try:
+            self._desk.sit(seat)
+            inlet.begin(seat)
+            batch = self._indexer[seat.indices()]
+            if self._convert is not None:
+                batch = self._convert(batch)
+            record = inlet.write(seat, batch)
+            del batch  # publish looks whether the indexer kept what lies in the slot
+            inlet.publish(seat, record)
+        except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
+            inlet.fail(seat, error)

@@ -1,0 +1,242 @@
+"""Keeps worker processes alive: starts them, hears from them, replaces the dead, ends them all.
+
+A thread sleeps on the workers' sockets. What arrives there is, first, one message (ready, or the
+exception that kept the worker from getting ready), then the text of stacks that were asked for; the
+end of the stream is the end of the process, which a status confirms before anything it held is
+touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from cseq.launcher import describe_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cseq.launcher import Child, Launcher
+
+__all__ = ["FAILED", "READY", "STACK_SIGNAL", "Keeper", "Steward", "send_state"]
+
+log = logging.getLogger("cseq")
+
+READY, FAILED = b"R", b"F"
+HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
+
+# Makes a worker write its stacks to its socket.
+STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
+
+GRACE = 5.0  # seconds that workers get to end by themselves
+LAST_GRACE = 2.0  # and to be gone after they were killed
+STACK_SECONDS = 1.0  # how long a stack is waited for
+STACK_QUIET = 0.1  # a stack is complete when nothing more has come for so long
+
+
+def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
+    """Send the trainer a worker's one message."""
+    sock.sendall(HEADER.pack(state, len(body)) + body)
+
+
+class Steward(Protocol):
+    """Who decides what happens to workers; called on the keeper's thread."""
+
+    def greet(self, owner: int, sock: socket.socket) -> None:
+        """Tell a new worker what it has to know."""
+
+    def failed(self, packed: bytes) -> None:
+        """Learn that a worker could not get ready."""
+
+    def died(self, owner: int, exitcode: int | None, *, was_ready: bool) -> bool:
+        """Learn that a worker is gone; return whether to replace it."""
+
+    def broke(self, error: BaseException) -> None:
+        """Learn that the keeper itself cannot go on."""
+
+
+class _Ward:
+    """A worker that is watched."""
+
+    def __init__(self, owner: int, child: Child) -> None:
+        self.owner = owner
+        self.child = child
+        self.buffer = bytearray()
+        self.state = b""  # READY or FAILED, once it has said so
+        self.heard = 0.0  # when a piece of its stack came last
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Take in what came; return the body of the message when it is complete."""
+        self.buffer += data
+        if self.state:
+            self.heard = time.monotonic()
+            return None
+        if len(self.buffer) < HEADER.size:
+            return None
+        state, length = HEADER.unpack_from(self.buffer)
+        if len(self.buffer) < HEADER.size + length:
+            return None
+        self.state = state
+        body = bytes(self.buffer[HEADER.size : HEADER.size + length])
+        del self.buffer[: HEADER.size + length]
+        return body
+
+
+class Keeper:
+    """The worker processes of one pool.
+
+    Parameters
+    ----------
+    launcher : Launcher
+    steward : Steward
+    owners : sequence of int
+        The workers' numbers at the ring, from 1.
+    local : object
+        Handed to workers that share memory with the trainer (`Launcher.takes_objects`).
+    """
+
+    def __init__(
+        self, launcher: Launcher, steward: Steward, owners: Sequence[int], local: object
+    ) -> None:
+        self._launcher = launcher
+        self._steward = steward
+        self._owners = owners
+        self._local = local if launcher.takes_objects else None
+        self._wards: dict[int, _Ward] = {}
+        self._lock = threading.Lock()  # around _wards and _closing
+        self._closing = False
+        self._empty = threading.Event()  # all workers are gone and no more will come
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = socket.socketpair()
+        self._selector.register(self._ear, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="cseq-keeper", daemon=True)
+        self._thread.start()
+
+    def pid(self, owner: int) -> int | None:
+        """Return a worker's process id, if it is known."""
+        ward = self._wards.get(owner)
+        return None if ward is None else ward.child.pid
+
+    def kill(self, owner: int) -> None:
+        """Kill a worker; its death is then noticed as any other."""
+        ward = self._wards.get(owner)
+        if ward is not None:
+            ward.child.kill()
+
+    def stack(self, owner: int) -> str:
+        """Return where a worker is, as it writes it itself: also when its interpreter is stuck."""
+        ward = self._wards.get(owner)
+        if ward is None or not ward.state or STACK_SIGNAL is None or ward.child.pid is None:
+            return "(its stack cannot be asked for)\n"
+        ward.heard = 0.0
+        del ward.buffer[:]
+        os.kill(ward.child.pid, STACK_SIGNAL)
+        begun = time.monotonic()
+        quiet = threading.Event()  # nobody sets it: a pause that other threads can use
+        while time.monotonic() - begun < STACK_SECONDS:
+            if ward.heard and time.monotonic() - ward.heard > STACK_QUIET:
+                break
+            quiet.wait(0.02)
+        return ward.buffer.decode(errors="replace") or "(it does not answer: stopped?)\n"
+
+    # -- the thread
+
+    def _run(self) -> None:
+        """Start the workers, and hear them until all are gone and no more are wanted."""
+        try:
+            for owner in self._owners:
+                self._launch(owner)
+            while not (self._closing and not self._wards):
+                for key, _ in self._selector.select():
+                    if key.data is None:
+                        self._ear.recv(64)
+                    else:
+                        self._hear(key.data)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            self._steward.broke(error)
+        finally:
+            self._empty.set()
+
+    def _launch(self, owner: int) -> None:
+        """Start one worker."""
+        if self._closing:
+            return
+        child = self._launcher.launch(owner - 1, local=self._local)
+        ward = _Ward(owner, child)
+        with self._lock:
+            self._wards[owner] = ward
+        self._selector.register(child.sock, selectors.EVENT_READ, ward)
+        if self._closing:
+            child.kill()
+        try:
+            self._steward.greet(owner, child.sock)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it is dead already, which its socket is about to say
+
+    def _hear(self, ward: _Ward) -> None:
+        """Take in what a worker has sent, or its end."""
+        try:
+            data = ward.child.sock.recv(65536)
+        except ConnectionResetError:  # it died with something of ours unread
+            data = b""
+        if not data:
+            self._bury(ward)
+            return
+        body = ward.feed(data)
+        if body is not None and ward.state == FAILED:
+            self._steward.failed(body)
+
+    def _bury(self, ward: _Ward) -> None:
+        """Make certain that a worker is gone; replace it if the steward says so."""
+        child, owner = ward.child, ward.owner
+        child.kill()  # its socket is closed, which need not mean that all of it is gone
+        exitcode = child.status(LAST_GRACE)
+        if not child.gone:
+            raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and does not end")
+        self._selector.unregister(child.sock)
+        with self._lock:
+            del self._wards[owner]
+        child.sock.close()
+        if self._closing:
+            if exitcode not in (0, None, -signal.SIGKILL):
+                log.warning("worker %d %s", owner - 1, describe_exit(exitcode))
+        elif self._steward.died(owner, exitcode, was_ready=ward.state == READY):
+            self._launch(owner)
+
+    # -- the end
+
+    def close(self) -> None:
+        """End all workers, which were told to leave; kill those that do not within `GRACE`.
+
+        Raises
+        ------
+        RuntimeError
+            A process does not end although it was killed.
+        """
+        self._closing = True
+        self._bell.send(b"!")
+        if not self._empty.wait(GRACE):
+            with self._lock:
+                wards = list(self._wards.values())
+            for ward in wards:
+                log.warning("worker %d is busy: killed after %g s", ward.owner - 1, GRACE)
+                ward.child.kill()
+            self._empty.wait(LAST_GRACE)
+        if not self._launcher.close(time.monotonic() + LAST_GRACE):
+            raise RuntimeError("worker processes were killed and do not end")
+        self._thread.join(LAST_GRACE)
+        self._selector.close()
+        self._bell.close()
+        self._ear.close()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the keeper's own thread."""
+        return threading.current_thread() is self._thread

@@ -1,0 +1,77 @@
+"""Who runs the stages: one protocol, three pools.
+
+``inline``   the caller itself, batch by batch: this is test mode
+``thread``   threads of this process
+``process``  worker processes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from cseq.converter import Output
+    from cseq.sampler import Sampler
+
+__all__ = ["Job", "Pool"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a pool has to know.
+
+    Attributes
+    ----------
+    worker : class, factory or indexer
+    sampler : Sampler
+    output : Output
+        Resolved: what this machine can give.
+    seed : int
+    num_workers, num_converters : int
+    batch_size, buffer : int
+    ordered : bool
+        Deliver in ticket order.
+    compat : bool or None
+        CUDA conversion in threads; None: as this system wants it.
+    start_method : str or None
+        How processes are started; None: as this system wants it.
+    on_error : 'raise' or 'skip'
+    max_restarts : int
+        Worker processes that may be replaced in an epoch.
+    timeout : float or None
+        Seconds that a batch may take.
+    on_timeout : 'raise' or 'restart'
+    memory_limit : int
+        Bytes of shared memory that delivered batches may hold before copies are delivered.
+    """
+
+    worker: Any
+    sampler: Sampler
+    output: Output
+    seed: int
+    num_workers: int
+    num_converters: int
+    batch_size: int
+    buffer: int
+    ordered: bool
+    compat: bool | None
+    start_method: str | None
+    on_error: str
+    max_restarts: int
+    timeout: float | None
+    on_timeout: str
+    memory_limit: int
+
+
+class Pool(Protocol):
+    """What a sequence needs of a pool; one thread at a time."""
+
+    def begin(self, epoch: int, consumed: int) -> None:
+        """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered."""
+
+    def next(self) -> Any:
+        """Return the next batch, or raise StopIteration at the end of the epoch."""
+
+    def close(self) -> None:
+        """End everything that was started; returns within a bounded time. Twice is fine."""

@@ -1,0 +1,177 @@
+"""The thread pool: indexers and converters in threads of this process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from cseq import context, indexer
+from cseq._core import Block, Ring, Seat, now_ns, ring_bytes
+from cseq.converter import Converter, CudaConverter, receive
+from cseq.edge import Objects
+from cseq.errors import WorkerTimeout
+from cseq.feed import Feed, wake_at
+from cseq.stage import CONVERTER, INDEXER, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cseq.edge import Source
+    from cseq.pools import Job
+
+__all__ = ["ConverterThreads", "ThreadPool"]
+
+log = logging.getLogger("cseq")
+
+CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
+
+
+class Crew:
+    """Threads that run one stage each, and what went wrong in them first."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._threads: list[threading.Thread] = []
+        self.failure: BaseException | None = None
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        """Start a thread that ends when the ring is closed."""
+        thread = threading.Thread(target=self._guard, args=(target,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard(self, target: Callable[[], None]) -> None:
+        """Run a thread's work; what it raises goes to the consumer."""
+        try:
+            target()
+        except BaseException as error:  # noqa: BLE001 - it is raised again, where it is waited for
+            if self.failure is None:
+                self.failure = error
+            self._ring.alarm()
+
+    def stack(self, name: str) -> str:
+        """Show where a thread is."""
+        for thread in self._threads:
+            frame = sys._current_frames().get(thread.ident or 0)
+            if thread.name == name and frame is not None:
+                return "".join(traceback.format_stack(frame))
+        return "(not running)\n"
+
+    def join(self, deadline: float) -> None:
+        """Wait for all threads until `deadline` (of time.monotonic)."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [t.name for t in self._threads if t.is_alive()]
+        if stuck:
+            log.warning(
+                "threads %s did not end within %g s: an indexer hangs; they are left behind",
+                stuck,
+                CLOSE_SECONDS,
+            )
+        self._threads.clear()
+
+
+class ConverterThreads:
+    """The second stage in threads: from `source` to objects, each on a stream of its own."""
+
+    def __init__(self, job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
+        first = job.num_workers + 1
+        for number in range(job.num_converters):
+            seat = Seat(ring, CONVERTER, first + number, last=True)
+            crew.start(f"cseq-c{number}", lambda seat=seat: self._run(job, seat, source, inlet))
+
+    @staticmethod
+    def _run(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
+        """Convert until the ring is closed."""
+        converter = CudaConverter(job.output)
+
+        def work(seat: Seat) -> None:
+            try:
+                inlet.publish(seat, inlet.write(seat, converter.convert(source.fetch(seat))))
+            except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+                inlet.fail(seat, error)
+
+        try:
+            run(seat, work, idle=converter.reap)
+        finally:
+            converter.close()
+
+
+class ThreadPool:
+    """Indexers in threads, batches handed over as objects."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        runners = job.num_workers + job.num_converters
+        memory = Block(ring_bytes(job.buffer, job.batch_size, runners), zero=True)
+        self._ring = Ring(memory, job.buffer, job.batch_size, runners)
+        self._ring.wake_at = wake_at(job.buffer, job.num_workers)
+        self._edge = Objects(job.buffer)
+        self._crew = Crew(self._ring)
+        self._closed = False
+        self.feed = Feed(
+            self._ring,
+            job.sampler,
+            self._edge,
+            ordered=job.ordered,
+            skip_errors=job.on_error == "skip",
+            check=self._check,
+        )
+        for number in range(job.num_workers):
+            self._crew.start(f"cseq-w{number}", lambda number=number: self._index(number))
+        if job.num_converters:
+            ConverterThreads(job, self._ring, self._edge, self._edge, self._crew)
+
+    def _index(self, number: int) -> None:
+        """Make an indexer and index until the ring is closed."""
+        job = self._job
+        desk = context.Desk(number, job.num_workers, job.seed)
+        context.enter(desk)
+        seat = Seat(self._ring, INDEXER, number + 1, last=not job.num_converters)
+        made = indexer.build(job.worker)
+        try:
+            run(seat, indexer.Indexing(made, desk, self._edge, convert=self._converter()))
+        finally:
+            indexer.dispose(job.worker, made, copied=False)
+
+    def _converter(self) -> Callable[[Any], Any] | None:
+        """Return what an indexing thread does to its batches itself."""
+        if self._job.num_converters or self._job.output.kind == "null":
+            return None
+        return Converter(self._job.output).convert
+
+    def _check(self) -> None:
+        """Raise what ended a thread, or say that a batch takes too long."""
+        if self._closed:
+            raise InterruptedError("the manager was finished while a batch was awaited")
+        if self._crew.failure is not None:
+            raise self._crew.failure
+        if self._job.timeout is None:
+            return
+        for owner, since, place in self.feed.in_work():
+            seconds = (now_ns() - since) / 1e9
+            if seconds > self._job.timeout:
+                raise WorkerTimeout(
+                    f"{place} has taken {seconds:.1f} s, timeout={self._job.timeout} s; its "
+                    f"thread is here:\n{self._crew.stack(f'cseq-w{owner - 1}')}"
+                    "(threads cannot be restarted; thread_type='proc' can)"
+                )
+
+    def begin(self, epoch: int, consumed: int) -> None:
+        """Begin an epoch."""
+        self.feed.begin(epoch, consumed)
+
+    def next(self) -> Any:
+        """Return the next batch."""
+        return receive(self.feed.next())
+
+    def close(self) -> None:
+        """Close the ring and wait for the threads."""
+        self._closed = True
+        self._ring.close()
+        self._crew.join(time.monotonic() + CLOSE_SECONDS)

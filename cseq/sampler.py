@@ -1,0 +1,270 @@
+"""The epoch: its samples in order, cut into global batches, this rank's part of each.
+
+The order is a pure function of (seed, epoch); see docs/shuffle.md. Global batch ``t`` covers its
+positions ``[t * G, (t + 1) * G)``, where ``G = batch_size * world_size``, and every rank takes a
+contiguous part. With 20 samples, ``batch_size=3`` and ``world_size=2``::
+
+    position  0  1  2  3  4  5 │ 6  7  8  9 10 11 │12 13 14 15 16 17 │18 19
+    rank      0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  1
+              global batch 0   │ global batch 1   │ global batch 2   │ tail
+
+The tail is left out if `drop_last`. Otherwise its ``m`` samples are cut into `world_size`
+contiguous parts of ``ceil(m / world_size)``; samples that are missing there come from the beginning
+of the epoch's order. So every rank has the same number of batches and of samples, and a batch has
+the same size on all ranks. This is the only padding: it repeats at most ``world_size - 1`` samples
+of an epoch, and none on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cseq._core import Order
+from cseq.check import count
+
+__all__ = ["Sampler", "resolve_shard"]
+
+Indices = npt.NDArray[np.int64]
+
+MOST_SAMPLES = 2**48
+MOST_SEED = 2**64 - 1
+
+
+class Sampler:
+    """The samples of an epoch for one rank, batch by batch.
+
+    Parameters
+    ----------
+    dset_size : int or sequence of int
+        Number of samples, or the samples themselves: a one-dimensional array or list of integer
+        indices, one at least. An integer array is neither copied nor written to.
+    batch_size : int
+        Samples of a batch, for each rank.
+    shuffle : bool
+        False: in their natural order, in every epoch.
+    seed : int
+        In [0, 2**64).
+    drop_last : bool
+        Leave out the last batch if it is short.
+    rank, world_size : int
+        Which part of every global batch is ours, and how many parts there are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not an integer, or out of range.
+    """
+
+    def __init__(
+        self,
+        dset_size: object,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.dset_size, indices = _samples(dset_size)
+        self.batch_size = count("batch_size", batch_size)
+        self.shuffle = shuffle
+        self.seed = _within("seed", seed, 0, MOST_SEED)
+        self.drop_last = drop_last
+        self.rank, self.world_size = _shard(rank, world_size)
+        self._stride = self.batch_size * self.world_size  # samples of a global batch
+        self._order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
+        self.length = self._cut(0)
+
+    def __len__(self) -> int:
+        """Batches of the epoch that has begun, for this rank: fewer if it began in its middle."""
+        return self._batches
+
+    def begin(self, epoch: int, consumed: int = 0) -> None:
+        """Begin an epoch, at once, whatever the last one came to.
+
+        Parameters
+        ----------
+        epoch : int
+            At least 0.
+        consumed : int
+            Samples that all ranks together have had of this epoch. The rest is cut into global
+            batches from there, so `batch_size` and `world_size` may be others than before.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is not an integer, or out of range.
+        """
+        number = _within("epoch", epoch, 0, MOST_SEED)
+        self._cut(_within("consumed", consumed, 0, self.dset_size))
+        self._order.begin(number)
+
+    def _cut(self, consumed: int) -> int:
+        """Cut the positions from `consumed` on into batches; return how many."""
+        self._consumed = consumed
+        self._full, tail = divmod(self.dset_size - consumed, self._stride)
+        self._start = consumed + self.rank * self.batch_size  # our first sample
+        self._part = 0 if self.drop_last else -(-tail // self.world_size)  # our share of the tail
+        self._batches = self._full + (self._part > 0)
+        return self._batches
+
+    def position(self, batch: int) -> int:
+        """Return how many samples of this epoch all ranks together had before a batch.
+
+        Padding does not count. ``position(len(sampler))`` is what they have had in the end.
+
+        Raises
+        ------
+        IndexError
+            There is no such batch.
+        """
+        if not 0 <= batch <= self._batches:
+            raise IndexError(f"batch {batch} is not one of {self._batches}")
+        return min(self._consumed + batch * self._stride, self.dset_size)
+
+    def size(self, batch: int) -> int:
+        """Return the number of samples of a batch; nothing is shuffled for it.
+
+        Raises
+        ------
+        IndexError
+            There is no such batch.
+        """
+        if 0 <= batch < self._full:
+            return self.batch_size
+        if not 0 <= batch < self._batches:
+            raise IndexError(f"batch {batch} is not one of {self._batches}")
+        return self._part
+
+    def indices(self, batch: int) -> Indices:
+        """Return the samples of a batch: a fresh array of shape (size,), the caller's to change.
+
+        Raises
+        ------
+        IndexError
+            There is no such batch.
+        """
+        if 0 <= batch < self._full:
+            return self._order.read(self._start + batch * self._stride, self.batch_size)
+        indices = np.empty(self.size(batch), np.int64)
+        self.fill(batch, indices)
+        return indices
+
+    def fill(self, batch: int, out: Indices) -> int:
+        """Write the samples of a batch to the beginning of `out`; return how many.
+
+        Raises
+        ------
+        IndexError
+            There is no such batch.
+        ValueError
+            `out` is too short.
+        """
+        if 0 <= batch < self._full:
+            self._order.read_into(self._start + batch * self._stride, self.batch_size, out)
+            return self.batch_size
+        size = self.size(batch)
+        if size > len(out):
+            raise ValueError(f"out has room for {len(out)} samples, batch {batch} has {size}")
+        self._fill_tail(self.position(batch) + self.rank * size, out[:size])
+        return size
+
+    def _fill_tail(self, start: int, out: Indices) -> None:
+        """Write samples from position `start` on, past the end those from the beginning on."""
+        done = 0
+        while done < len(out):
+            start %= self.dset_size
+            size = min(len(out) - done, self.dset_size - start)
+            self._order.read_into(start, size, out[done:])
+            done += size
+            start += size
+
+
+def resolve_shard(shard: object) -> tuple[int, int]:
+    """Return (rank, world_size) as the argument `shard` means it.
+
+    Parameters
+    ----------
+    shard : None, (int, int) or 'auto'
+        None: all is ours. 'auto': those of the initialised process group of torch, else those of
+        torchrun's environment (``RANK``, ``WORLD_SIZE``), else all is ours.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is something else, or rank is not in [0, world_size).
+    """
+    if shard is None:
+        return 0, 1
+    if isinstance(shard, str):
+        if shard != "auto":
+            raise ValueError(f"shard={shard!r} is unknown; give (rank, world_size), 'auto' or None")
+        return _automatic_shard()
+    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
+        raise TypeError(f"shard={shard!r} is not a pair; give (rank, world_size), 'auto' or None")
+    return _shard(*shard)
+
+
+def _automatic_shard() -> tuple[int, int]:
+    """Ask torch if it is here, else the environment."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return 0, 1
+    try:
+        return _shard(int(rank), int(world_size))
+    except ValueError as error:
+        raise ValueError(
+            f"shard='auto' finds RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment; "
+            "set them as torchrun does, or give shard=(rank, world_size)"
+        ) from error
+
+
+def _shard(rank: object, world_size: object) -> tuple[int, int]:
+    """Check a rank and a number of ranks."""
+    ranks = count("world_size", world_size)
+    return _within("rank", rank, 0, ranks - 1), ranks
+
+
+def _within(name: str, value: object, least: int, most: int) -> int:
+    """Check a whole number in [least, most]."""
+    number = count(name, value, least)
+    if number > most:
+        raise ValueError(f"{name}={number} is above {most}; give an integer of at most {most}")
+    return number
+
+
+def _samples(dset_size: object) -> tuple[int, npt.NDArray[np.integer[Any]] | None]:
+    """Return the number of samples, and their indices if they were given."""
+    if isinstance(dset_size, (bool, np.bool_, str, bytes)) or not hasattr(dset_size, "__len__"):
+        return _within("dset_size", dset_size, 1, MOST_SAMPLES), None
+    array = _read_only(dset_size)
+    if array.ndim != 1:
+        raise ValueError(
+            f"dset_size has shape {array.shape}; give a number, or a one-dimensional array"
+        )
+    if not len(array):
+        raise ValueError("dset_size is empty; give a number of at least 1, or one index at least")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"dset_size has {array.dtype} indices; give integers")
+    if array.dtype.itemsize == 8 and array.dtype.kind == "u" and array.max() >= 2**63:
+        raise ValueError(f"dset_size has an index of {array.max()}; give indices below 2**63")
+    return len(array), array
+
+
+def _read_only(indices: object) -> npt.NDArray[Any]:
+    """Return a view of an array, or an array of a sequence, that cannot be written to."""
+    try:
+        array = np.asarray(indices).view()
+    except (TypeError, ValueError) as error:  # of lists of unequal length, for one
+        raise TypeError(f"dset_size is no array of integers: {error}") from error
+    array.flags.writeable = False
+    return array

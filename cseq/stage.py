@@ -1,0 +1,36 @@
+"""The one loop every runner runs: claim, work, publish.
+
+A runner is a thread or a process with a `Seat` at the ring. What it does with a ticket is its
+*work*; how a batch travels from there on is the work's business, too: through a slot of shared
+memory between processes, or as the object itself between threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cseq._core import Seat
+
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "run"]
+
+INDEXER, CONVERTER = 0, 1  # the stages
+BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
+
+
+def run(
+    seat: Seat, work: Callable[[Seat], None], *, idle: Callable[[], None] = lambda: None
+) -> None:
+    """Do `work` on every ticket that can be claimed, until the ring is closed.
+
+    `work` publishes the ticket, whatever happens; what it raises is a defect of cseq and ends
+    the runner. `idle` is called when no ticket has come for a while.
+    """
+    claim = seat.claim
+    while (claimed := claim()) is not None:
+        if claimed:
+            work(seat)
+        else:
+            idle()

@@ -1,0 +1,9 @@
+/* Every header of the core in one file, for compilers of other systems (`make cross`). */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* as Python.h does before _core includes the headers */
+#endif
+
+#include "cseq_atomic.h"
+#include "cseq_map.h"
+#include "cseq_ring.h"
+#include "cseq_wait.h"

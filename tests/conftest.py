@@ -1,0 +1,282 @@
+"""What every test gets: a check that it leaves nothing behind, and scripts run on their own.
+
+A test fails that leaves a process, a thread, a file descriptor, a shared mapping or a name in
+`/dev/shm`. What ends by itself is waited for (a thread is joined, a process polled through its
+pidfd), `GRACE` seconds at most; the garbage collector runs before anything is called a leak.
+Processes, descriptors and mappings are read from `/proc`; elsewhere only threads are checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # No test is judged by the clock, and the leak check may run around all examples of a test.
+    hypothesis.settings.register_profile(
+        "cseq", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("cseq")
+
+GRACE = 10.0  # seconds in which what is about to end has to end
+HANG = 100.0  # seconds after which a script is asked where it hangs; below faulthandler_timeout
+
+PROC = Path("/proc/self")
+HAS_PROC = (PROC / "maps").exists()
+SHM = Path("/dev/shm")
+
+# Processes inherit this: one whose parent is gone, and which init adopted, is still ours.
+MARK = f"CSEQ_TESTS_{os.getpid()}"
+os.environ[MARK] = "1"
+
+# A mapping that processes share, of memory without a name or of a file without one (any more).
+SHARED = re.compile(
+    rb"^(\S+ ..[x-]s .*(?:/memfd:|/dev/zero|/dev/shm/|\(deleted\)).*)$", re.MULTILINE
+)
+
+
+class Census(NamedTuple):
+    """What this process holds, and which processes there are on the machine."""
+
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[int, str]]
+    mappings: frozenset[str]
+    names: frozenset[str]
+
+
+class Leaks(NamedTuple):
+    """What is there after a test and was not before it."""
+
+    processes: list[int]
+    threads: list[threading.Thread]
+    others: list[str]
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return any(self)
+
+    def report(self) -> str:
+        """Name each thing that was left, one a line."""
+        lines = [f"process {pid}: {command_of(pid)}" for pid in self.processes]
+        lines += [f"thread {thread!r}" for thread in self.threads]
+        return "\n  ".join(["the test left behind:", *lines, *self.others])
+
+
+def take_census() -> Census:
+    """Count everything; under a millisecond."""
+    threads = frozenset(
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)  # a native thread that called Python
+    )
+    if not HAS_PROC:
+        return Census(frozenset(), threads, frozenset(), frozenset(), frozenset())
+    return Census(pids(), threads, frozenset(descriptors()), shared_mappings(), shm_names())
+
+
+def pids() -> frozenset[int]:
+    """All processes that the machine shows."""
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def descriptors() -> Iterator[tuple[int, str]]:
+    """Open descriptors and what each stands for."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the folder
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+
+
+def shared_mappings() -> frozenset[str]:
+    """Shared mappings of nameless memory: a slot of the arena, a ring, a torn-off file."""
+    return frozenset(line.decode() for line in SHARED.findall((PROC / "maps").read_bytes()))
+
+
+def shm_names() -> frozenset[str]:
+    """Names in /dev/shm, where a test has no business to leave any."""
+    return frozenset(os.listdir(SHM) if SHM.is_dir() else ())
+
+
+def leaks_since(before: Census) -> Leaks:
+    """Compare now with before."""
+    now = take_census()
+    new = now.processes - before.processes
+    others = [
+        f"descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors
+    ]
+    others += [f"mapping {line}" for line in now.mappings - before.mappings]
+    others += [f"name {SHM / name}" for name in now.names - before.names if is_my_file(SHM / name)]
+    return Leaks(
+        sorted(pid for pid in new if is_ours(pid, new)),
+        sorted(now.threads - before.threads, key=str),
+        sorted(others),
+    )
+
+
+def is_ours(pid: int, new: frozenset[int]) -> bool:
+    """Whether a new process descends from this one."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        parent = int(stat.rpartition(")")[2].split()[1])
+        if parent == os.getpid() or (parent in new and is_ours(parent, new)):
+            return True
+        return f"{MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone meanwhile, or another user's
+        return False
+
+
+def is_my_file(path: Path) -> bool:
+    """Whether a file still exists and belongs to this user."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid == os.getuid()
+    return False
+
+
+def command_of(pid: int) -> str:
+    """How a process was called; a zombie has nothing left but its state."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return " ".join(word.decode(errors="replace") for word in words).strip()[:200] or "(zombie)"
+    return "(gone)"
+
+
+def let_end(leaks: Leaks, deadline: float) -> None:
+    """Wait until these processes and threads have ended, or the time is up."""
+    for pid in leaks.processes:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            os.close(descriptor)
+    for thread in leaks.threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def settled_leaks(before: Census) -> Leaks:
+    """Find what was left after the garbage is collected and all that ends has ended."""
+    leaks = leaks_since(before)
+    if leaks:
+        gc.collect()  # only now: with torch in memory it takes longer than most tests
+        leaks = leaks_since(before)
+    if leaks:
+        let_end(leaks, time.monotonic() + GRACE)
+        gc.collect()
+        leaks = leaks_since(before)
+    return leaks
+
+
+def end_all(processes: list[int]) -> None:
+    """Kill what a test left running, so that it disturbs no other."""
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+RAISED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember that a test raised: its traceback keeps alive what it was working with."""
+    if call.excinfo is not None:
+        item.stash[RAISED] = True
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, descriptor, shared mapping or /dev/shm name."""
+    before = take_census()
+    yield
+    if request.node.stash.get(RAISED, False):
+        return
+    leaks = settled_leaks(before)
+    if leaks:
+        report = leaks.report()
+        end_all(leaks.processes)
+        pytest.fail(report, pytrace=False)
+
+
+class RunScript(Protocol):
+    """The type of `run_script`."""
+
+    def __call__(
+        self, source: str, *args: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> RunScript:
+    """Return a function that runs a user's script, `run_script(source, *args, **environment)`.
+
+    It runs in a fresh interpreter, in the test's temporary folder, warnings being errors, and
+    returns when everybody who holds its output is gone. One that hangs is made to show the
+    stacks of all its threads, and fails the test.
+    """
+
+    def run(source: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(source, encoding="utf-8")
+        command = [sys.executable, "-W", "error", "-X", "faulthandler", str(script), *args]
+        with subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": import_path()} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=HANG)
+            except subprocess.TimeoutExpired:
+                pytest.fail(stacks_of(process), pytrace=False)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    return run
+
+
+def import_path() -> str:
+    """PYTHONPATH under which a script finds the cseq that is being tested."""
+    spec = find_spec("cseq")
+    folders = [Path(spec.origin).resolve().parents[1]] if spec and spec.origin else []
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def stacks_of(process: subprocess.Popen[str]) -> str:
+    """Make a script that hangs print where it does, and end it."""
+    process.send_signal(getattr(signal, "SIGABRT", signal.SIGTERM))  # faulthandler answers this
+    try:
+        output, errors = process.communicate(timeout=GRACE)
+    except subprocess.TimeoutExpired as error:  # what it started hangs too and holds its output
+        process.kill()
+        output, errors = as_text(error.output), as_text(error.stderr)
+    return f"the script, or what it started, hangs\n--- output\n{output}\n--- errors\n{errors}"
+
+
+def as_text(output: bytes | str | None) -> str:
+    """Decode what TimeoutExpired carries, which is bytes even of a process opened as text."""
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

@@ -1,0 +1,605 @@
+/* The ring's protocol (cseq/include/cseq_ring.h) as a model for spin; see run.sh.
+ *
+ * One statement here is one atomic operation there, so that every interleaving of those is tried,
+ * and a runner may vanish before any of them. Sequential consistency is assumed: docs/ring.md says
+ * why that is enough, and the C harnesses check the memory orders.
+ *
+ *   trainer   posts, takes in order, dozes, abandons, sweeps, closes        (one thread)
+ *   runner    claims, works, publishes, sleeps; may be dead at any step
+ *   watcher   once a runner is gone: reposts what it held, alarms, starts another
+ *   killer    kills at most DEATHS times, whomever and whenever it likes
+ *
+ * The event counter of a gate is kept as one bit per sleeper, fresh: "event still equals what I
+ * have seen". Adding to the event clears the bits of everybody at that gate. That is the same as
+ * counting, unless 2^32 events pass within one sleep.
+ *
+ * A sleeper sleeps for ever unless PARK is defined, which lets any sleep end at any time.
+ */
+#ifndef STAGES
+#define STAGES 1
+#endif
+#ifndef RUNNERS
+#define RUNNERS 2 /* with two stages, the last one is the converter */
+#endif
+#ifndef CELLS
+#define CELLS 2
+#endif
+#ifndef TICKETS
+#define TICKETS 3
+#endif
+#ifndef DEATHS
+#define DEATHS 1
+#endif
+#ifndef RESTARTS
+#define RESTARTS DEATHS /* a death beyond these is an error that the trainer must hear of */
+#endif
+
+#define FREE 0
+#define POSTED 1
+#define INDEXING 2
+#define INDEXED 3
+#define CONVERTING 4
+#define READY 5
+
+#define INPUT 0
+#define MIDDLE 1
+#define OUTPUT 2
+#define TRAINER 0 /* runners are 1 .. RUNNERS, as owners are */
+#define NONE 255
+#define TORN 255 /* a payload that is being written */
+
+#define STAGE_OF(me) (STAGES == 2 && (me) == RUNNERS -> 1 : 0)
+#define OPEN(me) (STAGE_OF(me) == 1 -> INDEXED : POSTED)
+#define NEXT(me) (STAGES == 2 && STAGE_OF(me) == 0 -> INDEXED : READY)
+#define GATE_OF(p) ((p) == TRAINER -> OUTPUT : STAGE_OF(p))
+#define AFTER(c) ((c) + 1 == CELLS -> 0 : (c) + 1)
+
+/* The word of a cell: all of it changes in one step. */
+byte state[CELLS];
+byte ticket[CELLS];
+byte owner[CELLS];
+bit pinned[CELLS];
+
+/* What the other fields and the slot carry: the ticket's number stands for the data. */
+byte input[CELLS];
+byte middle[CELLS];
+byte output[CELLS];
+
+bit closed;
+bit asleep[3];
+bit alarmed;
+byte wanted;
+bit fresh[RUNNERS + 1];
+bit sleeping[RUNNERS + 1]; /* in the kernel */
+
+/* What nobody in the program can see. */
+byte worked_by[CELLS]; /* the living runner that works on the cell */
+byte deaths;
+bit dead[RUNNERS + 1];    /* takes no step any more */
+bit gone[RUNNERS + 1];    /* and that is known for certain */
+bit serving[RUNNERS + 1]; /* has not left */
+bit failed;               /* the watcher's message to the trainer, outside the ring */
+bit finished;
+
+/* ── gates ─────────────────────────────────────────────────────────────────────────────── */
+
+inline event_add(g) {
+    d_step {
+        i = 0;
+        do
+        :: i <= RUNNERS ->
+            if
+            :: GATE_OF(i) == g -> fresh[i] = 0
+            :: else
+            fi;
+            i++
+        :: else -> break
+        od;
+        i = 0
+    }
+}
+
+inline kernel_wake(g) {
+    d_step {
+        i = 0;
+        do
+        :: i <= RUNNERS ->
+            if
+            :: GATE_OF(i) == g -> sleeping[i] = 0
+            :: else
+            fi;
+            i++
+        :: else -> break
+        od;
+        i = 0
+    }
+}
+
+inline enter(g, me) {
+#ifdef M_ENTER_ORDER
+    asleep[g] = 1;
+    fresh[me] = 1
+#else
+    fresh[me] = 1;
+    asleep[g] = 1
+#endif
+}
+
+/* The futex compares and queues in one step. */
+inline sleep(me) {
+    atomic { sleeping[me] = fresh[me]; fresh[me] = 0 }
+    atomic {
+        if
+        :: !sleeping[me]
+#ifdef PARK
+        :: sleeping[me] = 0
+#endif
+        fi
+    }
+}
+
+inline alarm(g) {
+#ifdef M_ALARM_ORDER
+    event_add(g);
+    asleep[g] = 0;
+#else
+    asleep[g] = 0;
+    event_add(g);
+#endif
+    kernel_wake(g)
+}
+
+inline alarm_trainer() {
+#ifndef M_NOT_STICKY
+    alarmed = 1;
+#endif
+    alarm(OUTPUT)
+}
+
+inline knock(g) {
+    if
+    :: atomic { !asleep[g] -> skip }
+    :: atomic { asleep[g] -> skip };
+        atomic { old = asleep[g]; asleep[g] = 0 }
+        if
+        :: atomic { old -> old = 0 };
+#ifdef M_KNOCK_ORDER
+            event_add(g);
+            kernel_wake(g);
+            asleep[g] = 0
+#else
+#ifndef M_NO_EVENT
+            event_add(g);
+#endif
+#ifndef M_NO_WAKE
+            kernel_wake(g)
+#else
+            skip
+#endif
+#endif
+        :: atomic { !old -> skip }
+        fi
+    fi
+}
+
+/* ── runners ───────────────────────────────────────────────────────────────────────────── */
+
+/* Work is not a step of its own: from here on the data is torn, until the cell is handed on. */
+inline begin_work() {
+    assert(worked_by[got] == 0);
+    worked_by[got] = me;
+    if
+    :: STAGE_OF(me) == 0 -> assert(input[got] == t); middle[got] = TORN
+    :: else -> assert(middle[got] == t); output[got] = TORN
+    fi
+}
+
+#define MINE(c) (state[c] == OPEN(me) && (!pinned[c] || owner[c] == me))
+
+/* A cell in `got`, or NONE. The scan begins at 0, or (HINT) anywhere. */
+inline claim() {
+#ifdef HINT
+    atomic {
+        if
+        :: c = 0
+#if CELLS > 1
+        :: c = 1
+#endif
+#if CELLS > 2
+        :: c = 2
+#endif
+        fi
+    }
+#endif
+    do
+    :: atomic { k == CELLS -> k = 0; c = 0; break }
+    :: atomic { k < CELLS && !MINE(c) -> k++; c = AFTER(c) }
+    :: atomic { k < CELLS && MINE(c) -> t = ticket[c] };
+        atomic {
+            if
+#ifdef M_CLAIM_NO_CAS
+            :: true ->
+#else
+            :: state[c] == OPEN(me) && ticket[c] == t ->
+#endif
+                state[c] = OPEN(me) + 1;
+                got = c;
+                k = 0;
+                c = 0;
+#ifndef M_CLAIM_THEN_OWNER
+                owner[got] = me;
+                begin_work();
+#endif
+                break
+            :: else -> t = 0; k++; c = AFTER(c)
+            fi
+        }
+    od
+#ifdef M_CLAIM_THEN_OWNER
+    ;
+    if
+    :: atomic { got != NONE -> owner[got] = me; begin_work() }
+    :: else
+    fi
+#endif
+}
+
+inline hand_on() {
+    atomic {
+        assert(worked_by[got] == me && ticket[got] == t);
+        if
+        :: STAGE_OF(me) == 0 -> middle[got] = t
+        :: else -> output[got] = t
+        fi;
+        state[got] = NEXT(me);
+        owner[got] = 0;
+        pinned[got] = 0;
+        worked_by[got] = 0;
+        t = 0
+    }
+}
+
+inline tell() {
+    if
+    :: NEXT(me) == INDEXED -> knock(MIDDLE)
+    :: else ->
+        if
+        :: atomic { wanted == 0 || wanted == got + 1 -> skip }; knock(OUTPUT)
+        :: atomic { wanted != 0 && wanted != got + 1 -> skip }
+        fi
+    fi
+}
+
+inline publish() {
+#ifdef M_KNOCK_FIRST
+    tell();
+    hand_on()
+#else
+    hand_on();
+    tell()
+#endif
+}
+
+proctype runner(byte me) {
+    byte got = NONE, c, k, t, i;
+    bit old;
+born:
+    {
+        do
+        :: atomic { closed -> break }
+        :: atomic { !closed -> skip };
+            claim();
+            if
+            :: atomic { got == NONE -> skip };
+                enter(STAGE_OF(me), me);
+#ifndef M_NO_SECOND_LOOK
+                claim()
+#endif
+            :: atomic { got != NONE -> skip }
+            fi;
+            if
+            :: atomic { got == NONE -> skip };
+                if
+                :: atomic { closed -> break }
+                :: atomic { !closed -> skip }; sleep(me)
+                fi
+            :: atomic { got != NONE -> skip };
+                publish();
+                got = NONE
+            fi
+        od;
+        atomic { !dead[me] -> serving[me] = 0; fresh[me] = 0; got = NONE }
+    } unless {
+        atomic {
+            dead[me] ->
+            got = NONE; c = 0; k = 0; t = 0; i = 0; old = 0;
+            fresh[me] = 0;
+            sleeping[me] = 0;
+            do
+            :: c < CELLS ->
+                if
+                :: worked_by[c] == me -> worked_by[c] = 0
+                :: else
+                fi;
+                c++
+            :: else -> c = 0; break
+            od;
+            gone[me] = 1;
+            goto buried
+        }
+    };
+    goto left;
+buried:
+    if
+    :: atomic { !gone[me] && serving[me] -> goto born }
+    :: atomic { !gone[me] && !serving[me] -> skip }
+    fi;
+left:
+    skip
+}
+
+/* ── watcher and killer ────────────────────────────────────────────────────────────────── */
+
+inline repost(who) {
+    c = 0;
+    do
+    :: atomic { c == CELLS -> c = 0; break }
+    :: atomic { c < CELLS && !(owner[c] == who && (state[c] == INDEXING || state[c] == CONVERTING)) -> c++ }
+    :: atomic { c < CELLS && owner[c] == who && (state[c] == INDEXING || state[c] == CONVERTING) -> t = ticket[c] };
+        atomic {
+            /* nobody else may have written it, and the owner has stopped */
+            assert(owner[c] == who && ticket[c] == t && worked_by[c] == 0);
+            state[c] = state[c] - 1;
+            owner[c] = (pinned[c] -> who : 0);
+            t = 0;
+            c++
+        }
+    od;
+#ifndef M_NO_ALARM
+    alarm(INPUT);
+#if STAGES == 2
+    alarm(MIDDLE);
+#endif
+#ifndef M_NO_ALARM_OUTPUT
+    alarm_trainer()
+#endif
+#endif
+}
+
+inline replace(who) {
+    if
+    :: deaths <= RESTARTS -> atomic { dead[who] = 0; gone[who] = 0 }
+    :: else ->
+        failed = 1;
+        alarm_trainer();
+        atomic { serving[who] = 0; gone[who] = 0 }
+    fi
+}
+
+proctype watcher() {
+    byte c, t, i;
+end:
+    do
+    :: atomic { gone[1] -> skip }; repost(1); replace(1)
+#if RUNNERS > 1
+    :: atomic { gone[2] -> skip }; repost(2); replace(2)
+#endif
+#if RUNNERS > 2
+    :: atomic { gone[3] -> skip }; repost(3); replace(3)
+#endif
+#ifdef M_REPOST_LIVING
+    :: atomic { serving[1] && !dead[1] -> skip }; repost(1); break
+#endif
+    od
+}
+
+#define KILL(who) \
+    atomic { deaths < DEATHS && serving[who] && !dead[who] -> deaths++; dead[who] = 1 }
+
+proctype killer() {
+end:
+    do
+    :: KILL(1)
+#if RUNNERS > 1
+    :: KILL(2)
+#endif
+#if RUNNERS > 2
+    :: KILL(3)
+#endif
+    od
+}
+
+/* ── trainer ───────────────────────────────────────────────────────────────────────────── */
+
+inline vacant() {
+    d_step {
+        c = 0;
+        do
+        :: c < CELLS && state[c] != FREE -> c++
+        :: else -> break
+        od
+    }
+}
+
+inline post() {
+    atomic {
+        assert(worked_by[c] == 0);
+        input[c] = posted;
+        middle[c] = 0;
+        output[c] = 0;
+        state[c] = POSTED;
+        ticket[c] = posted;
+#ifdef PINNED
+        pinned[c] = 1;
+        owner[c] = 1 + posted % RUNNERS;
+#endif
+        where[posted] = c;
+        c = 0;
+        posted++
+    }
+    if
+#ifndef ALWAYS_LAZY
+    :: true -> knock(INPUT) /* as many as wake_at have gathered */
+#endif
+#ifndef NEVER_LAZY
+    :: true -> unwoken = 1 /* not yet */
+#endif
+    fi
+}
+
+/* READY is the trainer's: what was computed must be whole, and of this ticket. */
+inline take(number) {
+    atomic {
+        c = where[number];
+        assert(ticket[c] == number && worked_by[c] == 0);
+#if STAGES == 2
+        assert(output[c] == number);
+#else
+        assert(middle[c] == number);
+#endif
+        middle[c] = 0; output[c] = 0; input[c] = 0;
+        state[c] = FREE; ticket[c] = 0; c = 0; where[number] = NONE }
+}
+
+#define ANY_READY (state[0] == READY || (CELLS > 1 && state[1] == READY) || (CELLS > 2 && state[2] == READY))
+
+inline doze(cell) {
+    if
+    :: unwoken -> unwoken = 0; knock(INPUT)
+    :: else
+    fi;
+#ifdef M_WANTED_LATE
+    enter(OUTPUT, TRAINER);
+    wanted = cell;
+#else
+    wanted = cell;
+    enter(OUTPUT, TRAINER);
+#endif
+    atomic { old = alarmed; alarmed = 0 }
+    if
+    :: atomic { !old && !(wanted == 0 && ANY_READY) && !(wanted != 0 && state[wanted - 1] == READY) -> skip };
+        sleep(TRAINER)
+    :: atomic { old || (wanted == 0 && ANY_READY) || (wanted != 0 && state[wanted - 1] == READY) -> old = 0; fresh[TRAINER] = 0 }
+    fi;
+    asleep[OUTPUT] = 0
+}
+
+/* Give back what can be; `left`: outstanding among the tickets nobody wants. */
+inline sweep() {
+    k = 1;
+    left = 0;
+    do
+    :: atomic { k >= given_up || k > TICKETS -> k = 0; break }
+    :: atomic { k < given_up && k <= TICKETS && where[k] == NONE -> k++ }
+    :: atomic { k < given_up && k <= TICKETS && where[k] != NONE -> c = where[k]; old = 0; s = state[c] };
+        if
+        :: s == READY -> old = 1
+        :: s == POSTED || s == INDEXED ->
+            atomic {
+                if
+#ifdef M_CANCEL_NO_CAS
+                :: true ->
+#else
+                :: state[c] == s && ticket[c] == k ->
+#endif
+                    state[c] = READY; owner[c] = 0; pinned[c] = 0; old = 1
+                :: else
+                fi
+            }
+        :: else
+        fi;
+        atomic {
+            if
+            :: old ->
+                assert(worked_by[c] == 0 && ticket[c] == k);
+                state[c] = FREE; ticket[c] = 0; where[k] = NONE
+            :: else -> left++
+            fi;
+            k++; c = 0; s = 0; old = 0
+        }
+    od
+}
+
+#define CAN_POST (posted <= TICKETS && c < CELLS)
+#ifdef GREEDY /* post whenever possible, as the sequence does; else whatever is possible */
+#define MUST_POST CAN_POST
+#else
+#define MUST_POST false
+#endif
+
+proctype trainer() {
+    byte where[TICKETS + 1] = NONE;
+    byte posted = 1, next = 1, taken, given_up = 1, left, c, k, s, i;
+    bit unwoken, old, broken;
+    do
+    :: failed -> break
+    :: !failed ->
+#ifdef ABANDON
+        if
+        :: !broken && next < posted -> /* the loop was left in the middle of an epoch */
+            atomic { broken = 1; given_up = posted; next = posted; unwoken = 0 }
+        :: true
+        fi;
+        sweep();
+#endif
+        vacant();
+        if
+        :: atomic { CAN_POST -> skip }; post()
+#ifdef UNORDERED
+        :: atomic { !MUST_POST && next < posted -> skip };
+            k = next;
+            do
+            :: atomic { k >= posted -> k = 0; break }
+            :: atomic { k < posted && (where[k] == NONE || state[where[k]] != READY) -> k++ }
+            :: atomic { k < posted && where[k] != NONE && state[where[k]] == READY -> skip };
+                take(k);
+                atomic { taken++; k = TICKETS + 2; break }
+            od;
+            c = 0;
+            if
+            :: atomic { k == TICKETS + 2 -> k = 0 };
+                if
+                :: taken == posted - next -> atomic { next = posted; taken = 0 }
+                :: else
+                fi
+            :: atomic { k == 0 -> skip }; doze(0)
+            fi
+#else
+        :: atomic { !MUST_POST && next < posted && state[where[next]] == READY -> c = 0 }; take(next); next++
+        :: atomic { !MUST_POST && next < posted && state[where[next]] != READY -> c = 0 }; doze(where[next] + 1)
+#endif
+        :: atomic { next == posted && posted > TICKETS && left > 0 -> c = 0 }; doze(0)
+        :: atomic { next == posted && posted > TICKETS && left == 0 -> c = 0; break }
+        fi
+    od;
+    assert(failed || (next == TICKETS + 1 && left == 0));
+    c = 0;
+    closed = 1;
+#ifndef M_CLOSE_NO_ALARM
+    alarm(INPUT);
+#if STAGES == 2
+    alarm(MIDDLE);
+#endif
+#endif
+    (serving[1] + (RUNNERS > 1 -> serving[2] : 0) + (RUNNERS > 2 -> serving[3] : 0) == 0);
+    finished = 1
+}
+
+init {
+    atomic {
+        serving[1] = 1; run runner(1);
+#if RUNNERS > 1
+        serving[2] = 1; run runner(2);
+#endif
+#if RUNNERS > 2
+        serving[3] = 1; run runner(3);
+#endif
+        run watcher();
+        run killer();
+        run trainer()
+    }
+}
+
+#ifdef LIVE
+ltl live { <> finished }
+#endif

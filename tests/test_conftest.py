@@ -1,0 +1,201 @@
+"""The leak check itself: each kind of leak fails its test, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="no /proc: only threads can be checked here"
+)
+
+LEAKS = """
+import mmap, os, pathlib, subprocess, sys, tempfile, threading
+keep = []
+
+def test_thread():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def test_descriptor():
+    os.open(os.devnull, os.O_RDONLY)
+
+def test_pipe():
+    keep.extend(os.pipe())
+
+def test_child():
+    keep.append(subprocess.Popen(["sleep", "1000"]))
+
+def test_zombie():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+def test_orphan():
+    script = "import os; os.fork() == 0 and os.execvp('sleep', ['sleep', '1000'])"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+def test_mapping():
+    descriptor = os.memfd_create("slots")
+    os.ftruncate(descriptor, 4096)
+    keep.append(mmap.mmap(descriptor, 4096))
+    os.close(descriptor)
+
+def test_private_file():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        keep.append(mmap.mmap(file.fileno(), 4096))
+
+def test_shm():
+    path = pathlib.Path(f"/dev/shm/cseq-test-{os.getpid()}")
+    path.touch()
+    keep.append(path)
+
+def test_last_clean():
+    keep.pop().unlink()
+"""
+WORDS = {
+    "thread": "thread <Thread(",
+    "descriptor": "descriptor ",
+    "pipe": "pipe:[",
+    "child": "sleep 1000",
+    "zombie": "(zombie)",
+    "orphan": "sleep 1000",
+    "mapping": "/memfd:slots",
+    "private_file": "(deleted)",
+    "shm": "name /dev/shm/cseq-test-",
+}
+
+CLEAN = """
+import os, pytest, subprocess, sys, tempfile, threading
+from hypothesis import given, strategies
+
+@pytest.fixture(scope="module")
+def file():
+    with tempfile.TemporaryFile() as file:
+        yield file
+
+def test_a_fixture_that_lives_longer(file):
+    assert file
+
+def test_everything_put_away(tmp_path, capfd):
+    thread = threading.Thread(target=print)
+    thread.start()
+    thread.join()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    with open(tmp_path / "file", "w") as file:
+        file.write("text")
+
+@given(strategies.integers())
+def test_a_property(number):
+    assert number == number
+
+class Circle:
+    def __init__(self):
+        self.me, self.ends = self, os.pipe()
+    def __del__(self):
+        for end in self.ends:
+            os.close(end)
+
+def test_garbage():
+    Circle()
+
+@pytest.mark.xfail(strict=True)
+def test_a_traceback_that_keeps_a_pipe():
+    circle = Circle()
+    raise ValueError(circle)
+
+def test_a_thread_and_a_process_about_to_end():
+    ends = os.pipe()
+    def close_last():
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        for end in ends:
+            os.close(end)
+    threading.Thread(target=close_last).start()
+"""
+
+HANGS = '''
+import os, subprocess
+
+SCRIPT = """
+import os, threading
+def stuck():
+    os.close(os.open("here", os.O_WRONLY))
+    threading.Event().wait()
+stuck()
+"""
+
+def test_it(run_script, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "here")
+    def first_wait(process, timeout):
+        monkeypatch.undo()
+        (tmp_path / "here").read_bytes()
+        raise subprocess.TimeoutExpired("script", timeout)
+    monkeypatch.setattr(subprocess.Popen, "communicate", first_wait)
+    run_script(SCRIPT)
+'''
+
+
+def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResult:
+    """Run tests under a conftest, in a process of their own."""
+    pytester.makeini("[pytest]\nfilterwarnings = error")
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(source)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider")
+
+
+@needs_proc
+def test_leaks_fail_their_tests(pytester: pytest.Pytester) -> None:
+    """Threads, descriptors, processes, zombies, orphans, mappings and names that stay are named."""
+    result = run(pytester, IMPATIENT, LEAKS)
+    result.assert_outcomes(passed=len(WORDS) + 1, errors=len(WORDS))
+    reports = re.split(r"ERROR at teardown of test_(\w+) ", result.stdout.str())[1:]
+    for name, report in zip(reports[::2], reports[1::2], strict=True):
+        assert WORDS[name] in report
+
+
+@needs_proc
+def test_leaked_processes_are_killed(pytester: pytest.Pytester) -> None:
+    """A leaked process does not outlive the report of it, so it disturbs no other test."""
+    result = run(pytester, IMPATIENT, LEAKS)
+    for pid in re.findall(r"^ *process (\d+): sleep", result.stdout.str(), re.MULTILINE):
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or ") Z " in stat.read_text(encoding="utf-8")
+
+
+def test_clean_tests_pass(pytester: pytest.Pytester) -> None:
+    """Longer-lived fixtures, hypothesis, garbage and what is about to end are no leaks."""
+    run(pytester, CONFTEST, CLEAN).assert_outcomes(passed=5, xfailed=1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the test needs a named pipe")
+def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
+    """`run_script` ends a script that hangs, and shows at which line every thread was."""
+    result = run(pytester, CONFTEST, HANGS)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*hangs*", "* in stuck*"])
+
+
+def test_a_script_gives_its_output(run_script: RunScript) -> None:
+    """`run_script` gives a script its arguments, and returns output, errors and status."""
+    done = run_script(
+        "import os, sys\nprint(sys.argv[1:], os.environ['A'])\nsys.exit(3)", "x", A="y"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("['x'] y\n", "", 3)
+
+
+def test_a_script_has_warnings_as_errors(run_script: RunScript) -> None:
+    """A warning ends the script that `run_script` runs."""
+    done = run_script("import warnings\nwarnings.warn('look')")
+    assert done.returncode == 1
+    assert "UserWarning: look" in done.stderr

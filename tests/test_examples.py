@@ -1,0 +1,171 @@
+"""What a newcomer runs: the examples, and the Python of the README, in fresh interpreters."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    from conftest import RunScript
+
+    Script: TypeAlias = Callable[..., str]
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+PAGES = ("README.md", "docs/from-mdnc.md")
+
+# A block of Python, the heading it stands under, and the output that the page shows after it.
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| `(\w+)` \|(?: `([^`|]*)`)? \|.*\|$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A piece of Python on a page, and what the page says that it prints."""
+
+    name: str
+    code: str
+    output: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Cut the Python out of a page, each piece named after the heading above it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        heading = HEADING.findall(text, 0, match.start())[-1]
+        found.append(Block(f"{page}: {heading}", match[1], match[2] or ""))
+    return found
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skip a test where one of these modules is not installed, and say which."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def imports_of(code: str) -> set[str]:
+    """Name the modules that a piece of Python imports at its top."""
+    nodes = ast.walk(ast.parse(code))
+    return {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
+@pytest.fixture
+def output_of(run_script: RunScript) -> Script:
+    """Return a function that runs a script on a machine without CUDA and returns its output.
+
+    The script must end well, and write nothing to stderr but one line with `logged` in it.
+    """
+
+    def run(source: Path | str, *args: str, logged: str = "") -> str:
+        code = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        done = run_script(code, *args, CUDA_VISIBLE_DEVICES="")
+        complaints = done.stderr.splitlines()
+        assert done.returncode == 0, done.stderr
+        assert len(complaints) == bool(logged), done.stderr
+        assert all(logged in line for line in complaints), done.stderr
+        return done.stdout
+
+    return run
+
+
+@needs("torch")
+def test_mdnc_tensors(output_of: Script) -> None:
+    """MDNC's first example prints its 512 tensors in order, as MDNC's documentation shows them."""
+    expected = "".join(f"tensor([{i}.])\n" for i in range(512))
+    assert output_of(EXAMPLES / "mdnc_tensors.py", logged="CUDA") == expected
+
+
+def test_mdnc_arrays(output_of: Script) -> None:
+    """MDNC's second example prints the 512 arrays that the indexer returned, in order."""
+    expected = "".join(f"[{i}]\n" for i in range(512))
+    assert output_of(EXAMPLES / "mdnc_arrays.py") == expected
+
+
+@needs("h5py", "matplotlib", "sklearn", "torch")
+def test_digits(output_of: Script, tmp_path: Path) -> None:
+    """The demo learns the digits, gets what test mode gets, and leaves a picture of the run."""
+    lines = digits(output_of, workers=2)
+    last_epoch = next(line for line in lines if line.startswith("epoch  4"))
+    assert float(re.findall(r"held-out accuracy (\S+) %", last_epoch)[0]) > 95
+    assert hash_after("start()", lines) == hash_after("start_test()", lines)
+    picture = Path("out", "digits.png")
+    assert f"picture of the run: {picture}" in lines
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@needs("h5py", "matplotlib", "sklearn", "torch")
+def test_digits_depends_on_its_seed_alone(output_of: Script, tmp_path: Path) -> None:
+    """One worker or three: the demo sees the same stream, learns the same and keeps its file."""
+    one = digits(output_of, workers=1)
+    written = (tmp_path / "out" / "digits.h5").stat().st_mtime_ns
+    three = digits(output_of, workers=3)
+    assert (tmp_path / "out" / "digits.h5").stat().st_mtime_ns == written
+    assert hash_after("start()", one) == hash_after("start()", three)
+    assert learned(one) == learned(three)
+    assert len(learned(one)) == 4
+
+
+def digits(output_of: Script, *, workers: int) -> list[str]:
+    """Run the demo over four epochs, writing to `out`, and return the lines that it prints."""
+    options = ["--epochs", "4", "--workers", str(workers), "--out", "out"]
+    return output_of(EXAMPLES / "digits.py", *options).splitlines()
+
+
+def hash_after(word: str, lines: list[str]) -> str:
+    """Return the SHA-256 on the line that begins with this word."""
+    digests = [line.split()[1] for line in lines if line.split()[0] == word]
+    assert [len(digest) for digest in digests] == [64]
+    return digests[0]
+
+
+def learned(lines: list[str]) -> list[str]:
+    """Return the loss and accuracy of every epoch, without the times."""
+    return [line.split(" %, ")[0] for line in lines if line.startswith("epoch ")]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=block.name, marks=needs("torch", *imports_of(block.code)))
+        for page in PAGES
+        for block in blocks_of(page)
+    ],
+)
+def test_python_on_the_pages(block: Block, output_of: Script) -> None:
+    """Each piece of Python on a page is a whole script, and prints what the page says."""
+    assert output_of(block.code) == block.output
+
+
+def test_the_example_of_the_readme_is_short() -> None:
+    """The first example is one that a newcomer can take in: 20 lines of code."""
+    first = blocks_of("README.md")[0]
+    assert len([line for line in first.code.splitlines() if line.strip()]) <= 20
+
+
+def test_the_readme_lists_every_argument() -> None:
+    """The README's table has the arguments of MSequence in their order, with their defaults."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("### Arguments")[2].partition("\n\n| `out_type` |")[0]
+    parameters = inspect.signature(cseq.MSequence).parameters.values()
+    defaults = [(p.name, "" if p.default is p.empty else repr(p.default)) for p in parameters]
+    assert ROW.findall(table) == defaults
+
+
+def test_the_readme_names_everything_public() -> None:
+    """Every public name of cseq, and every public method and property, is in the README."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    members = [name for name in dir(cseq.MSequence) if not name.startswith("_")]
+    assert [name for name in cseq.__all__ if f"cseq.{name}" not in text] == []
+    assert [name for name in members if not re.search(rf"`{name}\b", text)] == []

@@ -1,0 +1,179 @@
+"""The module map in `cseq/__init__.py`, the files on disk and the imports between them agree."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import inspect
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+import cseq
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+PACKAGE = Path(cseq.__file__).resolve().parent
+
+# A line of the map: `├── sampler.py   what it is`; a line below a folder is further to the right.
+BRANCH = re.compile(r"^(?P<indent>[│ ]*)[├└]── (?P<entry>\S+)  +\S", re.MULTILINE)
+CYTHON_IMPORT = re.compile(
+    r"^\s*(?:from +(?P<base>[\w.]+) +c?import +(?P<names>[\w, ]+)|c?import +(?P<module>[\w.]+))",
+    re.MULTILINE,
+)
+CYTHON_RUNTIME = ("_cython_", "cython_runtime")  # modules without a file, made by Cython's code
+
+
+def module_of(path: Path) -> str:
+    """Name the module in a file: `pools/__init__.py` holds `cseq.pools`."""
+    parts = [part for part in path.with_suffix("").parts if part != "__init__"]
+    return ".".join(["cseq", *parts])
+
+
+MODULES = {
+    module_of(path.relative_to(PACKAGE)): path
+    for pattern in ("**/*.py", "*.pyx")
+    for path in sorted(PACKAGE.glob(pattern))
+}
+
+
+def modules_on_the_map() -> list[str]:
+    """Read the map from top to bottom."""
+    modules, folders = [], [Path()]
+    for match in BRANCH.finditer(inspect.getdoc(cseq) or ""):
+        depth = len(match["indent"]) // 4
+        path = folders[depth] / match["entry"]
+        folders[depth + 1 :] = [path]
+        modules.append(module_of(path))
+    return modules
+
+
+MAP = modules_on_the_map()
+
+
+def place_of(module: str) -> int:
+    """Say how far down the map a module stands; one that is not drawn stands with its folder."""
+    if module == "cseq":
+        return -1
+    return MAP.index(module) if module in MAP else place_of(module.rpartition(".")[0])
+
+
+def imports_of(module: str) -> set[str]:
+    """Find the modules of cseq that a module imports, anywhere in it and for types too."""
+    text = MODULES[module].read_text(encoding="utf-8")
+    is_cython = MODULES[module].suffix == ".pyx"
+    found = cython_imports(text) if is_cython else python_imports(module, text)
+    return {name for name in found if name in MODULES and name != module}
+
+
+def cython_imports(text: str) -> set[str]:
+    """Find import and cimport lines by their look."""
+    found: set[str] = set()
+    for match in CYTHON_IMPORT.finditer(text):
+        names = match["names"].replace(" ", "").split(",") if match["names"] else []
+        found |= as_modules(match["base"], names) if names else {match["module"]}
+    return found
+
+
+def python_imports(module: str, text: str) -> set[str]:
+    """Find imports in the syntax tree."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            found |= as_modules(absolute_base(module, node), names)
+    return found
+
+
+def absolute_base(module: str, node: ast.ImportFrom) -> str:
+    """Name the module that `from … import` names, relative or not."""
+    if not node.level:
+        return node.module or ""
+    is_package = MODULES[module].name == "__init__.py"
+    parents = module.split(".")[: None if is_package else -1]
+    return ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+
+
+def as_modules(base: str, names: list[str]) -> set[str]:
+    """Resolve `from base import names`: each is a module of ours, or something in `base`."""
+    full = {f"{base}.{name}" for name in names}
+    return {name if name in MODULES else base for name in full}
+
+
+def docstring_of(module: str) -> str:
+    """Read a module's docstring without importing the module."""
+    text = MODULES[module].read_text(encoding="utf-8")
+    if MODULES[module].suffix == ".pyx":
+        return text[text.index('"""') + 3 :].partition('"""')[0]
+    return ast.get_docstring(ast.parse(text)) or ""
+
+
+def test_the_map_shows_every_module() -> None:
+    """Every module at the top of the package is on the map, once, and what is on it exists."""
+    at_the_top = {module for module in MODULES if module.count(".") == 1}
+    assert at_the_top <= set(MAP) <= set(MODULES)
+    assert len(MAP) == len(set(MAP))
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down_the_map(module: str) -> None:
+    """A module imports only what the map shows below it, or a member of its own folder."""
+    above = {name for name in imports_of(module) if place_of(name) < place_of(module)}
+    assert not above
+
+
+def test_no_import_cycles() -> None:
+    """No module imports, through whatever others, itself."""
+    graphlib.TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_says_what_it_is(module: str) -> None:
+    """A module's docstring begins with one line of 80 characters at most."""
+    first, *rest = docstring_of(module).splitlines()
+    assert first
+    assert len(first) <= 80
+    assert not any(rest[:1])
+
+
+def test_all_is_sorted_and_complete() -> None:
+    """`__all__` names every public object of the package once, in order."""
+    public = {
+        name
+        for name, value in vars(cseq).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    public.discard("annotations")  # from __future__
+    assert list(cseq.__all__) == sorted(set(cseq.__all__))
+    assert {name for name in cseq.__all__ if not name.startswith("_")} == public
+
+
+def test_import_needs_numpy_alone(run_script: RunScript) -> None:
+    """`import cseq` imports nothing from outside the standard library but numpy."""
+    script = """
+import sys, numpy
+before = set(sys.modules)
+import cseq
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
+    imported = {name for name in done.stdout.split() if not name.startswith(CYTHON_RUNTIME)}
+    assert imported - set(sys.stdlib_module_names) - {"numpy"} == {"cseq"}
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL"
+)
+def test_import_leaves_the_gil_off(run_script: RunScript) -> None:
+    """In a free-threaded Python, `import cseq` does not bring the GIL back."""
+    done = run_script("import cseq, sys\nprint(sys._is_gil_enabled())")
+    assert done.stdout == "False\n", done.stderr
