@@ -2,7 +2,7 @@
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
-# make dist     sdist and manylinux wheel, built and tried in empty folders
+# make dist     sdist and wheel, built from one another and tested without torch
 # make clean    remove what was built; `make distclean` the environment too
 #
 # The Python that .venv is made with:  make test PYTHON=python3.13
@@ -21,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test lint cross demo sdist wheel dist clean distclean
+.PHONY: build debug test lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -81,11 +81,19 @@ cross: $(VENV)/.dev
 
 # -- what is published
 
-sdist: $(VENV)/.dev
-	$(PY) -m build --sdist --outdir dist .
-
-wheel: $(VENV)/.dev
-	$(PY) -m build --wheel --outdir dist .
+# build makes the wheel from the unpacked sdist, in an empty folder.
+dist: $(VENV)/.dev
+	rm -rf dist wheelhouse build/installed
+	$(PY) -m build --outdir dist .
+ifeq ($(shell uname -s),Linux)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir wheelhouse dist/*.whl
+	$(BIN)/auditwheel show wheelhouse/*.whl
+else
+	mkdir wheelhouse && cp dist/*.whl wheelhouse
+endif
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/python -m pip --quiet install "$$(echo wheelhouse/*.whl)[test]"
+	cd build/installed && bin/pytest -p no:cacheprovider $(CURDIR)/tests $(ARGS)
 
 clean:
 	rm -rf build dist wheelhouse *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -187,7 +187,7 @@ cdef class Block(Memory):
     def __dealloc__(self):
         PyMem_RawFree(self.raw)
 
-    def copy_from(self, Memory source not None):
+    cpdef copy_from(self, Memory source):
         """Copy as many bytes as this block holds from the beginning of `source`."""
         cdef char* bytes_from = source.data
         source.inside(0, self.size)
@@ -196,6 +196,13 @@ cdef class Block(Memory):
         else:
             with nogil:
                 memcpy(self.data, bytes_from, self.size)
+
+
+def copy_of(Memory source not None, Py_ssize_t nbytes):
+    """The first `nbytes` of a memory as a `Block` of their own."""
+    cdef Block block = Block(nbytes)
+    block.copy_from(source)
+    return block
 
 
 @cython.final
@@ -754,19 +761,31 @@ cdef class Ring:
         return -1
 
     def take(self, bint ordered=True):
-        """The cell of the next finished ticket, or -1: the oldest's, or (unordered) any one's."""
+        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one.
+
+        Returns
+        -------
+        tuple or None
+            (cell, status, slot, capacity, record): what the runners wrote. The cell is free; its
+            ticket and indices can be read until the next `post` there. None: not yet finished.
+        """
         cdef int k = self.find(ordered)
         cdef uint32_t n = self.r.capacity
         cdef uint32_t cell
+        cdef cseq_cell* c
+        cdef uint64_t* f
         if k < 0:
-            return -1
+            return None
         cell = self.order[(self.first + <uint32_t>k) % n]
         while k > 0:
             self.order[(self.first + <uint32_t>k) % n] = self.order[(self.first + <uint32_t>k - 1) % n]
             k -= 1
-        self.first = (self.first + 1) % n
+        self.first = 0 if self.first + 1 == n else self.first + 1
         self.outstanding -= 1
-        return cell
+        c = cseq_ring_cell(self.r, cell)
+        f = c.converted if c.stage else c.record
+        cseq_ring_retire(self.r, cell)
+        return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
 
     def alarms(self):
         """How often the trainer was woken: for `wait`, taken before looking for failures."""
@@ -803,26 +822,10 @@ cdef class Ring:
         cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
         return [self.order[(self.first + k) % self.r.capacity] for k in range(upto)]
 
-    def result(self, uint32_t cell):
-        """What the runners wrote: (status, slot, capacity, record)."""
-        cdef cseq_cell* c = self.at(cell)
-        cdef uint64_t* f = c.converted if c.stage else c.record
-        return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
-
     def ticket(self, uint32_t cell):
         """(epoch, batch, count) of a cell."""
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
-
-    def slot(self, uint32_t cell):
-        """(slot, its committed bytes) of a cell."""
-        cdef cseq_cell* c = self.at(cell)
-        return c.slot, c.capacity
-
-    def retire(self, uint32_t cell):
-        """Make a taken cell free."""
-        self.at(cell)
-        cseq_ring_retire(self.r, cell)
 
     # -- give up
 
@@ -836,16 +839,16 @@ cdef class Ring:
         self.unwoken = 0
 
     def sweep(self):
-        """Abandoned cells that no runner works on now: the trainer's to clear and retire."""
-        cdef uint32_t k, kept = 0
-        if not self.abandoned_count:
-            return ()
+        """Free the abandoned cells that no runner works on now: a list of (cell, slot)."""
+        cdef uint32_t k, cell, kept = 0
         swept = []
         for k in range(self.abandoned_count):
-            if cseq_ring_cancel(self.r, self.abandoned[k]):
-                swept.append(self.abandoned[k])
+            cell = self.abandoned[k]
+            if cseq_ring_cancel(self.r, cell):
+                swept.append((cell, cseq_ring_cell(self.r, cell).slot))
+                cseq_ring_retire(self.r, cell)
             else:
-                self.abandoned[kept] = self.abandoned[k]
+                self.abandoned[kept] = cell
                 kept += 1
         self.abandoned_count = kept
         return swept

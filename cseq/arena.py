@@ -16,7 +16,6 @@ also after the arena was closed; and nothing is left when the last of them is go
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import logging
 import math
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq._core import Block, Mapping, Memory, Slots, Window, address_of, commit
+from cseq._core import Block, Mapping, Memory, Slots, Window, address_of, commit, copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,9 +51,13 @@ ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
 FIRST = 16 * KIB  # committed when a slot is made, so that an error report always fits
 SMALL = 16 * KIB  # batches up to this are copied out: cheaper than a lease
 LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
+CHECK = 32 * MIB  # committed after one look at the free memory; the look takes about 1 ms
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
 
+ROOT = Path("/")
+# Files of a control group: of the limit of its memory, and of what it has taken.
+USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
 
 
@@ -79,6 +82,7 @@ class Segment:
         self.width = width
         self.slots = slots
         self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False
 
     @classmethod
     def create(cls, nbytes: int, slots: int = 1) -> Segment:
@@ -134,9 +138,7 @@ def _seal(fd: int) -> None:
     """Fix the size, so that nobody can cut the file under a mapping (that would be SIGBUS)."""
     import fcntl
 
-    fcntl.fcntl(
-        fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    )
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 # -- a worker's side ----------------------------------------------------------------------------
@@ -168,7 +170,7 @@ class Writer:
     """
 
     __slots__ = (
-        "_fd", "_loans", "_mapped", "_maps", "_slot", "_width", "_window",
+        "_fd", "_loans", "_mapped", "_maps", "_slot", "_unchecked", "_width", "_window",
         "capacity", "loaned", "memory", "used",
     )  # fmt: skip
 
@@ -181,6 +183,7 @@ class Writer:
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
         self.memory: Memory = Block(0)
+        self._unchecked = 0  # bytes committed since the system was last asked for its free memory
         self.used = self.capacity = 0
         self.loaned = False
 
@@ -269,7 +272,7 @@ class Writer:
             start = address_of(array)
             for memory in self._maps:
                 offset = start - memory.address
-                if 0 <= offset and offset + array.nbytes <= min(self.used, memory.nbytes):
+                if offset >= 0 and offset + array.nbytes <= min(self.used, memory.nbytes):
                     return offset
         return -1
 
@@ -307,7 +310,12 @@ class Writer:
         """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
         capacity = _room(needed, self.capacity, self._width)
         start = self._slot * self._width
-        commit(self._fd, start + self.capacity, capacity - self.capacity)
+        more = capacity - self.capacity
+        if self._unchecked + more > CHECK:
+            _check_available(more)
+            self._unchecked = 0
+        commit(self._fd, start + self.capacity, more)
+        self._unchecked += more
         self.memory = self._map(self._slot, capacity)
         self.capacity = capacity
         self._maps.append(self.memory)
@@ -440,6 +448,13 @@ class Arena:
         self._slots.release(slot)
         return block
 
+    def copy(self, slot: int, used: int, capacity: int) -> Memory:
+        """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
+        mapping = self._mapped.get(slot)
+        if mapping is None or mapping.nbytes < capacity:
+            mapping = self._map(slot, capacity)
+        return copy_of(mapping, used)
+
     def look(self, slot: int, capacity: int) -> Memory:
         """Get the memory of a taken slot itself, for as long as it stays taken."""
         return self._map(slot, capacity)
@@ -550,7 +565,7 @@ def _parse_size(text: str) -> int:
     return int(number * _UNITS[match[2]])
 
 
-def default_memory_limit(root: Path = Path("/")) -> int:
+def default_memory_limit(root: Path = ROOT) -> int:
     """Take a quarter of the memory that this process may use, in bytes.
 
     Parameters
@@ -558,7 +573,33 @@ def default_memory_limit(root: Path = Path("/")) -> int:
     root : Path
         Where ``proc`` and ``sys`` are.
     """
-    return min(_ram(), *_group_limits(root)) // 4
+    groups = [_number(group / limit) for group, limit in _groups(root)]
+    return min([_ram(), *(limit for limit in groups if limit is not None)]) // 4
+
+
+def available_memory(root: Path = ROOT) -> int | None:
+    """Tell how many bytes this process may still take; None where the system does not say.
+
+    Parameters
+    ----------
+    root : Path
+        Where ``proc`` and ``sys`` are.
+    """
+    machine = _fields(root / "proc/meminfo")
+    if "MemAvailable:" not in machine:
+        return None
+    free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
+    return max(0, min([free, *_free_of_groups(root)]))
+
+
+def _check_available(nbytes: int) -> None:
+    """Refuse what would bring the system to kill somebody: it does not refuse it itself."""
+    free = available_memory()
+    if free is not None and nbytes > free:
+        raise MemoryError(
+            f"no room for {nbytes} bytes of shared memory: {free} are available; make batch_size "
+            "or buffer smaller"
+        )
 
 
 def _ram() -> int:
@@ -569,27 +610,51 @@ def _ram() -> int:
         return UNKNOWN_RAM
 
 
-def _group_limits(root: Path) -> Iterator[int]:
-    """Limits of this process's control groups and all above them, in bytes."""
+def _free_of_groups(root: Path) -> Iterator[int]:
+    """Bytes that are left in this process's control groups and all above them."""
+    for group, name in _groups(root):
+        limit = _number(group / name)
+        taken = _number(group / USAGE[name])
+        if limit is not None and taken is not None:
+            cache = _fields(group / "memory.stat")  # files' pages can be dropped
+            yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """Name this process's control groups and all above them, and the file with their limit."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _limits_up(root / "sys/fs/cgroup", path, "memory.max")
+            yield from _upwards(root / "sys/fs/cgroup", path, "memory.max")
         elif "memory" in controllers.split(","):
-            yield from _limits_up(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+            yield from _upwards(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
 
 
-def _limits_up(top: Path, path: str, name: str) -> Iterator[int]:
-    """Limits of one control group and all above it; a container may show only the top one."""
-    inner = path.strip("/")
-    for folder in [top / inner, *(top / inner).parents] if inner else [top]:
-        if folder == top.parent:
-            return
-        with contextlib.suppress(OSError):
-            text = (folder / name).read_text(encoding="ascii").strip()
-            if text.isdigit():  # else 'max'
-                yield int(text)
+def _upwards(top: Path, path: str, name: str) -> Iterator[tuple[Path, str]]:
+    """Name a control group and all above it; in a container, only some may exist."""
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        yield top.joinpath(*parts[:depth]), name
+
+
+def _number(path: Path) -> int | None:
+    """Read a file with a number in it; None if there is none, or another word ('max')."""
+    try:
+        text = path.read_text("ascii", "replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Read a file of lines with a name and a number."""
+    try:
+        lines = path.read_text("ascii", "replace").splitlines()
+    except OSError:
+        return {}
+    words = [line.split() for line in lines]
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}

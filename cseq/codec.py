@@ -276,6 +276,10 @@ SCALAR = "scalar"
 BYTES = "bytes"
 Token: TypeAlias = "str | tuple[Any, ...]"
 
+ARRAYS = {ndarray}
+# Types of elements that are nothing but bytes, and equal only to themselves.
+FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
+
 # How an array comes into the slot (bits).
 FORTRAN = 1  # column-major
 CONVERT = 2  # element by element; else its bytes as they lie
@@ -326,10 +330,9 @@ class _Survey:
 
     def _children(self, children: Collection[Any], depth: int) -> int | tuple[Token, ...]:
         """Collect the leaves below some values."""
-        if {*map(type, children)} == {ndarray}:
-            if not any([child.dtype.hasobject for child in children]):  # noqa: C419 - faster
-                self.arrays += children
-                return len(children)
+        if {*map(type, children)} == ARRAYS and {child.dtype.type for child in children} <= FLAT:
+            self.arrays += children
+            return len(children)
         return tuple([self.visit(child, depth) for child in children])
 
     def _object(self, value: Any) -> Token:
@@ -344,7 +347,7 @@ class _Survey:
 
     def _array(self, value: Array) -> Token:
         """Collect an array."""
-        if value.dtype.hasobject:
+        if value.dtype.hasobject or value.dtype.type is np.record:  # equal to one of np.void
             return self._object(value)
         self.arrays.append(value.view(ndarray) if type(value) is np.memmap else value)
         return ARRAY
@@ -488,10 +491,8 @@ def _plan_for(batch: Any, tree: Token, survey: _Survey, writer: Writer) -> _Plan
     plan, cast, base = _latest, survey.cast, writer.place(0)
     find = writer.find if writer.loaned else None
     signature = _signature(survey.arrays, cast, find) + _signature(survey.raws, None, find)
-    if plan.base == base and plan.cast is cast and plan.tree == tree:
-        if plan.signature == signature:
-            return plan
-    plan = _latest = _make_plan(batch, base, survey, tree, signature)
+    if (plan.base, plan.cast, plan.tree, plan.signature) != (base, cast, tree, signature):
+        plan = _latest = _make_plan(batch, base, survey, tree, signature)
     return plan
 
 
@@ -512,9 +513,7 @@ def _signature(
     return signature
 
 
-def _make_plan(
-    batch: Any, base: int, survey: _Survey, tree: Token, signature: list[Any]
-) -> _Plan:
+def _make_plan(batch: Any, base: int, survey: _Survey, tree: Token, signature: list[Any]) -> _Plan:
     """Find a place for every array, and describe the result."""
     views: list[View] = []
     numbers = machine_array("q")

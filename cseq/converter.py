@@ -40,7 +40,8 @@ TorchType: TypeAlias = Any
 Array: TypeAlias = np.ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
 Event: TypeAlias = Any
-Convert: TypeAlias = Callable[[object], object]
+Batch: TypeAlias = Any  # whatever the indexer returned
+Convert: TypeAlias = Callable[[Batch], Batch]
 
 Kind = Literal["cuda", "cpu", "array", "null", "call"]
 
@@ -264,19 +265,22 @@ def _has_tensor(leaf: object) -> TypeGuard[Array]:
 
 
 @functools.lru_cache(256)
-def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Give the type that the tensor of an array gets: `cast` for numbers, else the array's own."""
-    return cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
+def _plan(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | None:
+    """Tell what an array of `dtype` is cast to, for numpy and for torch.
 
-
-@functools.lru_cache(256)
-def _torch_type(dtype: Dtype) -> TorchType | None:
-    """Give torch's name for a type of numpy; None if it has none (text, dates, records)."""
-    torch = importlib.import_module("torch")
+    Numbers are cast to `cast`; all else keeps its type, in native byte order. None where torch has
+    no such type (text, dates, records).
+    """
+    target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
     try:
-        return torch.from_numpy(np.empty(0, dtype)).dtype
+        return target, _torch_type(target)
     except TypeError:
         return None
+
+
+def _torch_type(dtype: Dtype) -> TorchType:
+    """Give torch's name for a type of numpy; TypeError if it has none."""
+    return importlib.import_module("torch").from_numpy(np.empty(0, dtype)).dtype
 
 
 def _usable(array: Array, target: Dtype) -> bool:
@@ -314,11 +318,11 @@ class _Host:
 
     def array(self, array: Array) -> Array | Tensor:
         """Lay a tensor on the array's own memory if that is possible, else on a copy of it."""
-        target = _target(array.dtype, self.cast)
-        if _torch_type(target) is None:
+        plan = _plan(array.dtype, self.cast)
+        if plan is None:
             return array
-        if not _usable(array, target):
-            array = _copy(array, np.empty(array.shape, target, "F" if array.flags.fnc else "C"))
+        if not _usable(array, plan[0]):
+            array = _copy(array, np.empty(array.shape, plan[0], "F" if array.flags.fnc else "C"))
         tensor = self.from_numpy(array)
         return tensor if self.late is None else self.tensor(tensor)
 
@@ -403,14 +407,14 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 def _make_cpu(output: Output) -> Convert:
     """Make what gives CPU tensors; an array that is ready costs little more than from_numpy."""
     host, ready = _Host(output), output.dtype
-    leaf, from_numpy = host.leaf, host.from_numpy
-    if ready is None:
-        return lambda batch: map_leaves(leaf, batch)
+    from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 
-    def convert(batch: object) -> object:
-        if type(batch) is np.ndarray and batch.dtype == ready and batch.flags.carray:
+    def convert(batch: Batch) -> Batch:
+        if type(batch) is not np.ndarray:
+            return map_leaves(leaf, batch)
+        if batch.dtype is ready and batch.flags.carray:
             return from_numpy(batch)
-        return map_leaves(leaf, batch)
+        return array(batch)
 
     return convert
 
@@ -560,14 +564,14 @@ class Transfer:
 
     __slots__ = ("batch", "event", "lane", "tensors")
 
-    def __init__(self, batch: object, event: Event, tensors: list[Tensor], lane: Lane) -> None:
+    def __init__(self, batch: Batch, event: Event, tensors: list[Tensor], lane: Lane) -> None:
         self.batch = batch
         self.event = event
         self.tensors = tensors
         self.lane = lane
 
 
-def receive(result: object) -> object:
+def receive(result: Transfer | Batch) -> Batch:
     """Take a batch over from a converter in a thread; anything but a `Transfer` is returned as is.
 
     The consumer's current stream waits for the copies; the host does not.
@@ -597,7 +601,7 @@ class CudaConverter:
         self._lane = open_lane(output.device) if lane is None else lane
         self._under_way = _UnderWay()
 
-    def convert(self, batch: object) -> Transfer:
+    def convert(self, batch: Batch) -> Transfer:
         """Begin to copy a batch; the memory it lies on is kept until that is done."""
         self.reap()
         sources: list[Tensor] = []
@@ -614,7 +618,7 @@ class CudaConverter:
                 self._under_way.hold(event, sources)
         return Transfer(sent, event, tensors, self._lane)
 
-    def export(self, batch: object) -> object:
+    def export(self, batch: Batch) -> Batch:
         """Convert and `pack` a batch, in a process: it may be overwritten when this returns."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
@@ -624,9 +628,9 @@ class CudaConverter:
             return pack(transfer.batch)
 
     def reap(self, *, wait: bool = False) -> None:
-        """Let go of memory whose copies are done; call with `wait` before pausing for a ticket.
+        """Let go of memory whose copies are done; `wait` until all are.
 
-        Else a converter that finds nothing to do would keep a slot that nobody uses.
+        To be called when no ticket comes: else a converter with nothing to do would keep a slot.
         """
         self._under_way.reap(wait=wait)
 
@@ -648,15 +652,14 @@ class CudaConverter:
 
     def _lay(self, array: Array) -> Array | Tensor:
         """Lay a tensor on the array, or cast the array into page-locked memory, in one pass."""
-        target = _target(array.dtype, self._host.cast)
-        dtype = _torch_type(target)
-        if dtype is None:
+        plan = _plan(array.dtype, self._host.cast)
+        if plan is None:
             return array
-        if _usable(array, target):
+        if _usable(array, plan[0]):
             return self._host.from_numpy(array)
         # The memory order is the array's own, as in `_Host.array`.
         shape = array.T.shape if array.flags.fnc else array.shape
-        staged = self._host.torch.empty(shape, dtype=dtype, pin_memory=self._lane.pins)
+        staged = self._host.torch.empty(shape, dtype=plan[1], pin_memory=self._lane.pins)
         if array.flags.fnc:
             staged = staged.permute(*range(staged.dim())[::-1])
         _copy(array, staged.numpy())
@@ -773,7 +776,7 @@ class Handle:
         return self.rebuild(*self.arguments)
 
 
-def pack(batch: object) -> object:
+def pack(batch: Batch) -> Batch:
     """Replace every CUDA tensor by a `Handle`; the current stream must be where it was made."""
     torch = importlib.import_module("torch")
     reductions = importlib.import_module("torch.multiprocessing.reductions")
@@ -806,7 +809,7 @@ class Receiver:
         self._lane = open_lane(output.device) if lane is None else lane
         self._under_way = _UnderWay()
 
-    def unpack(self, batch: object) -> object:
+    def unpack(self, batch: Batch) -> Batch:
         """Replace every `Handle` by a tensor of this process.
 
         Raises
@@ -834,7 +837,7 @@ class Receiver:
         self._lane.join(event, tensors)
         return batch
 
-    def discard(self, batch: object) -> None:
+    def discard(self, batch: Batch) -> None:
         """Let go of a packed batch that nobody will see, or its converter would keep the memory."""
 
         def leaf(value: object) -> object:

@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
+from cseq.arena import SMALL
 from cseq.stage import BATCH, RAISED
 
 if TYPE_CHECKING:
@@ -50,18 +51,23 @@ class Source(Protocol):
 
 
 class Outlet(Protocol):
-    """The end that the trainer empties."""
+    """The end that the trainer empties.
+
+    A slot that comes back with a batch is free for the next ticket; -1: it is in use elsewhere.
+    """
 
     def room(self) -> tuple[int, int]:
         """Return slot and committed bytes for a ticket about to be posted."""
 
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
-        """Take the batch out."""
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:
+        """Take the batch out: it, and the slot."""
 
-    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
-        """Take the exception out."""
+    def error(
+        self, cell: int, slot: int, capacity: int, record: Fields
+    ) -> tuple[BaseException, int]:
+        """Take the exception out: it, and the slot."""
 
-    def drop(self, cell: int, slot: int, capacity: int) -> None:
+    def drop(self, cell: int, slot: int) -> None:
         """Throw away whatever a given-up ticket holds."""
 
 
@@ -104,23 +110,24 @@ class Objects:
         """Take a slot if the stage before needs one."""
         return (NO_SLOT, 0) if self._below is None else self._below.room()
 
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
         """Take the object out."""
         batch, self._held[cell] = self._held[cell], None
-        return batch
+        return batch, slot if self._below is None else -1
 
-    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+    def error(
+        self, cell: int, slot: int, capacity: int, record: Fields
+    ) -> tuple[BaseException, int]:
         """Take the exception out, from the slot if it was raised in the stage before."""
         if self._below is not None and slot != NO_SLOT:
             return self._below.error(cell, slot, capacity, record)
-        error: BaseException = self.collect(cell, slot, capacity, record)
-        return error
+        return self.collect(cell, slot, capacity, record)
 
-    def drop(self, cell: int, slot: int, capacity: int) -> None:
+    def drop(self, cell: int, slot: int) -> None:
         """Forget the object."""
         self._held[cell] = None
         if self._below is not None:
-            self._below.drop(cell, slot, capacity)
+            self._below.drop(cell, slot)
 
 
 class SlotWriter:
@@ -173,23 +180,31 @@ class SlotReader:
             slot = self._arena.acquire()
             return slot, self._arena.capacity(slot)
 
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
+        nbytes = codec.used(record)
+        if nbytes <= SMALL:
+            return codec.decode(self._arena.copy(slot, nbytes, capacity), record), slot
         with self._lock:
-            memory = self._arena.take(slot, codec.used(record), capacity)
-        return codec.decode(memory, record)
+            memory = self._arena.take(slot, nbytes, capacity)
+        return codec.decode(memory, record), -1
+
+    def error(
+        self, cell: int, slot: int, capacity: int, record: Fields
+    ) -> tuple[BaseException, int]:
+        """Restore the exception."""
+        packed, slot = self.collect(cell, slot, capacity, record)
+        return failure.unpack(packed), slot
 
     def fetch(self, seat: Seat) -> Any:
         """Decode the batch of a ticket in hand, in a converter thread; it leaves the ring."""
-        batch = self.collect(seat.cell, seat.slot, seat.capacity, seat.record)
+        slot = seat.slot
+        batch, kept = self.collect(seat.cell, slot, seat.capacity, seat.record)
         seat.detach()
+        self.drop(seat.cell, slot if kept >= 0 else NO_SLOT)
         return batch
 
-    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
-        """Restore the exception."""
-        return failure.unpack(self.collect(cell, slot, capacity, record))
-
-    def drop(self, cell: int, slot: int, capacity: int) -> None:  # noqa: ARG002
+    def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
         """Free the slot."""
         if slot != NO_SLOT:
             with self._lock:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from cseq.edge import Outlet
     from cseq.sampler import Sampler
 
+    Taken = tuple[int, int, int, int, tuple[int, ...]]
+
 __all__ = ["Feed", "wake_at"]
 
 log = logging.getLogger("cseq")
@@ -90,25 +92,27 @@ class Feed:
 
     def _refill(self) -> None:
         """Post tickets while there are free cells and batches left."""
-        ring, outlet = self._ring, self._outlet
+        ring = self._ring
         if self._sweeping:
             self._sweep()
         while self._batch < self._batches:
             cell = ring.vacant()
             if cell < 0:
                 return
-            batch = self._batch
-            count = self._sampler.fill(batch, self._rooms[cell])
-            slot, capacity = outlet.room()
-            ring.post(cell, self._ticket, self._epoch, batch, count, slot, capacity)
-            self._ticket += 1
-            self._batch = batch + 1
+            self._post(cell, *self._outlet.room())
+
+    def _post(self, cell: int, slot: int, capacity: int) -> None:
+        """Post the next ticket in a free cell."""
+        batch = self._batch
+        count = self._sampler.fill(batch, self._rooms[cell])
+        self._ring.post(cell, self._ticket, self._epoch, batch, count, slot, capacity)
+        self._ticket += 1
+        self._batch = batch + 1
 
     def _sweep(self) -> None:
         """Clear the cells of given-up tickets that no runner works on any more."""
-        for cell in self._ring.sweep():
-            self._outlet.drop(cell, *self._ring.slot(cell))
-            self._ring.retire(cell)
+        for cell, slot in self._ring.sweep():
+            self._outlet.drop(cell, slot)
         self._sweeping = self._ring.abandoned_count > 0
 
     def next(self) -> Any:
@@ -119,23 +123,27 @@ class Feed:
         StopIteration
             The epoch is over.
         """
-        ring = self._ring
-        while True:
-            cell = ring.take(self._ordered)
-            if cell < 0:
-                cell = self._await()
-            status, slot, capacity, record = ring.result(cell)
-            if status == RAISED:
-                self._raised(cell, slot, capacity, record)
-                continue
-            batch = self._outlet.collect(cell, slot, capacity, record)
-            ring.retire(cell)
-            self.delivered += 1
+        taken = self._ring.take(self._ordered) or self._await()
+        while taken[1] == RAISED:
+            self._raised(*taken)
+            taken = self._ring.take(self._ordered) or self._await()
+        cell, _, slot, capacity, record = taken
+        batch, slot = self._outlet.collect(cell, slot, capacity, record)
+        self.delivered += 1
+        if slot >= 0 and self._batch < self._batches:
+            self._post(cell, slot, capacity)  # the short way: same cell, same slot
+        else:
+            self._release(cell, slot)
             self._refill()
-            return batch
+        return batch
 
-    def _await(self) -> int:
-        """Sleep until a ticket is finished; return its cell."""
+    def _release(self, cell: int, slot: int) -> None:
+        """Give a slot back that the batch has left."""
+        if slot >= 0:
+            self._outlet.drop(cell, slot)
+
+    def _await(self) -> Taken:
+        """Sleep until a ticket is finished, and take it."""
         ring = self._ring
         while True:
             seen = ring.alarms()
@@ -143,9 +151,9 @@ class Feed:
             self._refill()
             if not ring.outstanding_count and self._batch == self._batches:
                 raise StopIteration
-            cell = ring.take(self._ordered)
-            if cell >= 0:
-                return cell
+            taken = ring.take(self._ordered)
+            if taken is not None:
+                return taken
             ring.wait(seen, self._ordered)
 
     def in_work(self) -> list[tuple[int, int, str]]:
@@ -160,12 +168,12 @@ class Feed:
                 found.append((owner, since, place))
         return found
 
-    def _raised(self, cell: int, slot: int, capacity: int, record: Any) -> None:
+    def _raised(self, cell: int, status: int, slot: int, capacity: int, record: Any) -> None:  # noqa: ARG002
         """Raise, or note down, what an indexer raised."""
-        error = self._outlet.error(cell, slot, capacity, record)
+        error, slot = self._outlet.error(cell, slot, capacity, record)
         epoch, batch, count = self._ring.ticket(cell)
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
-        self._ring.retire(cell)
+        self._release(cell, slot)
         if not self._skip_errors:
             failure.annotate(error, f"cseq: while making {place}")
             raise error

@@ -63,6 +63,8 @@ ENTRY = "cseq.pools.process:main"
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 LAST = 1.0  # seconds for what was killed to be gone, past a deadline
 
+KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
+
 # Sent to all processes of a terminal or of a job; what to do about them is the trainer's decision.
 SHIELDED = tuple(
     getattr(signal, name)
@@ -85,7 +87,10 @@ class Child(Protocol):
         """Whether the process has certainly ended: it will not touch memory again."""
 
     def kill(self) -> None:
-        """Kill the process, unless it is gone; never another one that has got its number."""
+        """Kill the process, unless it is gone."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is gone; never to another one that has got its number."""
 
     def status(self, timeout: float) -> int | None:
         """Wait for the process to end, and return its exit code.
@@ -276,10 +281,10 @@ class _PidFd:
         """Wait for the process to end, and say whether it has."""
         return _readable(self._fd, seconds)
 
-    def kill(self) -> None:
-        """Kill the process."""
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal."""
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._fd, number)
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -317,7 +322,7 @@ class _Process(Protocol):
 
     @property
     def gone(self) -> bool: ...
-    def kill(self) -> None: ...
+    def send_signal(self, number: int) -> None: ...
     def wait(self, timeout: float) -> int | None: ...
 
 
@@ -333,14 +338,14 @@ class _PosixProcess:
         self._pidfd = _PidFd.open(pid)
         self._waiter: threading.Thread | None = None
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         with self._lock:
             if self.gone or os.getpid() != self._owner:
                 return
             if self._pidfd is not None:
-                self._pidfd.kill()
+                self._pidfd.send_signal(number)
             else:
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int | None:
         if os.getpid() == self._owner:
@@ -394,8 +399,8 @@ class _WindowsProcess:
     def gone(self) -> bool:
         return self._popen.poll() is not None
 
-    def kill(self) -> None:
-        self._popen.kill()
+    def send_signal(self, number: int) -> None:
+        self._popen.send_signal(number)
 
     def wait(self, timeout: float) -> int | None:
         with contextlib.suppress(_subprocess().TimeoutExpired):
@@ -403,7 +408,7 @@ class _WindowsProcess:
         return self._popen.returncode
 
 
-def _subprocess() -> Any:  # noqa: ANN401 - a module
+def _subprocess() -> Any:
     """Import subprocess, which forked workers do not need."""
     return importlib.import_module("subprocess")
 
@@ -472,7 +477,7 @@ def _spawn(theirs: socket.socket, start: Start, title: str) -> _Process:
     return _PosixProcess(popen.pid)
 
 
-def _start(role: str, entry: str, **more: Any) -> Start:  # noqa: ANN401 - whatever marshal takes
+def _start(role: str, entry: str, **more: Any) -> Start:
     """Describe to a new interpreter what it is."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
     return {"role": role, "entry": entry, "path": _search_path(), "argv": words, **more}
@@ -528,7 +533,10 @@ class _DirectChild:
         return self._process.gone
 
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(KILL)
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def status(self, timeout: float) -> int | None:
         return self._process.wait(timeout)
@@ -661,7 +669,7 @@ def _fork() -> int:
 # One record each way: what, which child (a serial number), and a value; 'fork' carries a socket.
 _RECORD = struct.Struct("=cqq")
 _FORK = b"f"  # to the server; value: the worker's number
-_KILL = b"k"  # to the server
+_SIGNAL = b"s"  # to the server; value: the signal's number
 _BORN = b"b"  # from the server; value: the process number; carries a pidfd where there are any
 _FAIL = b"e"  # from the server; value: errno of the fork
 _EXIT = b"x"  # from the server; value: the exit code
@@ -744,13 +752,16 @@ class _ServedChild:
         return self._exited or self._has_ended(0)
 
     def kill(self) -> None:
+        self.send_signal(KILL)
+
+    def send_signal(self, number: int) -> None:
         pidfd = self._pidfd
         if self._exited or os.getpid() != self._owner:
             return
         if pidfd is not None:
-            pidfd.kill()
+            pidfd.send_signal(number)
         else:
-            self._server.send(_KILL, self.serial, 0)
+            self._server.send(_SIGNAL, self.serial, number)
 
     def status(self, timeout: float) -> int | None:
         if os.getpid() == self._owner:
@@ -859,7 +870,7 @@ class _Server:
             self._sock.close()
         code = self._process.wait(deadline - time.monotonic())
         if not self._process.gone:
-            self._process.kill()
+            self._process.send_signal(KILL)
             code = self._process.wait(LAST)
         return self._process.gone, code
 
@@ -976,7 +987,7 @@ def _shield() -> None:
     for number in SHIELDED:
         signal.signal(number, _ignore)
         if hasattr(signal, "siginterrupt"):
-            signal.siginterrupt(number, False)
+            signal.siginterrupt(number, False)  # noqa: FBT003 - its own way
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
@@ -1119,10 +1130,10 @@ class _Forker:
     def _obey(self, record: _Record) -> None:
         if record.what == _FORK:
             self._fork(record)
-        elif record.what == _KILL:
+        elif record.what == _SIGNAL:
             for pid, serial in self._serials.items():
                 if serial == record.serial:
-                    os.kill(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+                    os.kill(pid, record.value)  # not reaped yet: the number is still its own
 
     def _fork(self, record: _Record) -> None:
         """Start a worker, which owns the socket that came with the request."""

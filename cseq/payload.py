@@ -31,7 +31,6 @@ import pickle
 import reprlib
 import struct
 import sys
-import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,17 +144,22 @@ def dump(obj: object, *, name: str = "worker") -> Payload:
     return Payload(file.getvalue(), buffers, by_value=by_value)
 
 
-def check(obj: object, *, name: str = "worker") -> None:
+def check(obj: object, *, name: str = "worker") -> bool:
     """Raise what `dump` would raise, without keeping a copy of anything.
 
     Arrays cost nothing here, whatever their size; Python objects cost what pickling them does.
+
+    Returns
+    -------
+    bool
+        Whether reading it will need cloudpickle.
 
     Raises
     ------
     TypeError
         When it cannot be pickled; the message says which attribute is to blame and what to do.
     """
-    _pickle(obj, name, _nowhere())
+    return _pickle(obj, name, _nowhere())
 
 
 def dumps(obj: object) -> bytes:
@@ -234,8 +238,9 @@ def _anonymous_file() -> int:
     """Open a file without a name: nothing of it is left when its last descriptor is closed."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("cseq-worker", os.MFD_CLOEXEC)
+    tempfile = importlib.import_module("tempfile")  # slow to import, hardly ever needed
     with tempfile.TemporaryFile(prefix="cseq-worker-") as file:
-        return os.dup(file.fileno())
+        return os.dup(int(file.fileno()))
 
 
 # --- picklers ------------------------------------------------------------------------------------
@@ -342,6 +347,8 @@ def _pickle(obj: object, name: str, sink: _Sink) -> bool:
     try:
         _dump_plainly(obj, sink, modules)
         return False
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, cloudpickle can do more
         plainly = error
     sink.rewind()
@@ -351,6 +358,8 @@ def _pickle(obj: object, name: str, sink: _Sink) -> bool:
         raise _without_cloudpickle(obj, name, plainly) from plainly
     try:
         _dump_by_value(obj, sink, modules)
+    except MemoryError:
+        raise
     except Exception as error:
         raise _unpicklable(obj, name, error, _dump_by_value) from error
     return True

@@ -46,8 +46,9 @@ MODULES = {
 def modules_on_the_map() -> list[str]:
     """Read the map from top to bottom."""
     modules, folders = [], [Path()]
-    for match in BRANCH.finditer(inspect.getdoc(cseq) or ""):
-        depth = len(match["indent"]) // 4
+    branches = list(BRANCH.finditer(inspect.getdoc(cseq) or ""))
+    for match in branches:
+        depth = (len(match["indent"]) - len(branches[0]["indent"])) // 4
         path = folders[depth] / match["entry"]
         folders[depth + 1 :] = [path]
         modules.append(module_of(path))

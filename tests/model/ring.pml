@@ -67,13 +67,13 @@ byte output[CELLS];
 
 bit closed;
 bit asleep[3];
-bit alarmed;
 byte wanted;
 bit fresh[RUNNERS + 1];
 bit sleeping[RUNNERS + 1]; /* in the kernel */
 
 /* What nobody in the program can see. */
 byte worked_by[CELLS]; /* the living runner that works on the cell */
+byte latest[RUNNERS + 1]; /* the pinned ticket that a runner has claimed last */
 byte deaths;
 bit dead[RUNNERS + 1];    /* takes no step any more */
 bit gone[RUNNERS + 1];    /* and that is known for certain */
@@ -149,13 +149,6 @@ inline alarm(g) {
     kernel_wake(g)
 }
 
-inline alarm_trainer() {
-#ifndef M_NOT_STICKY
-    alarmed = 1;
-#endif
-    alarm(OUTPUT)
-}
-
 inline knock(g) {
     if
     :: atomic { !asleep[g] -> skip }
@@ -188,6 +181,10 @@ inline knock(g) {
 inline begin_work() {
     assert(worked_by[got] == 0);
     worked_by[got] = me;
+#ifdef PINNED
+    assert(STAGE_OF(me) == 1 || t >= latest[me]);
+    latest[me] = t;
+#endif
     if
     :: STAGE_OF(me) == 0 -> assert(input[got] == t); middle[got] = TORN
     :: else -> assert(middle[got] == t); output[got] = TORN
@@ -196,10 +193,14 @@ inline begin_work() {
 
 #define MINE(c) (state[c] == OPEN(me) && (!pinned[c] || owner[c] == me))
 
-/* A cell in `got`, or NONE. The scan begins at 0, or (HINT) anywhere. */
-inline claim() {
-#ifdef HINT
+/* Where to look: `seen_at` with its ticket in `t`, or NONE. Begins at 0, or (HINT) anywhere. Among
+ * those pinned to me the oldest is taken. */
+inline look() {
     atomic {
+        k = 0;
+        seen_at = NONE;
+        t = NONE;
+#ifdef HINT
         if
         :: c = 0
 #if CELLS > 1
@@ -209,29 +210,58 @@ inline claim() {
         :: c = 2
 #endif
         fi
-    }
+#else
+        c = 0
 #endif
+    }
     do
     :: atomic { k == CELLS -> k = 0; c = 0; break }
     :: atomic { k < CELLS && !MINE(c) -> k++; c = AFTER(c) }
-    :: atomic { k < CELLS && MINE(c) -> t = ticket[c] };
+    :: atomic {
+            k < CELLS && MINE(c) ->
+            if
+            :: ticket[c] < t -> seen_at = c; t = ticket[c]
+            :: else
+            fi;
+            if
+            :: pinned[c] -> k++; c = AFTER(c)
+            :: else -> k = 0; c = 0; break
+            fi
+        }
+    od
+}
+
+/* A cell in `got`, or NONE. */
+inline claim() {
+    do
+    :: look();
+        if
+        :: atomic { seen_at == NONE -> t = 0; seen_at = 0; break }
+        :: atomic { seen_at != NONE -> skip }
+        fi;
+#if defined(PINNED) && !defined(M_PINNED_ONE_LOOK)
+        look(); /* one scan is no snapshot: what was posted before what I saw is there now */
+        if
+        :: atomic { seen_at == NONE -> t = 0; seen_at = 0; break }
+        :: atomic { seen_at != NONE -> skip }
+        fi;
+#endif
         atomic {
             if
 #ifdef M_CLAIM_NO_CAS
             :: true ->
 #else
-            :: state[c] == OPEN(me) && ticket[c] == t ->
+            :: state[seen_at] == OPEN(me) && ticket[seen_at] == t ->
 #endif
-                state[c] = OPEN(me) + 1;
-                got = c;
-                k = 0;
-                c = 0;
+                got = seen_at;
+                seen_at = 0;
+                state[got] = OPEN(me) + 1;
 #ifndef M_CLAIM_THEN_OWNER
                 owner[got] = me;
                 begin_work();
 #endif
                 break
-            :: else -> t = 0; k++; c = AFTER(c)
+            :: else -> t = 0; seen_at = 0
             fi
         }
     od
@@ -281,7 +311,7 @@ inline publish() {
 }
 
 proctype runner(byte me) {
-    byte got = NONE, c, k, t, i;
+    byte got = NONE, seen_at, c, k, t, i;
     bit old;
 born:
     {
@@ -312,7 +342,7 @@ born:
     } unless {
         atomic {
             dead[me] ->
-            got = NONE; c = 0; k = 0; t = 0; i = 0; old = 0;
+            got = NONE; seen_at = 0; c = 0; k = 0; t = 0; i = 0; old = 0;
             fresh[me] = 0;
             sleeping[me] = 0;
             do
@@ -347,7 +377,7 @@ inline repost(who) {
     :: atomic { c < CELLS && !(owner[c] == who && (state[c] == INDEXING || state[c] == CONVERTING)) -> c++ }
     :: atomic { c < CELLS && owner[c] == who && (state[c] == INDEXING || state[c] == CONVERTING) -> t = ticket[c] };
         atomic {
-            /* nobody else may have written it, and the owner has stopped */
+            /* only one reposts an owner, so its compare-and-swap cannot fail */
             assert(owner[c] == who && ticket[c] == t && worked_by[c] == 0);
             state[c] = state[c] - 1;
             owner[c] = (pinned[c] -> who : 0);
@@ -361,7 +391,7 @@ inline repost(who) {
     alarm(MIDDLE);
 #endif
 #ifndef M_NO_ALARM_OUTPUT
-    alarm_trainer()
+    alarm(OUTPUT)
 #endif
 #endif
 }
@@ -371,7 +401,7 @@ inline replace(who) {
     :: deaths <= RESTARTS -> atomic { dead[who] = 0; gone[who] = 0 }
     :: else ->
         failed = 1;
-        alarm_trainer();
+        alarm(OUTPUT);
         atomic { serving[who] = 0; gone[who] = 0 }
     fi
 }
@@ -431,7 +461,7 @@ inline post() {
         ticket[c] = posted;
 #ifdef PINNED
         pinned[c] = 1;
-        owner[c] = 1 + posted % RUNNERS;
+        owner[c] = 1 + (posted - 1) / 2 % RUNNERS; /* two each */
 #endif
         where[posted] = c;
         c = 0;
@@ -463,23 +493,28 @@ inline take(number) {
 
 #define ANY_READY (state[0] == READY || (CELLS > 1 && state[1] == READY) || (CELLS > 2 && state[2] == READY))
 
+#define IS_READY(cell) ((cell) == 0 -> ANY_READY : state[(cell) - 1] == READY)
+
+/* What `fresh` says of the trainer was noted before it looked at `failed`. */
 inline doze(cell) {
     if
     :: unwoken -> unwoken = 0; knock(INPUT)
     :: else
     fi;
-#ifdef M_WANTED_LATE
-    enter(OUTPUT, TRAINER);
-    wanted = cell;
-#else
-    wanted = cell;
-    enter(OUTPUT, TRAINER);
+#ifdef M_SEEN_LATE
+    fresh[TRAINER] = 1;
 #endif
-    atomic { old = alarmed; alarmed = 0 }
+#ifndef M_WANTED_LATE
+    wanted = cell;
+#endif
+    asleep[OUTPUT] = 1;
     if
-    :: atomic { !old && !(wanted == 0 && ANY_READY) && !(wanted != 0 && state[wanted - 1] == READY) -> skip };
+    :: atomic { !IS_READY(cell) -> skip };
+#ifdef M_WANTED_LATE
+        wanted = cell;
+#endif
         sleep(TRAINER)
-    :: atomic { old || (wanted == 0 && ANY_READY) || (wanted != 0 && state[wanted - 1] == READY) -> old = 0; fresh[TRAINER] = 0 }
+    :: atomic { IS_READY(cell) -> skip }
     fi;
     asleep[OUTPUT] = 0
 }
@@ -532,8 +567,13 @@ proctype trainer() {
     byte posted = 1, next = 1, taken, given_up = 1, left, c, k, s, i;
     bit unwoken, old, broken;
     do
-    :: failed -> break
-    :: !failed ->
+    :: atomic { failed -> break }
+    :: atomic { !failed -> skip };
+        fresh[TRAINER] = 1; /* cseq_ring_alarms */
+        if
+        :: atomic { failed -> break }
+        :: atomic { !failed -> skip }
+        fi;
 #ifdef ABANDON
         if
         :: !broken && next < posted -> /* the loop was left in the middle of an epoch */
@@ -581,6 +621,8 @@ proctype trainer() {
     alarm(MIDDLE);
 #endif
 #endif
+    fresh[TRAINER] = 0;
+    wanted = 0;
     (serving[1] + (RUNNERS > 1 -> serving[2] : 0) + (RUNNERS > 2 -> serving[3] : 0) == 0);
     finished = 1
 }

@@ -1,0 +1,236 @@
+"""Indexers for the tests: importable by worker processes, and with them nothing but numpy.
+
+Each makes what it returns a function of its indices (and of `cseq.rng`), so that a test can say
+what a batch must be, whoever made it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Indices = NDArray[np.int64]
+
+
+class Indices1:
+    """Returns its indices."""
+
+    def __getitem__(self, indices: Indices) -> Indices:
+        return indices
+
+
+class Rows:
+    """Features and labels, as a training set has them."""
+
+    def __init__(self) -> None:
+        self.images = np.arange(4 * 1000, dtype=np.uint8).reshape(1000, 2, 2)
+
+    def __getitem__(self, indices: Indices) -> tuple[NDArray[np.uint8], Indices]:
+        return self.images[indices % 1000], indices
+
+
+class Augmented:
+    """Rows with noise from the batch's own generator, and who made them is not to be seen."""
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        noise = cseq.rng().random((len(indices), 3))
+        return {"index": indices, "noise": noise, "more": cseq.rng().integers(1 << 60)}
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+@dataclass
+class Sample:
+    data: Any
+    name: str
+    parts: Any = ()
+
+
+def nested(indices: Indices) -> Any:
+    """One batch with everything in it that a batch can be made of."""
+    data = indices.astype(np.float32)
+    return {
+        "pair": Pair(data[:, None] * np.ones(3, np.float32), indices),
+        "sample": Sample(data + 1, "a", [Sample(np.zeros(0), "é"), None]),
+        "list": [1, 2.5, True, None, "text", b"bytes", 1j, 1 << 80, (), [], {}],
+        7: (np.float64(3.25), np.array(5), np.bool_(True)),
+        "types": [
+            data.astype(t)
+            for t in ("?", "i1", "u2", "i4", "u8", "f2", "f8", "c16", "S3", "U3", "M8[s]")
+        ],
+        "layout": [np.asfortranarray(np.ones((3, 4))), np.arange(9)[::2], np.arange(3)[::-1]],
+        "record": np.zeros(2, [("a", "i4"), ("b", "f8")]),
+        "objects": np.array([{1: 2}, None], dtype=object),
+        "blob": bytes(range(256)) * 40,
+    }
+
+
+class Nested:
+    def __getitem__(self, indices: Indices) -> Any:
+        return nested(indices)
+
+
+# Bytes of the batches that `Sizes` returns, one after the other: small, none, large, and back.
+SIZES = (0, 1, 100, 70_000, 3_000_001, 24, 20_000_000, 0, 5_000, 41_000_000, 8, 300_000)
+
+
+class Sizes:
+    """Batches of very different sizes: batch k (of one index) has SIZES[k] bytes."""
+
+    def __getitem__(self, indices: Indices) -> NDArray[np.uint8]:
+        (k,) = indices
+        batch = np.arange(SIZES[k], dtype=np.uint32).astype(np.uint8)
+        batch += np.uint8(k)
+        return batch
+
+
+class Large:
+    """Batches that lie in shared memory and are handed out there: 64 KiB for each index."""
+
+    def __getitem__(self, indices: Indices) -> NDArray[np.int64]:
+        return np.repeat(indices, 8192).reshape(len(indices), 8192)
+
+
+class InPlace:
+    """Batches made where they are going to lie."""
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        whole = cseq.empty((len(indices), 5000), np.int64)
+        whole[:] = indices[:, None]
+        return {"whole": whole, "part": whole[:1, 10:20], "none": cseq.empty(0)}
+
+
+class Spoiler:
+    """Changes the indices it was given, as it may."""
+
+    def __getitem__(self, indices: Indices) -> Indices:
+        assert indices.dtype == np.int64
+        assert indices.ndim == 1
+        assert indices.flags.writeable
+        batch = indices.copy()
+        indices[:] = -1
+        indices.sort()
+        return batch
+
+
+class Where:
+    """Tells who made the batch: the process, the thread and the running number of the indexer."""
+
+    made = 0
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        with Where.lock:
+            Where.made += 1
+            self.number = Where.made
+
+    def __getitem__(self, indices: Indices) -> tuple[Any, ...]:
+        return indices, os.getpid(), threading.get_ident(), self.number
+
+
+class Info:
+    """Tells what `cseq.worker_info` says, in a batch and while the indexer is made."""
+
+    def __init__(self) -> None:
+        self.made = cseq.worker_info()
+
+    def __getitem__(self, indices: Indices) -> Any:
+        return indices, self.made, cseq.worker_info()
+
+
+class Closing:
+    """Leaves a file for every indexer that was closed, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, indices: Indices) -> Indices:
+        return indices
+
+    def close(self) -> None:
+        """Note the call down."""
+        name = f"{os.getpid()}-{threading.get_ident()}"
+        (self.folder / name).open("x").close()
+
+
+class Raising:
+    """Raises what a function makes, at one index."""
+
+    def __init__(self, make: Callable[[], BaseException], at: int) -> None:
+        self.make = make
+        self.at = at
+
+    def __getitem__(self, indices: Indices) -> Indices:
+        if self.at in indices:
+            raise self.make()
+        return indices
+
+
+class Killing:
+    """Kills its process at some indices, once for each."""
+
+    def __init__(self, folder: Path, at: tuple[int, ...]) -> None:
+        self.folder = folder
+        self.at = at
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        batch = Augmented()[indices]
+        batch["large"] = Large()[indices]
+        for index in set(self.at) & set(indices.tolist()):
+            indices[:] = 0
+            marker = self.folder / str(index)
+            if not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+
+class Lasting:
+    """An object that is an indexer itself; it counts what it was asked."""
+
+    def __init__(self, n: int) -> None:
+        self.data = np.arange(n) * 3
+        self.asked = 0
+        self.closed = False
+
+    def __getitem__(self, indices: Indices) -> NDArray[np.int64]:
+        self.asked += 1
+        return self.data[indices]
+
+    def close(self) -> None:
+        """Note the call down."""
+        self.closed = True
+
+
+class Broken:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise LookupError("no such data set")
+
+
+class Quitting:
+    """Ends its process while it is made."""
+
+    def __init__(self) -> None:
+        os._exit(7)
+
+
+class NotAnIndexer:
+    """Has no __getitem__."""

@@ -1,0 +1,101 @@
+"""fisher-yates-v1 in plain Python: docs/shuffle.md as a program, and the writer of its golden file.
+
+``python tests/reference.py > tests/golden/shuffle.json`` writes the file that is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+WORD = 2**64 - 1
+IV = int.from_bytes(b"cseq-v1\0", "big")
+GOLDEN = 0x9E3779B97F4A7C15
+SHUFFLE, INDEXER = 1, 2
+
+
+def mix(v: int) -> int:
+    v = (v + GOLDEN) & WORD
+    v = (v ^ v >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    v = (v ^ v >> 27) * 0x94D049BB133111EB & WORD
+    return v ^ v >> 31
+
+
+def derive(seed: int, epoch: int, purpose: int, count: int) -> tuple[int, ...]:
+    z = mix(mix(mix(IV ^ seed) ^ epoch) ^ purpose)
+    return tuple(mix(z + k * GOLDEN & WORD) for k in range(count))
+
+
+def rotate(v: int, bits: int) -> int:
+    return (v << bits | v >> 64 - bits) & WORD
+
+
+def words(state: Iterable[int]) -> Iterator[int]:
+    a, b, c, d = state
+    while True:
+        yield (rotate(a + d & WORD, 23) + a) & WORD
+        c, d, shifted = c ^ a, d ^ b, b << 17 & WORD
+        b, a = b ^ c, a ^ d
+        c, d = c ^ shifted, rotate(d, 45)
+
+
+def bounded(stream: Iterator[int], limit: int) -> int:
+    products = (word * limit for word in stream)
+    return next(p for p in products if p & WORD >= 2**64 % limit) >> 64
+
+
+def order(n: int, seed: int, epoch: int) -> Iterator[int]:
+    stream = words(derive(seed, epoch, SHUFFLE, 4))
+    moved: dict[int, int] = {}  # what is not at its own position
+    for i in range(n):
+        j = i + bounded(stream, n - i)
+        here = moved.pop(i, i)
+        yield here if i == j else moved.get(j, j)
+        moved[j] = here
+
+
+# ── the golden file ───────────────────────────────────────────────────────────────────────────
+
+SIZES = (0, 1, 2, 3, 10, 1000, 65535, 65536, 65537, 1_000_000)
+EPOCHS = ((0, 0), (0, 1), (1, 0), (2024, 7), (WORD, WORD))
+
+
+def _permutation(n: int, seed: int, epoch: int) -> dict[str, Any]:
+    values = list(order(n, seed, epoch))
+    digest = hashlib.sha256(struct.pack(f"<{n}Q", *values)).hexdigest()
+    return {"n": n, "seed": seed, "epoch": epoch, "first": values[:10], "sha256": digest}
+
+
+def _derived(seed: int, epoch: int, purpose: int) -> dict[str, Any]:
+    text = [f"{word:016x}" for word in derive(seed, epoch, purpose, 4)]
+    return {"seed": seed, "epoch": epoch, "purpose": purpose, "words": text}
+
+
+def golden() -> dict[str, Any]:
+    """Return all that is in the golden file."""
+    return {
+        "algorithm": "fisher-yates-v1",
+        "derive": [_derived(*where, p) for where in EPOCHS for p in (SHUFFLE, INDEXER)],
+        "permutation": [_permutation(n, *where) for n, where in itertools.product(SIZES, EPOCHS)],
+    }
+
+
+def _write(content: dict[str, Any]) -> None:
+    """Write one record a line."""
+    lists = [key for key in content if isinstance(content[key], list)]
+    blocks = [f'  "algorithm": {json.dumps(content["algorithm"])}']
+    for key in lists:
+        records = ",\n".join(f"    {json.dumps(record)}" for record in content[key])
+        blocks.append(f'  "{key}": [\n{records}\n  ]')
+    sys.stdout.write("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+if __name__ == "__main__":
+    _write(golden())

@@ -1,0 +1,895 @@
+"""Worker processes start, answer, end and are reaped alike under every start method."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cseq import launcher
+from cseq.launcher import make_launcher, start_methods
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunScript
+
+    from cseq.launcher import Child, Launcher
+
+PATIENCE = 60.0  # seconds: only a test that fails waits so long
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="asks POSIX processes what they are")
+
+# What workers run: they evaluate what they are asked. It is a file, as they import it by name.
+ENTRIES = """
+import os, signal, socket, sys, threading
+
+def answer(sock, local=None):
+    import atexit, multiprocessing, subprocess
+    while question := sock.recv(1 << 16):
+        sock.sendall(repr(eval(question)).encode())
+
+def ready(sock):
+    sock.sendall(b"!")
+    sock.recv(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the module of entries where workers find it."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "entries.py").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture(params=start_methods())
+def method(request: pytest.FixtureRequest) -> str:
+    """Each start method of this system."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make(method: str) -> Iterator[Callable[..., Launcher]]:
+    """Return a function that makes a launcher of this method, closed after the test."""
+    with closing() as make_any:
+        yield lambda **options: make_any(method, **options)
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Launcher]]:
+    """Return a function that makes a launcher with a fork server, closed after the test."""
+    if "forkserver" not in start_methods():
+        pytest.skip("this system has no fork server")
+    with closing() as make_any:
+        yield lambda **options: make_any("forkserver", **options)
+
+
+@contextlib.contextmanager
+def closing() -> Iterator[Callable[..., Launcher]]:
+    """Close whatever launchers are made."""
+    made = []
+
+    def make_any(method: str, entry: str = "entries:answer", **options: Any) -> Launcher:
+        made.append(make_launcher(method, entry=entry, **options))
+        return made[-1]
+
+    yield make_any
+    assert all([one.close(time.monotonic() + PATIENCE) for one in made]), "something did not end"
+
+
+@pytest.fixture
+def launch(make: Callable[..., Launcher]) -> Iterator[Callable[..., Child]]:
+    """Return a function that launches a worker, whose socket is closed after the test."""
+    one = make()
+    with contextlib.ExitStack() as stack:
+
+        def launch_one(number: int = 0, **options: Any) -> Child:
+            child = one.launch(number, **options)
+            child.sock.settimeout(PATIENCE)
+            stack.callback(child.sock.close)
+            return child
+
+        yield launch_one
+
+
+def ask(child: Child, question: str) -> Any:
+    """Have a worker evaluate an expression."""
+    child.sock.settimeout(PATIENCE)
+    child.sock.sendall(question.encode())
+    answer = child.sock.recv(1 << 16).decode()
+    assert answer, f"worker {child.number} has ended instead of answering {question!r}"
+    return eval(answer)
+
+
+def end_of(child: Child) -> int | None:
+    """Wait for a worker to end; return its exit code."""
+    code = child.status(PATIENCE)
+    assert child.gone
+    return code
+
+
+def wait_gone(pid: int) -> None:
+    """Wait for any process to end."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        ended = poll.poll(PATIENCE * 1000)
+        os.close(fd)
+        assert ended, f"process {pid} lives on"
+
+
+def children() -> set[int]:
+    """Process numbers of this process's children, the dead among them."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+
+
+# --- living --------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_a_process_of_its_own_at_the_other_end_of_its_socket(
+    launch: Callable[..., Child],
+) -> None:
+    """`launch` returns a child whose pid is the process that answers on its socket."""
+    child = launch(3)
+    assert ask(child, "os.getpid()") == child.pid != os.getpid()
+    assert child.number == 3
+    assert not child.gone
+
+
+def test_a_living_worker_has_no_status(launch: Callable[..., Child]) -> None:
+    """`status` is None, and `gone` False, while the process lives."""
+    child = launch()
+    assert child.status(0) is None
+    assert child.status(0.01) is None
+    assert not child.gone
+    assert ask(child, "1 + 1") == 2
+
+
+def test_twenty_at_once(make: Callable[..., Launcher]) -> None:
+    """Twenty workers start before the first of them is heard, and all of them live."""
+    one = make(entry="entries:ready")
+    workers = [one.launch(number) for number in range(20)]
+    for child in workers:
+        child.sock.settimeout(PATIENCE)
+        assert child.sock.recv(1) == b"!"
+    assert len({child.pid for child in workers}) == 20
+    for child in workers:
+        child.sock.close()
+    assert [end_of(child) for child in workers] == [0] * 20
+
+
+def test_a_worker_outlives_the_thread_that_launched_it(launch: Callable[..., Child]) -> None:
+    """Any thread may launch; the worker does not end with it."""
+    launched: list[Child] = []
+    thread = threading.Thread(target=lambda: launched.append(launch()))
+    thread.start()
+    thread.join()
+    assert ask(launched[0], "threading.current_thread() is threading.main_thread()") is True
+
+
+def test_a_worker_has_the_trainers_paths_and_arguments(
+    launch: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``sys.path`` and ``sys.argv`` are those of the trainer when it launched the worker."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
+    child = launch()
+    assert ask(child, "sys.argv") == ["train.py", "--epochs", "7"]
+    assert ask(child, "sys.path") == sys.path
+
+
+def test_no_file_in_the_current_folder_stands_in_for_a_module(
+    make: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is not on the trainer's path is not on a worker's, the current one neither."""
+    for name in ("struct", "socket", "numpy", "cseq"):
+        (tmp_path / f"{name}.py").write_text("raise SystemError('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    child = make().launch(0)
+    assert ask(child, "os.getcwd()") == str(tmp_path)
+    child.sock.close()
+
+
+def test_cseq_is_found_when_its_folder_has_left_the_path(
+    make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers run the very cseq of the trainer, also when ``sys.path`` no longer leads to it."""
+    home = str(Path(launcher.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if os.path.abspath(p) != home])
+    child = make().launch(0)
+    assert ask(child, "sys.modules['cseq.launcher'].__file__") == launcher.__file__
+    child.sock.close()
+
+
+def test_standard_input_is_empty(launch: Callable[..., Child]) -> None:
+    """A worker reads end of file from its standard input, by descriptor and by object."""
+    child = launch()
+    assert ask(child, "os.read(0, 10)") == b""
+    assert ask(child, "sys.stdin.read()") == ""
+
+
+@pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
+def test_main_is_empty(launch: Callable[..., Child]) -> None:
+    """``__main__`` of a worker has no names of its own, and no file."""
+    child = launch()
+    names = ask(child, "[name for name in dir(sys.modules['__main__'])]")
+    assert [name for name in names if not name.startswith("__")] == []
+    assert "__file__" not in names
+
+
+def test_signals_are_not_blocked(launch: Callable[..., Child]) -> None:
+    """A worker's signal mask is that of the trainer, whose own is as before the launch."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child = launch()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert ask(child, "{int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, ())}") == set(
+        map(int, before)
+    )
+
+
+@linux
+def test_the_process_list_shows_who_is_who(launch: Callable[..., Child]) -> None:
+    """The system knows a worker by the name 'cseq-w' and its number."""
+    child = launch(11)
+    ask(child, "0")
+    assert Path(f"/proc/{child.pid}/comm").read_text() == "cseq-w11\n"
+
+
+def test_a_worker_may_start_processes_of_its_own(launch: Callable[..., Child]) -> None:
+    """Workers are not daemons in the sense of multiprocessing; programs run in them as usual."""
+    child = launch()
+    assert ask(child, "multiprocessing.current_process().daemon") is False
+    run = "subprocess.run([sys.executable, '-c', 'print(6 * 7)'], stdout=-1).stdout.split()"
+    assert ask(child, run) == [b"42"]
+
+
+def test_the_trainers_descriptors_stay_with_the_trainer(make: Callable[..., Launcher]) -> None:
+    """A worker holds no socket but its own, whoever else was launched before it."""
+    one = make()
+    others = [one.launch(number) for number in range(3)]
+    for other in others:
+        ask(other, "0")
+    child = one.launch(3)
+    links = (
+        "[os.readlink('/proc/self/fd/%s' % fd) for fd in os.listdir('/proc/self/fd')"
+        " if os.path.islink('/proc/self/fd/%s' % fd)]"
+    )
+    sockets = {link for link in ask(child, links) if link.startswith("socket:")}
+    mine = ask(child, "os.readlink('/proc/self/fd/%d' % sock.fileno())")
+    inherited = {os.readlink(f"/proc/self/fd/{fd}") for fd in standard_streams()}
+    assert sockets - inherited == {mine}
+    for each in (*others, child):
+        each.sock.close()
+
+
+def standard_streams() -> list[int]:
+    """Descriptors that every process inherits."""
+    return [fd for fd in (0, 1, 2) if os.path.islink(f"/proc/self/fd/{fd}")]
+
+
+# --- ending --------------------------------------------------------------------------------------
+
+
+def test_a_worker_ends_when_the_trainer_closes_its_socket(launch: Callable[..., Child]) -> None:
+    """End of file lets the entry return, and None stands for exit code 0."""
+    child = launch()
+    ask(child, "0")
+    child.sock.shutdown(socket.SHUT_WR)
+    assert end_of(child) == 0
+    assert child.status(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "code"),
+    [
+        ("sys.exit()", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('out of paper')", 1),
+        ("1 / 0", 1),
+        ("os._exit(77)", 77),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGALRM)", -signal.SIGALRM),
+    ],
+)
+def test_exit_codes(
+    launch: Callable[..., Child], capfd: pytest.CaptureFixture[str], question: str, code: int
+) -> None:
+    """`status` is the exit code, or minus the number of the signal; the socket reaches its end."""
+    child = launch()
+    ask(child, "0")
+    child.sock.sendall(question.encode())
+    assert child.sock.recv(1) == b""
+    assert end_of(child) == code
+    printed = capfd.readouterr().err
+    assert ("out of paper" in printed) == ("paper" in question)
+    assert ("ZeroDivisionError" in printed) == (question == "1 / 0")
+
+
+def test_kill(launch: Callable[..., Child]) -> None:
+    """A killed worker's socket reaches its end, and its status is minus SIGKILL."""
+    child = launch()
+    child.kill()
+    assert child.sock.recv(1) == b""
+    assert end_of(child) == -signal.SIGKILL
+
+
+def test_a_signal_reaches_the_worker_alone(launch: Callable[..., Child]) -> None:
+    """`send_signal` sends any signal to this process."""
+    child, other = launch(0), launch(1)
+    ask(child, "[signal.signal(signal.SIGALRM, lambda *_: sys.exit(9)), 0][1]")
+    child.send_signal(signal.SIGALRM)
+    assert end_of(child) == 9
+    assert ask(other, "2") == 2
+
+
+def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
+    launch: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kill` does nothing once the process is gone: its number may be another one's by now."""
+    child = launch()
+    child.kill()
+    end_of(child)
+
+    def shoot(*args: object) -> None:
+        raise AssertionError(f"a signal was sent: {args}")
+
+    monkeypatch.setattr(os, "kill", shoot)
+    monkeypatch.setattr(signal, "pidfd_send_signal", shoot)
+    child.kill()
+    assert child.status(0) == -signal.SIGKILL
+
+
+def test_who_waits_for_a_worker_does_not_hold_up_others(make: Callable[..., Launcher]) -> None:
+    """While threads wait for workers to end, others are launched, answer and are killed."""
+    one = make()
+    workers = [one.launch(number) for number in range(4)]
+    codes: dict[int, int | None] = {}
+
+    def wait(child: Child) -> None:
+        codes[child.number] = child.status(PATIENCE)
+
+    threads = [threading.Thread(target=wait, args=(child,)) for child in workers]
+    for thread in threads:
+        thread.start()
+    late = one.launch(4)
+    assert ask(late, "5") == 5
+    for child in workers[::-1]:
+        child.kill()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert codes == dict.fromkeys(range(4), -signal.SIGKILL)
+    for child in (*workers, late):
+        child.sock.close()
+
+
+def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
+    """`close` kills and reaps workers that nobody has ended; closing again is fine."""
+    one = make()
+    workers = [one.launch(number) for number in range(3)]
+    for child in workers:
+        ask(child, "0")
+    assert one.close(time.monotonic() + PATIENCE)
+    assert [child.status(0) for child in workers] == [-signal.SIGKILL] * 3
+    assert one.close(time.monotonic())
+    for child in workers:
+        child.sock.close()
+
+
+def test_a_launcher_that_launched_nothing_has_nothing_to_close(method: str) -> None:
+    """Making a launcher starts nothing."""
+    before = children()
+    one = make_launcher(method, entry="entries:answer")
+    assert children() == before
+    assert one.close(time.monotonic())
+
+
+@linux
+def test_many_launches_leave_nothing_behind(make: Callable[..., Launcher]) -> None:
+    """After many workers have come and gone there is no new descriptor, and no zombie."""
+    one = make(entry="entries:ready")
+
+    def come_and_go(number: int) -> None:
+        child = one.launch(number)
+        child.sock.close()
+        end_of(child)
+
+    come_and_go(0)
+    descriptors, processes = len(os.listdir("/proc/self/fd")), children()
+    for number in range(12):
+        come_and_go(number)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert children() == processes
+
+
+def test_what_a_worker_has_registered_to_run_at_its_end_runs(
+    launch: Callable[..., Child], tmp_path: Path
+) -> None:
+    """A worker's own ``atexit`` functions run, though a thread of it does not end."""
+    child, mark = launch(), tmp_path / "mark"
+    ask(child, f"atexit.register(open, {str(mark)!r}, 'w') and 0")
+    ask(child, "threading.Thread(target=signal.pause).start() or 0")
+    child.sock.shutdown(socket.SHUT_WR)
+    assert end_of(child) == 0
+    assert mark.exists()
+
+
+# --- signals and the user's own processes --------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", launcher.SHIELDED, ids=lambda number: number.name)
+def test_signals_for_the_trainer_do_nothing_to_workers(
+    launch: Callable[..., Child], number: int
+) -> None:
+    """A worker lives through the signals that a terminal or a job scheduler sends to all."""
+    child = launch()
+    ask(child, "0")
+    for _ in range(3):
+        child.send_signal(number)
+        assert ask(child, "'alive'") == "alive"
+
+
+def test_what_a_worker_starts_can_be_terminated(launch: Callable[..., Child]) -> None:
+    """The shield is not inherited: SIGTERM ends a program that a worker executes."""
+    child = launch()
+    start = "[p := subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1),"
+    end = " p.terminate(), p.wait(), p.stdin.close()][2]"
+    assert ask(child, start + end) == -signal.SIGTERM
+
+
+def test_what_a_worker_forks_can_be_terminated(launch: Callable[..., Child]) -> None:
+    """A process that a worker forks has the usual handlers of the shielded signals."""
+    child = launch()
+    fork = (
+        "[pipe := os.pipe(), pid := os.fork() or [os.write(pipe[1], repr([str(signal.getsignal(n))"
+        " for n in [signal.SIGTERM, signal.SIGINT]]).encode()), os._exit(0)],"
+        " os.read(pipe[0], 999), os.waitpid(pid, 0)][2]"
+    )
+    handlers = ask(child, fork).decode()
+    assert "SIG_DFL" in handlers
+    assert "default_int_handler" in handlers
+    assert "_ignore" not in handlers
+
+
+def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(
+    launch: Callable[..., Child],
+) -> None:
+    """A process that a worker forks does not hold the worker's socket open."""
+    child = launch()
+    fork = "[pipe := os.pipe(), pid := os.fork() or [os.close(pipe[1]), os.read(pipe[0], 1)]][1]"
+    grandchild = ask(child, fork)
+    child.kill()
+    assert child.sock.recv(1) == b""
+    assert end_of(child) == -signal.SIGKILL
+    wait_gone(grandchild)  # the pipe of the dead worker has ended
+
+
+def test_the_trainers_death_is_seen_though_a_process_it_forked_lives(
+    launch: Callable[..., Child],
+) -> None:
+    """A process that the user forks off the trainer does not hold workers' sockets open."""
+    child = launch()
+    ask(child, "0")
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the test is over
+        os._exit(0)
+    child.sock.close()
+    assert end_of(child) == 0
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(pid, 0)
+
+
+def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(
+    make: Callable[..., Launcher],
+) -> None:
+    """In a forked process `close` and `kill` do nothing, and `launch` is an OSError."""
+    one = make()
+    child = one.launch(0)
+    ask(child, "0")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            child.kill()
+            done = one.close(time.monotonic())
+            try:
+                one.launch(1)
+            except OSError:
+                code = 0 if done and child.status(0) is None else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ask(child, "'alive'") == "alive"
+    child.sock.close()
+
+
+STORM = """
+import os, signal, sys, threading
+from cseq.launcher import make_launcher
+import time
+
+os.setpgid(0, 0)
+heard = []
+signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+over = threading.Event()
+
+def storm():
+    while not over.wait(0.001):
+        os.killpg(0, signal.SIGINT)
+        os.killpg(0, signal.SIGTERM)
+
+thread = threading.Thread(target=storm)
+thread.start()
+launcher = make_launcher(sys.argv[1], entry="entries:ready")
+children = [launcher.launch(number) for number in range(4)]
+answers = [child.sock.recv(1) for child in children]
+over.set()
+thread.join()
+for child in children:
+    child.sock.close()
+codes = [child.status(60) for child in children]
+print(answers, codes, launcher.close(time.monotonic() + 60), len(heard) > 0)
+"""
+
+
+def test_ctrl_c_while_workers_start_does_nothing_to_them(
+    run_script: RunScript, entries: Path, method: str
+) -> None:
+    """Signals to the whole process group, from before the launch on, stop and print nothing."""
+    done = run_script(STORM, method, PYTHONPATH=python_path(entries))
+    assert done.stderr == ""
+    assert done.stdout == f"{[b'!'] * 4} {[0] * 4} True True\n"
+
+
+def python_path(folder: Path) -> str:
+    """PYTHONPATH with a folder, and this very cseq."""
+    return os.pathsep.join([str(folder), str(Path(launcher.__file__).parents[1])])
+
+
+SCRIPT = """
+import sys, time
+from cseq.launcher import make_launcher
+
+print("the script runs")
+launcher = make_launcher(sys.argv[1], entry="entries:ready")
+children = [launcher.launch(number) for number in range(2)]
+print([child.sock.recv(1) for child in children])
+for child in children:
+    child.sock.close()
+print([child.status(60) for child in children], launcher.close(time.monotonic() + 60))
+"""
+
+
+def test_workers_do_not_run_the_users_script(
+    run_script: RunScript, entries: Path, method: str
+) -> None:
+    """No ``if __name__ == '__main__'`` is needed: the script runs once."""
+    done = run_script(SCRIPT, method, PYTHONPATH=python_path(entries))
+    assert done.stdout.splitlines() == ["the script runs", "[b'!', b'!']", "[0, 0] True"]
+    assert done.stderr == ""
+
+
+def test_a_trainer_without_standard_streams_launches(
+    run_script: RunScript, entries: Path, method: str, tmp_path: Path
+) -> None:
+    """Nothing is handed to a worker in the place of a stream that the trainer has closed."""
+    source = f"import os\nos.close(0); os.close(2)\n{SCRIPT}\nopen('done', 'w').close()"
+    done = run_script(source, method, PYTHONPATH=python_path(entries))
+    assert done.stdout.splitlines() == ["the script runs", "[b'!', b'!']", "[0, 0] True"]
+    assert (tmp_path / "done").exists()
+
+
+VICTIM = """
+import os, signal, sys
+from cseq.launcher import make_launcher
+
+launcher = make_launcher(sys.argv[1], entry="entries:ready")
+children = [launcher.launch(number) for number in range(2)]
+answers = [child.sock.recv(1) for child in children]
+server = launcher._server._process.pid if sys.argv[1] == "forkserver" else children[0].pid
+with open("pids", "w") as file:
+    print(server, *[child.pid for child in children], file=file)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@linux
+def test_nothing_outlives_a_killed_trainer(
+    run_script: RunScript, entries: Path, method: str, tmp_path: Path
+) -> None:
+    """Server and workers end when the trainer is killed."""
+    done = run_script(VICTIM, method, PYTHONPATH=python_path(entries))
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == ""
+    for pid in (tmp_path / "pids").read_text().split():
+        wait_gone(int(pid))
+
+
+# --- fork ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("fork" not in start_methods(), reason="this system cannot fork")
+class TestFork:
+    """What only a copy of the trainer has."""
+
+    @pytest.fixture
+    def method(self) -> str:
+        """Just this one."""
+        return "fork"
+
+    def test_an_object_is_handed_over_as_it_is(self, launch: Callable[..., Child]) -> None:
+        """`local` reaches the worker without being pickled."""
+        lock = threading.Lock()
+        child = launch(local={"lock": lock, "answer": 42})
+        assert ask(child, "local['answer']") == 42
+        assert ask(child, "local['lock'].acquire()") is True
+        assert not lock.locked()
+
+    def test_the_trainers_handlers_stay_in_the_trainer(
+        self, launch: Callable[..., Child], tmp_path: Path
+    ) -> None:
+        """Neither the trainer's signal handlers nor its ``atexit`` functions run in a worker."""
+        import atexit
+
+        mark = tmp_path / "mark"
+        old = signal.signal(signal.SIGALRM, lambda *_: mark.touch())
+        atexit.register(mark.touch)
+        try:
+            child = launch()
+            assert ask(child, "signal.getsignal(signal.SIGALRM) == signal.SIG_DFL") is True
+            child.sock.shutdown(socket.SHUT_WR)
+            assert end_of(child) == 0
+        finally:
+            atexit.unregister(mark.touch)
+            signal.signal(signal.SIGALRM, old)
+        assert not mark.exists()
+
+    def test_what_the_trainer_has_printed_is_printed_once(
+        self, run_script: RunScript, entries: Path
+    ) -> None:
+        """Text that waits in the trainer's buffers is not printed by its copies too."""
+        source = "import sys\nsys.stdout.write('buffered')\n" + SCRIPT
+        done = run_script(source, "fork", PYTHONPATH=python_path(entries))
+        assert done.stdout.count("buffered") == 1
+
+
+@pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
+def test_other_methods_take_no_objects(make: Callable[..., Launcher]) -> None:
+    """`local` is a TypeError where it would have to be pickled."""
+    one = make()
+    assert not one.takes_objects
+    with pytest.raises(TypeError, match="as it is"):
+        one.launch(0, local={})
+
+
+# --- fork server ---------------------------------------------------------------------------------
+
+
+def server_of(one: Launcher) -> Any:
+    """The trainer's hand on its fork server."""
+    return one._server  # type: ignore[attr-defined]
+
+
+def kill_server(one: Launcher) -> int:
+    """Kill a fork server, and wait until it is dead."""
+    process = server_of(one)._process
+    os.kill(process.pid, signal.SIGKILL)
+    process._has_ended(PATIENCE)
+    return int(process.pid)
+
+
+def test_a_dead_fork_server_is_replaced(served: Callable[..., Launcher]) -> None:
+    """Workers live on when their server is killed, and `launch` starts another server."""
+    one = served()
+    before = one.launch(0)
+    ask(before, "0")
+    old = kill_server(one)
+    assert ask(before, "'alive'") == "alive"
+    after = one.launch(1)
+    assert ask(after, "'alive'") == "alive"
+    assert server_of(one)._process.pid != old
+    after.kill()
+    assert end_of(after) == -signal.SIGKILL
+    before.sock.close()
+    after.sock.close()
+
+
+@pytest.mark.parametrize("pidfds", [True, False])
+def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
+    served: Callable[..., Launcher], entries: Path, *, pidfds: bool
+) -> None:
+    """Its `status` is None; `gone` says that it has ended: at once, or by its socket."""
+    (entries / "no_pidfds.py").write_text(
+        "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
+    )
+    one = served(preload=[] if pidfds else ["no_pidfds"])
+    child = one.launch(0)
+    ask(child, "0")
+    kill_server(one)
+    assert child.status(0) is None
+    assert not child.gone
+    if pidfds and hasattr(os, "pidfd_open"):
+        child.kill()
+    else:
+        child.sock.shutdown(socket.SHUT_WR)
+    assert child.sock.recv(1) == b""
+    assert child.status(PATIENCE) is None
+    assert child.gone
+    child.sock.close()
+
+
+def test_a_server_killed_before_it_is_asked_is_replaced(served: Callable[..., Launcher]) -> None:
+    """`prepare` starts the server; that it died meanwhile is not noticed by who launches."""
+    one = served()
+    one.prepare()
+    kill_server(one)
+    child = one.launch(0)
+    assert ask(child, "3") == 3
+    child.sock.close()
+
+
+def test_a_server_that_cannot_start_is_an_error(
+    served: Callable[..., Launcher], entries: Path
+) -> None:
+    """`launch` raises OSError with the server's exit code when it dies again and again."""
+    (entries / "fatal.py").write_text("import os\nos._exit(23)")
+    with pytest.raises(OSError, match="exited with code 23"):
+        served(preload=["fatal"]).launch(0)
+
+
+def test_a_server_that_does_not_get_ready_is_a_timeout(
+    served: Callable[..., Launcher], entries: Path
+) -> None:
+    """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
+    (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
+    one = served(preload=["endless"])
+    with pytest.raises(TimeoutError, match="in time"):
+        one.launch(0, timeout=0.01)
+    assert one.close(time.monotonic())
+
+
+def test_an_interrupted_launch_is_undone(
+    served: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while `launch` waits leaves no worker: closing the launcher ends it."""
+    one = served()
+    first = one.launch(0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(server_of(one)), "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.launch(1)
+    assert ask(first, "1") == 1
+    first.sock.close()
+    assert one.close(time.monotonic() + PATIENCE)
+
+
+def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
+    """`launch` raises the OSError of the server's fork, and the server lives on."""
+    (entries / "full.py").write_text(
+        "import errno, os\nfork = os.fork\n"
+        "def fail():\n    os.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\nos.fork = fail"
+    )
+    one = served(preload=["full"])
+    with pytest.raises(BlockingIOError, match="no worker process"):
+        one.launch(0)
+    child = one.launch(1)
+    assert ask(child, "1") == 1
+    child.sock.close()
+
+
+def test_preloaded_modules_are_there_and_missing_ones_are_logged(
+    served: Callable[..., Launcher], entries: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A worker finds what its server has imported; what cannot be imported is left out."""
+    (entries / "useful.py").write_text("import os\npid = os.getpid()")
+    one = served(preload=["useful", "no_such_module"])
+    child = one.launch(0)
+    assert ask(child, "sys.modules['useful'].pid") == server_of(one)._process.pid
+    assert "no_such_module" in capfd.readouterr().err
+    child.sock.close()
+
+
+def test_without_pidfds_workers_are_ended_and_reaped_too(
+    make: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older systems have no pidfds: `kill`, `status` and `gone` work all the same."""
+    (entries / "no_pidfds.py").write_text(
+        "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
+    )
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    one = make(preload=["no_pidfds"])
+    child = one.launch(0)
+    ask(child, "0")
+    assert child.status(0.01) is None
+    assert not child.gone
+    child.kill()
+    assert end_of(child) == -signal.SIGKILL
+    child.sock.close()
+    monkeypatch.undo()
+
+
+# --- choices that depend on the system -----------------------------------------------------------
+
+
+def test_start_methods_of_other_systems() -> None:
+    """A fork server where processes fork and send descriptors; on Windows, spawn alone."""
+    assert start_methods("posix", ["fork", "send_fds"])[0] == "forkserver"
+    assert start_methods("posix", ["fork"]) == ("spawn", "fork")
+    assert start_methods("posix", []) == ("spawn",)
+    assert start_methods("nt", ["send_fds"]) == ("spawn",)
+
+
+def test_an_unknown_method_is_an_error_that_names_the_known() -> None:
+    """`make_launcher` raises ValueError with the value and the choices."""
+    with pytest.raises(ValueError, match="'magic'.*'spawn'"):
+        make_launcher("magic")
+
+
+def test_windows_hands_over_sockets_by_process_number() -> None:
+    """There, a socket is shared with a process, which gets no Ctrl-C of the trainer's console."""
+    assert launcher._means("nt").shares
+    assert launcher._means("nt").flags & 0x200
+    assert launcher._means("posix") == (False, 0)
+
+
+def test_windows_virtual_environments_start_the_real_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A venv's python.exe would start another process, whose number nobody knows."""
+    monkeypatch.setattr(sys, "_base_executable", "C:/Python/python.exe", raising=False)
+    monkeypatch.setattr(sys, "executable", "C:/venv/python.exe")
+    monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)
+    executable, environment = launcher._executable("nt")
+    assert executable == "C:/Python/python.exe"
+    assert environment is not None
+    assert environment["__PYVENV_LAUNCHER__"] == "C:/venv/python.exe"
+
+
+def test_a_frozen_program_is_not_started_as_if_it_were_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Spawning needs an interpreter: a frozen application without one is an OSError."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(OSError, match="set_executable"):
+        make_launcher("spawn", entry="entries:answer").launch(0)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-250, "was killed by signal 250"),
+        (None, "ended (its exit code is not known)"),
+    ],
+)
+def test_the_end_of_a_process_in_words(code: int | None, text: str) -> None:
+    """`describe_exit` gives the words for a message."""
+    assert launcher.describe_exit(code) == text

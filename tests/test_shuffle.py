@@ -1,0 +1,436 @@
+"""The order of an epoch: fisher-yates-v1, golden, unbiased, and never more of it than is used."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import math
+import mmap
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import GOLDEN, WORD, bounded, derive, order, words
+
+import cseq
+from cseq._core import Order
+from cseq._core import derive as core_derive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__).parent
+FILE = json.loads((HERE / "golden" / "shuffle.json").read_text(encoding="ascii"))
+
+seeds = st.integers(0, WORD)
+sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
+
+
+def begun(n: int, seed: int, epoch: int = 0, **options: Any) -> Order:
+    """Make an order at the beginning of an epoch."""
+    made = Order(n, shuffle=True, seed=seed, **options)
+    made.begin(epoch)
+    return made
+
+
+def name(record: dict[str, Any]) -> str:
+    """Name a golden record."""
+    return "-".join(str(record[key]) for key in ("n", "seed", "epoch", "purpose") if key in record)
+
+
+# ── what it is ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("record", FILE["permutation"], ids=name)
+def test_golden(record: dict[str, Any]) -> None:
+    """A permutation is the same for ever: its values in clear, and the hash of them all."""
+    made = cseq.permutation(record["n"], record["seed"], record["epoch"])
+    assert made[:10].tolist() == record["first"]
+    assert hashlib.sha256(made.astype("<u8").tobytes()).hexdigest() == record["sha256"]
+
+
+@pytest.mark.parametrize("record", FILE["derive"], ids=name)
+def test_golden_words(record: dict[str, Any]) -> None:
+    """The words that seed all randomness are the same for ever."""
+    made = core_derive(record["seed"], record["epoch"], record["purpose"], 4)
+    assert [f"{word:016x}" for word in made] == record["words"]
+
+
+def test_golden_file_is_the_references() -> None:
+    """What is in the golden file comes from the reference."""
+    for record in FILE["permutation"]:
+        if record["n"] <= 1000:
+            values = list(order(record["n"], record["seed"], record["epoch"]))
+            digest = hashlib.sha256(np.array(values, "<u8").tobytes()).hexdigest()
+            assert (values[:10], digest) == (record["first"], record["sha256"])
+
+
+@given(n=st.integers(0, 400), seed=seeds, epoch=seeds)
+def test_reference(n: int, seed: int, epoch: int) -> None:
+    """Every permutation is that of the reference in plain Python."""
+    assert cseq.permutation(n, seed, epoch).tolist() == list(order(n, seed, epoch))
+
+
+@given(seed=seeds, epoch=seeds, purpose=seeds, count=st.integers(0, 8))
+def test_reference_words(seed: int, epoch: int, purpose: int, count: int) -> None:
+    """Every derived word is that of the reference."""
+    assert core_derive(seed, epoch, purpose, count) == derive(seed, epoch, purpose, count)
+
+
+def test_result_is_a_fresh_array() -> None:
+    """`permutation` gives uint32 values in an array of the caller's own."""
+    made = cseq.permutation(1000, 3)
+    assert made.dtype == np.uint32
+    assert made.flags.owndata
+    assert made.flags.writeable
+    assert sorted(made) == list(range(1000))
+    made[:] = 0
+    assert sorted(cseq.permutation(1000, 3)) == list(range(1000))
+
+
+def test_epoch_is_zero_by_default() -> None:
+    """`permutation(n, seed)` is epoch 0."""
+    assert cseq.permutation(99, 5).tolist() == cseq.permutation(99, 5, 0).tolist()
+    assert cseq.permutation(99, 5).tolist() != cseq.permutation(99, 5, epoch=1).tolist()
+
+
+def test_epochs_of_neighbouring_seeds_differ() -> None:
+    """No two of many neighbouring (seed, epoch) share an order, as they do with seed + epoch."""
+    pairs = list(itertools.product(range(40), range(40)))
+    orders = {cseq.permutation(30, seed, epoch).tobytes() for seed, epoch in pairs}
+    assert len(orders) == len(pairs)
+
+
+# ── no order is likelier than another ─────────────────────────────────────────────────────────
+
+
+def most_likely(degrees: int) -> float:
+    """Chi-square that one in about a million fair trials exceeds (Wilson and Hilferty)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3
+
+
+@pytest.mark.parametrize("vary", ["seed", "epoch"])
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_every_order_is_equally_likely(n: int, vary: str) -> None:
+    """Over many seeds, and over many epochs, each of the n! orders comes up as often."""
+    expected = 200
+    count = dict.fromkeys(itertools.permutations(range(n)), 0)
+    for k in range(expected * len(count)):
+        where = (k, 0) if vary == "seed" else (0, k)
+        count[tuple(cseq.permutation(n, *where).tolist())] += 1
+    chi_square = sum((c - expected) ** 2 / expected for c in count.values())
+    assert chi_square < most_likely(len(count) - 1)
+
+
+@pytest.mark.parametrize("vary", ["seed", "epoch"])
+def test_every_value_comes_everywhere(vary: str) -> None:
+    """Over many seeds, and over many epochs, each value is as often at each position."""
+    n, expected = 8, 2000
+    count = np.zeros((n, n))
+    for k in range(expected * n):
+        where = (k, 0) if vary == "seed" else (0, k)
+        count[np.arange(n), cseq.permutation(n, *where)] += 1
+    chi_square = ((count - expected) ** 2 / expected).sum() * (n - 1) / n
+    assert chi_square < most_likely((n - 1) ** 2)
+
+
+# ── while it is used ──────────────────────────────────────────────────────────────────────────
+
+
+@given(n=sizes, seed=seeds, epoch=seeds, wide=st.booleans())
+def test_order_is_the_permutation(n: int, seed: int, epoch: int, wide: bool) -> None:
+    """An order shuffled ahead of its use is the permutation, with entries of either width."""
+    made = begun(n, seed, epoch, wide=wide).read(0, n)
+    assert made.dtype == np.int64
+    assert np.array_equal(made, cseq.permutation(n, seed, epoch))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_large_order_is_the_permutation(wide: bool) -> None:
+    """That also holds for more samples than the caches hold."""
+    n = 1_000_003
+    assert np.array_equal(begun(n, 17, wide=wide).read(0, n), cseq.permutation(n, 17))
+
+
+@given(n=sizes, seed=seeds, portions=st.lists(st.integers(0, 200)), wide=st.booleans())
+def test_portions(n: int, seed: int, portions: list[int], wide: bool) -> None:
+    """It does not matter in which portions an order is read."""
+    made, start, parts = begun(n, seed, wide=wide), 0, []
+    for portion in [*portions, n]:
+        parts.append(made.read(start, min(portion, n - start)))
+        start += len(parts[-1])
+    assert np.array_equal(np.concatenate(parts), cseq.permutation(n, seed))
+
+
+@given(n=sizes, seed=seeds, data=st.data())
+def test_any_position_at_any_time(n: int, seed: int, data: st.DataObject) -> None:
+    """Positions can be read in any order, and again."""
+    made, whole = begun(n, seed), cseq.permutation(n, seed)
+    for _ in range(5):
+        start = data.draw(st.integers(0, n))
+        count = data.draw(st.integers(0, n - start))
+        assert np.array_equal(made.read(start, count), whole[start : start + count])
+
+
+@given(
+    n=sizes,
+    seed=seeds,
+    epochs=st.lists(st.tuples(seeds, st.floats(0, 1)), min_size=1, max_size=8),
+    wide=st.booleans(),
+)
+def test_table_is_reused(
+    n: int, seed: int, epochs: list[tuple[int, float]], wide: bool
+) -> None:
+    """An epoch on a table where earlier ones were broken off anywhere is as on a fresh one."""
+    made = Order(n, shuffle=True, seed=seed, wide=wide)
+    for epoch, share in epochs:
+        made.begin(epoch)
+        upto = int(n * share)
+        assert np.array_equal(made.read(0, upto), cseq.permutation(n, seed, epoch)[:upto])
+    made.begin(5)
+    assert np.array_equal(made.read(0, n), cseq.permutation(n, seed, 5))
+
+
+def test_table_is_reused_many_times() -> None:
+    """So is the hundredth epoch, on a table of many pages."""
+    n, made, rng = 50_000, Order(50_000, shuffle=True, seed=1), random.Random(0)
+    for epoch in range(100):
+        made.begin(epoch)
+        made.read(0, rng.randrange(n) if rng.random() < 0.2 else rng.randrange(200))
+    made.begin(100)
+    assert np.array_equal(made.read(0, n), cseq.permutation(n, 1, 100))
+
+
+def test_results_are_fresh() -> None:
+    """What was read is the reader's own: writing to it changes no order."""
+    made = begun(100, 1)
+    made.read(0, 50)[:] = -1
+    assert np.array_equal(made.read(0, 100), cseq.permutation(100, 1))
+
+
+def test_read_into() -> None:
+    """`read_into` writes to the beginning of the caller's array, and nothing behind."""
+    made, out = begun(100, 1), np.full(10, -1)
+    made.read_into(20, 7, out)
+    assert out.tolist() == [*cseq.permutation(100, 1)[20:27].tolist(), -1, -1, -1]
+
+
+def test_without_shuffle() -> None:
+    """Without shuffle, the order is the natural one in every epoch."""
+    made = Order(100, shuffle=False, seed=1)
+    for epoch in range(3):
+        made.begin(epoch)
+        assert made.read(0, 100).tolist() == list(range(100))
+        assert made.read(98, 2).tolist() == [98, 99]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, ">i4", np.int64, np.uint64])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_indices(dtype: Any, shuffle: bool) -> None:
+    """With indices, those are read in the order, as int64; they are never written to."""
+    indices = np.arange(200, 100, -1).astype(np.uint8).astype(dtype)[::2]
+    before = indices.copy()
+    indices.flags.writeable = False
+    made = Order(50, shuffle=shuffle, seed=3, indices=indices)
+    made.begin(4)
+    positions = cseq.permutation(50, 3, 4) if shuffle else np.arange(50)
+    read = made.read(0, 50)
+    assert read.dtype == np.int64
+    assert read.tolist() == before[positions].tolist()
+    assert indices.tolist() == before.tolist()
+
+
+# ── never more of it than is used ─────────────────────────────────────────────────────────────
+
+
+def resident() -> int:
+    """Return the bytes of memory this process really holds."""
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to ask for memory")
+def test_beginning_costs_nothing() -> None:
+    """A batch of 10^9 samples touches the memory of a batch, in the first epoch and in later ones."""
+    before = resident()
+    made = Order(10**9, shuffle=True, seed=1)
+    for epoch in range(3):
+        made.begin(epoch)
+        assert made.read(0, 32).tolist() == list(itertools.islice(order(10**9, 1, epoch), 32))
+    assert resident() - before < 2**24
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers to interrupt with")
+@pytest.mark.parametrize("what", ["order", "permutation"])
+def test_interruption(what: str) -> None:
+    """A signal handler runs in the middle of a long shuffle, which can be taken up again."""
+    n, made = 30_000_000, begun(30_000_000, 1)
+
+    def ring(_number: int, _frame: Any) -> None:
+        raise InterruptedError
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(InterruptedError):
+            signal.setitimer(signal.ITIMER_REAL, 1e-3)
+            cseq.permutation(n, 1) if what == "permutation" else made.read(n - 1, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert made.read(0, 40).tolist() == list(itertools.islice(order(n, 1, 0), 40))
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "1", None, np.float64(2), np.bool_(True)])
+def test_not_an_integer(value: Any) -> None:
+    """What is not an integer is a TypeError that shows it."""
+    for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
+        with pytest.raises(TypeError, match=repr(value).replace("(", ".").replace(")", ".")):
+            cseq.permutation(*arguments)
+    with pytest.raises(TypeError):
+        Order(value, shuffle=True, seed=1)
+    with pytest.raises(TypeError):
+        Order(10, shuffle=True, seed=value)
+    with pytest.raises(TypeError):
+        Order(10, shuffle=True, seed=1).begin(value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**64, np.int64(-5)])
+def test_out_of_range(value: Any) -> None:
+    """A number that is not in range is a ValueError that shows it."""
+    for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
+        with pytest.raises(ValueError, match=str(int(value))):
+            cseq.permutation(*arguments)
+    with pytest.raises(ValueError, match=str(int(value))):
+        Order(value, shuffle=True, seed=1)
+    with pytest.raises(ValueError, match=str(int(value))):
+        begun(10, value)
+    with pytest.raises(ValueError, match=str(int(value))):
+        begun(10, 1, value)
+
+
+def test_integers_of_numpy() -> None:
+    """Integers of numpy are integers."""
+    made = cseq.permutation(np.uint8(9), np.int32(4), np.uint64(3))
+    assert made.tolist() == cseq.permutation(9, 4, 3).tolist()
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 11), (10, 1), (11, 0), (5, 6), (2**63, 2**63)])
+def test_beyond_the_end(start: int, count: int) -> None:
+    """Positions beyond the end are an IndexError."""
+    for shuffle in (True, False):
+        made = Order(10, shuffle=shuffle, seed=1)
+        made.begin(0)
+        with pytest.raises(IndexError, match="10 samples"):
+            made.read_into(start, count, np.empty(20, np.int64))
+
+
+def test_misuse() -> None:
+    """Too short an array, indices of another number, reading before an epoch: each an error."""
+    made = Order(10, shuffle=True, seed=1)
+    with pytest.raises(RuntimeError, match="begin"):
+        made.read(0, 1)
+    made.begin(0)
+    with pytest.raises(ValueError, match="3"):
+        made.read_into(0, 4, np.empty(3, np.int64))
+    with pytest.raises(ValueError, match="shape"):
+        Order(10, shuffle=True, seed=1, indices=np.arange(9))
+
+
+# ── below the extension: what no sane number of samples reaches ───────────────────────────────
+
+
+@pytest.fixture(scope="module", params=["", "-DCSEQ_PORTABLE_MUL"], ids=["native", "portable"])
+def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compile the header on its own, with the compiler's wide multiplication and without."""
+    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+    if compiler is None or sys.platform == "win32":
+        pytest.skip("no C compiler to compile the header with")
+    library = tmp_path_factory.mktemp("header") / "shuffle.so"
+    include = HERE.parent / "cseq" / "include"
+    flags = ["-std=c99", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared"]
+    options = [request.param] if request.param else []
+    source = HERE / "c" / "shuffle.c"
+    command = [compiler, *flags, *options, f"-I{include}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=100)
+    loaded = ctypes.CDLL(str(library))
+    loaded.multiply.restype = ctypes.c_uint64
+    return loaded
+
+
+def u64(value: int) -> ctypes.c_uint64:
+    """Pass a 64-bit word."""
+    return ctypes.c_uint64(value)
+
+
+def test_multiplication(header: ctypes.CDLL) -> None:
+    """The product of two words is exact, whichever way it is made."""
+    rng, low = random.Random(1), ctypes.c_uint64()
+    edges = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**63, WORD - 1, WORD, GOLDEN]
+    drawn = [(rng.getrandbits(64), rng.getrandbits(64)) for _ in range(1000)]
+    for a, b in [*itertools.product(edges, edges), *drawn]:
+        high = header.multiply(u64(a), u64(b), ctypes.byref(low))
+        assert high << 64 | low.value == a * b
+
+
+@pytest.mark.parametrize(
+    "limit", [1, 2, 3, 10**6, 2**32, 2**62 + 1, 2**63, 2**63 + 1, 3 * 2**62, WORD]
+)
+def test_rejected_words(header: ctypes.CDLL, limit: int) -> None:
+    """Words that would favour some numbers are drawn again, as in the reference."""
+    state, count = derive(limit, 0, 1, 4), 500
+    out = (ctypes.c_uint64 * count)()
+    header.bounded((ctypes.c_uint64 * 4)(*state), u64(limit), out, u64(count))
+    stream = words(state)
+    assert list(out) == [bounded(stream, limit) for _ in range(count)]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="no memory without a file")
+@pytest.mark.parametrize(("n", "width"), [(2**32, 4), (2**32, 8), (2**32 + 1, 8), (2**33 + 5, 8)])
+def test_more_than_32_bits(header: ctypes.CDLL, n: int, width: int) -> None:
+    """Around 2^32 samples both widths give the order of the reference; nobody touches 64 GB."""
+    reserve = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve
+    pages, count = -(-n * width // 4096), 500
+    out = (ctypes.c_int64 * count)()
+    try:
+        table, tags = (mmap.mmap(-1, size, flags=flags) for size in (pages * 4096, pages * 4))
+    except OSError as error:
+        pytest.skip(f"this system does not promise {pages * 4096} bytes: {error}")
+    with table, tags:
+        where = [ctypes.c_char.from_buffer(memory) for memory in (table, tags)]
+        addresses = [ctypes.c_void_p(ctypes.addressof(first)) for first in where]
+        header.first(
+            u64(n), ctypes.c_uint32(width), *addresses, u64(8), u64(9), out, u64(count)
+        )
+        del where
+    values = list(out)
+    assert values == list(itertools.islice(order(n, 8, 9), count))
+    assert max(values) >= 2**31
+
+
+@settings(max_examples=20)
+@given(n=st.integers(1, 5000), last=st.integers(0, 4), width=st.sampled_from([4, 8]))
+def test_generations_wrap_around(header: ctypes.CDLL, n: int, last: int, width: int) -> None:
+    """After 2^32 epochs on one table, generations begin again, and no page is taken for clean."""
+    pages = -(-n * width // 4096)
+    table, tags = (ctypes.c_uint64 * (pages * 512))(), (ctypes.c_uint32 * pages)()
+    out = (ctypes.c_int64 * n)()
+    generation = ctypes.c_uint32(2**32 - 3)
+    header.epochs(
+        u64(n), ctypes.c_uint32(width), table, tags, generation, u64(6), u64(last + 1), out
+    )
+    assert list(out) == cseq.permutation(n, 6, last).tolist()
