@@ -66,7 +66,7 @@ lint: build cross $(VENV)/.dev
 # -- the C headers, as the compilers of other systems see them
 
 C_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icseq/include
-AS_MSVC := -ffreestanding -fms-extensions -U__GNUC__ -U__clang__ -D_MSC_VER=1940 \
+AS_MSVC := -ffreestanding -fms-extensions -U__GNUC__ -U__clang__ -U__SIZEOF_INT128__ -D_MSC_VER=1940 \
 	-Wno-builtin-macro-redefined -Wno-unused-function -Itests/c/msvc
 ZIG_CC = $(PY) -m ziglang cc $(C_FLAGS)
 TARGETS := x86_64-windows-gnu aarch64-windows-gnu x86_64-macos aarch64-macos \
@@ -74,10 +74,13 @@ TARGETS := x86_64-windows-gnu aarch64-windows-gnu x86_64-macos aarch64-macos \
 
 cross: $(VENV)/.dev
 	mkdir -p build/cross
-	set -e; for target in $(TARGETS); do \
-		$(ZIG_CC) -target $$target -c tests/c/headers.c -o build/cross/$$target.o; \
+	for target in $(TARGETS); do \
+		$(ZIG_CC) -target $$target -c tests/c/headers.c -o build/cross/$$target.o || exit 1; \
 	done
-	$(ZIG_CC) -target x86_64-windows-gnu $(AS_MSVC) -c tests/c/msvc/atomic.c -o build/cross/msvc.o
+	for machine in x86_64,_M_X64 aarch64,_M_ARM64; do \
+		$(ZIG_CC) -target $${machine%,*}-windows-gnu $(AS_MSVC) -D$${machine#*,} \
+			-c tests/c/msvc/branches.c -o build/cross/$${machine#*,}.o || exit 1; \
+	done
 
 # -- what is published
 

@@ -27,6 +27,7 @@ The modules; imports point down::
     ├── launcher.py     starting worker processes: forkserver, spawn, fork
     ├── failure.py      an exception on its way from a worker to the loop
     ├── payload.py      the user's worker, as bytes for every worker process
+    ├── stats.py        what was done so far, and who waits for whom
     ├── check.py        checks of arguments
     ├── _core.pyx       the nogil core: ring, shuffle, slices, slots
     └── errors.py       every error, drawn as a tree
@@ -40,6 +41,7 @@ from cseq._core import permutation
 from cseq.context import WorkerInfo, empty, rng, worker_info
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.sequence import MPSequence, MSequence, MTSequence
+from cseq.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -49,6 +51,7 @@ __all__ = [
     "MSequence",
     "MTSequence",
     "RemoteTraceback",
+    "Stats",
     "WorkerDied",
     "WorkerError",
     "WorkerInfo",

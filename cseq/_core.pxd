@@ -41,6 +41,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint64_t word
         uint64_t epoch
         uint64_t batch
+        uint64_t start       # position of its first sample in the order of the epoch
         uint32_t count       # samples
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed

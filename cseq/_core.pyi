@@ -86,6 +86,9 @@ def ring_bytes(capacity: int, batch_size: int, runners: int) -> int: ...
 class Ring:
     memory: Final[Memory]
     waited_ns: Final[int]
+    taken_batches: Final[int]
+    taken_samples: Final[int]
+    taken_bytes: Final[int]
     abandoned_count: Final[int]
     wake_at: int
     spin: int
@@ -111,6 +114,7 @@ class Ring:
         epoch: int,
         batch: int,
         count: int,
+        start: int = 0,
         slot: int = 0,
         capacity: int = 0,
         owner: int = 0,
@@ -141,6 +145,8 @@ class Seat:
     def epoch(self) -> int: ...
     @property
     def batch(self) -> int: ...
+    @property
+    def start(self) -> int: ...
     @property
     def slot(self) -> int: ...
     @property

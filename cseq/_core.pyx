@@ -610,7 +610,11 @@ cdef class Ring:
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
     cdef public uint32_t wake_at  # how many of them wake the runners
-    cdef readonly uint64_t waited_ns
+    cdef readonly uint64_t waited_ns  # the trainer slept
+    # taken since the beginning, errors not counted
+    cdef readonly uint64_t taken_batches
+    cdef readonly uint64_t taken_samples
+    cdef readonly uint64_t taken_bytes  # of slots
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
                   uint32_t runners=1):
@@ -717,10 +721,11 @@ cdef class Ring:
         return -1
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-             uint32_t count, uint32_t slot=0, uint64_t capacity=0, uint32_t owner=0):
+             uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0,
+             uint32_t owner=0):
         """Offer a ticket, its indices written, in a free cell; to one runner if `owner` is given.
 
-        The runners are woken when `wake_at` tickets have gathered, and whenever the trainer waits.
+        `start` is the position of the first sample in the order of the epoch. The runners are woken when `wake_at` tickets have gathered, and whenever the trainer waits.
         """
         cdef cseq_cell* c = self.at(cell)
         if count > self.r.batch_size:
@@ -729,6 +734,7 @@ cdef class Ring:
             raise RuntimeError(f"cell {cell} is not free")
         c.epoch = epoch
         c.batch = batch
+        c.start = start
         c.count = count
         c.slot = slot
         c.capacity = capacity
@@ -785,6 +791,10 @@ cdef class Ring:
         c = cseq_ring_cell(self.r, cell)
         f = c.converted if c.stage else c.record
         cseq_ring_retire(self.r, cell)
+        if c.status == 0:
+            self.taken_batches += 1
+            self.taken_samples += c.count
+            self.taken_bytes += f[0] + f[1] + f[2] + f[3] + f[4] + f[5]
         return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
 
     def alarms(self):
@@ -949,6 +959,11 @@ cdef class Seat:
         return self.held().batch
 
     @property
+    def start(self):
+        """Position of the first sample in the order of the epoch."""
+        return self.held().start
+
+    @property
     def slot(self):
         return self.held().slot
 
@@ -983,7 +998,8 @@ cdef class Seat:
         status : int
             0: a batch; anything else goes straight to the output.
         record : tuple of int
-            Where in the slot it lies, at most `FIELDS` numbers.
+            Where in the slot it lies: at most `FIELDS` numbers of bytes, which add up to what it
+            takes.
         capacity : int
             Bytes of the slot that are committed now.
         """

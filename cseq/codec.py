@@ -110,13 +110,13 @@ def _open_default(value: Any) -> Opened:
 
 
 def _open_data(value: Any) -> Opened | None:
-    """Open a dataclass, unless a field has no value."""
-    state = getattr(value, "__dict__", {})
-    names = tuple(dict.fromkeys([*_field_names(type(value)), *state]))
+    """Open a dataclass, unless it lacks a field that has a slot."""
+    slots, state = _slotted_fields(type(value)), getattr(value, "__dict__", {})
     try:
-        return names, None, [getattr(value, name) for name in names]
+        children = [getattr(value, name) for name in slots]
     except AttributeError:
         return None
+    return (*slots, *state), None, [*children, *state.values()]
 
 
 def _close_plain(cls: Any, _fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
@@ -204,26 +204,26 @@ def _pickles_itself(cls: type) -> bool:
     )
 
 
-def _is_plain(cls: type) -> bool:
+def _is_plain(cls: Any) -> bool:
     """Whether the instances of a dataclass are its fields and attributes, and nothing else."""
-    slots = {name for base in cls.__mro__ for name in _slots(base)}
     try:
         object.__new__(cls)  # impossible for what derives from dict, Exception and the like
     except TypeError:
         return False
-    return slots <= {*_field_names(cls), "__dict__", "__weakref__"} and not _pickles_itself(cls)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    """Names in ``__slots__`` of this class alone."""
-    slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    return _slots(cls) == {*_slotted_fields(cls)} and not _pickles_itself(cls)
 
 
 @functools.lru_cache(maxsize=1024)
-def _field_names(cls: Any) -> tuple[str, ...]:
-    """Names of a dataclass's fields."""
-    return tuple(field.name for field in fields(cls))
+def _slotted_fields(cls: Any) -> tuple[str, ...]:
+    """Names of those fields of a dataclass that are not in its dictionary."""
+    return tuple(field.name for field in fields(cls) if field.name in _slots(cls))
+
+
+def _slots(cls: type) -> set[str]:
+    """Names in all ``__slots__`` of a class."""
+    named = [vars(base).get("__slots__", ()) for base in cls.__mro__]
+    slots = {name for names in named for name in ([names] if isinstance(names, str) else names)}
+    return slots - {"__dict__", "__weakref__"}
 
 
 def _too_deep() -> ValueError:
@@ -491,7 +491,9 @@ def _plan_for(batch: Any, tree: Token, survey: _Survey, writer: Writer) -> _Plan
     plan, cast, base = _latest, survey.cast, writer.place(0)
     find = writer.find if writer.loaned else None
     signature = _signature(survey.arrays, cast, find) + _signature(survey.raws, None, find)
-    if (plan.base, plan.cast, plan.tree, plan.signature) != (base, cast, tree, signature):
+    # Not `==` for types: a dtype of float64 equals None.
+    alike = plan.base == base and plan.cast is cast and plan.tree == tree
+    if not alike or plan.signature != signature:
         plan = _latest = _make_plan(batch, base, survey, tree, signature)
     return plan
 

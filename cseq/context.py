@@ -35,6 +35,10 @@ class Ticket(Protocol):
     def batch(self) -> int:
         """The batch's running number within the epoch."""
 
+    @property
+    def start(self) -> int:
+        """Position of the batch's first sample in the order of the epoch."""
+
 
 class Allocator(Protocol):
     """Whatever can make an array where the batch is going to lie."""
@@ -82,7 +86,7 @@ class Desk:
                 "cseq.rng() belongs to a batch: call it in __getitem__, not where the indexer is made"
             )
         if self._rng is None:
-            self._rng = generator(self.seed, self.ticket.epoch, self.ticket.batch)
+            self._rng = generator(self.seed, self.ticket.epoch, self.ticket.start)
         return self._rng
 
     def sit(self, ticket: Ticket) -> None:
@@ -106,19 +110,23 @@ def leave(left: Desk | None) -> None:
     _here.desk = left
 
 
-def generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
-    """Make the generator of a batch: Philox, keyed by (seed, epoch), counting from the batch."""
+def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
+    """Make the generator of the batch that begins at this position of the epoch.
+
+    Philox, keyed by (seed, epoch), with the position in the upper half of its counter: a position
+    belongs to one batch of one rank, and to the same one after a resume with more or fewer ranks.
+    """
     low, high = derive(seed, epoch, PURPOSE_INDEXER, 2)
-    philox = np.random.Philox(key=low | high << 64, counter=batch << 128)
+    philox = np.random.Philox(key=low | high << 64, counter=start << 128)
     return np.random.Generator(philox)
 
 
 def rng() -> np.random.Generator:
     """Return the random generator of the batch that is being made.
 
-    It is derived from (seed, epoch, batch) and from nothing else: what it draws is the same for
-    any number of workers, in test mode, after a worker's death and after a resume. Within one
-    batch, every call returns the same generator.
+    It is derived from the seed, the epoch and the batch's place in it, and from nothing else: what
+    it draws is the same for any number of workers, in test mode, after a worker's death and after
+    a resume, and differs between ranks. Within one batch, every call returns the same generator.
 
     Raises
     ------

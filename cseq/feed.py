@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import failure
 from cseq.stage import RAISED
+from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,10 +75,12 @@ class Feed:
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
         self._ticket = 0
         self._epoch = 0
-        self._batch = 0  # the next one to post
+        self._first = 0  # number of the first batch: above 0 if the epoch is resumed
+        self._batch = 0  # the next one to post, from 0
         self._batches = 0
+        self._taken = 0  # of those, taken out again
+        self.done = 0  # the same, but a batch that raised counts only when the loop went on
         self._sweeping = False
-        self.delivered = 0
         self.skipped: list[tuple[int, int, str]] = []
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
@@ -86,7 +89,8 @@ class Feed:
         self._sweeping = True
         self._sampler.begin(epoch, consumed)
         self._epoch = epoch
-        self._batch = 0
+        self._first = self._sampler.first
+        self._batch = self._taken = self.done = 0
         self._batches = len(self._sampler)
         self._refill()
 
@@ -105,7 +109,9 @@ class Feed:
         """Post the next ticket in a free cell."""
         batch = self._batch
         count = self._sampler.fill(batch, self._rooms[cell])
-        self._ring.post(cell, self._ticket, self._epoch, batch, count, slot, capacity)
+        start = self._sampler.start(batch)
+        number = self._first + batch
+        self._ring.post(cell, self._ticket, self._epoch, number, count, start, slot, capacity)
         self._ticket += 1
         self._batch = batch + 1
 
@@ -124,12 +130,14 @@ class Feed:
             The epoch is over.
         """
         taken = self._ring.take(self._ordered) or self._await()
+        self._taken += 1
         while taken[1] == RAISED:
             self._raised(*taken)
             taken = self._ring.take(self._ordered) or self._await()
+            self._taken += 1
         cell, _, slot, capacity, record = taken
         batch, slot = self._outlet.collect(cell, slot, capacity, record)
-        self.delivered += 1
+        self.done = self._taken
         if slot >= 0 and self._batch < self._batches:
             self._post(cell, slot, capacity)  # the short way: same cell, same slot
         else:
@@ -168,6 +176,19 @@ class Feed:
                 found.append((owner, since, place))
         return found
 
+    def stats(self, num_workers: int) -> Stats:
+        """Count what went through the ring; `num_workers` runners are indexers."""
+        ring = self._ring
+        return Stats(
+            batches=ring.taken_batches,
+            samples=ring.taken_samples,
+            nbytes=ring.taken_bytes,
+            skips=len(self.skipped),
+            depths=ring.depths(),
+            loop_waited=ring.waited_ns / 1e9,
+            workers_waited=sum(ring.idle_ns()[:num_workers]) / 1e9,
+        )
+
     def _raised(self, cell: int, status: int, slot: int, capacity: int, record: Any) -> None:  # noqa: ARG002
         """Raise, or note down, what an indexer raised."""
         error, slot = self._outlet.error(cell, slot, capacity, record)
@@ -178,5 +199,6 @@ class Feed:
             failure.annotate(error, f"cseq: while making {place}")
             raise error
         self.skipped.append((epoch, batch, repr(error)))
+        self.done = self._taken
         log.error("skipped %s: %r", place, error)
         self._refill()

@@ -173,7 +173,7 @@ def make_launcher(
         ``module:function`` that workers run.
     preload : sequence of str
         Modules that a fork server imports too, so that its workers have them at once. One that
-        cannot be imported is left out, with a line in the log.
+        cannot be imported is left out, with a line on standard error.
 
     Raises
     ------
@@ -1182,5 +1182,5 @@ def _preload(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - anything may go wrong in a module
-        logging = importlib.import_module("logging")
-        logging.getLogger("cseq").warning("the fork server could not import %s: %s", name, error)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
+            sys.stderr.write(f"cseq: the fork server could not import {name}: {error!r}\n")

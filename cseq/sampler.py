@@ -81,6 +81,19 @@ class Sampler:
         self._order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
         self.length = self._cut(0)
 
+    def reseeded(self, seed: int) -> Sampler:
+        """Return the same with another seed."""
+        indices = self._order.indices
+        return Sampler(
+            self.dset_size if indices is None else indices,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            seed=seed,
+            drop_last=self.drop_last,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
     def __len__(self) -> int:
         """Batches of the epoch that has begun, for this rank: fewer if it began in its middle."""
         return self._batches
@@ -127,6 +140,17 @@ class Sampler:
         if not 0 <= batch <= self._batches:
             raise IndexError(f"batch {batch} is not one of {self._batches}")
         return min(self._consumed + batch * self._stride, self.dset_size)
+
+    @property
+    def first(self) -> int:
+        """How many batches of the epoch came before batch 0, as far as they had this size."""
+        return self._consumed // self._stride
+
+    def start(self, batch: int) -> int:
+        """Return the position of a batch's first sample in the order of the epoch."""
+        if batch < self._full:
+            return self._start + batch * self._stride
+        return self.position(batch) + self.rank * self._part
 
     def size(self, batch: int) -> int:
         """Return the number of samples of a batch; nothing is shuffled for it.

@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cseq import converter, indexer, payload
+from cseq._core import ALGORITHM
 from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, seconds
 from cseq.launcher import start_methods
 from cseq.pools import Job
 from cseq.sampler import Sampler, resolve_shard
+from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
 
 log = logging.getLogger("cseq")
+
+
+STATE_VERSION = 1
 
 
 class State(enum.Enum):
@@ -192,6 +197,7 @@ class MSequence:
         workers = count("num_workers", num_workers)
         converters = self._count_converters(workers, num_converters)
         rank, world_size = resolve_shard(shard)
+        self._drawn = seed is None
         self._sampler = Sampler(
             dset_size,
             batch_size=count("batch_size", batch_size),
@@ -228,6 +234,10 @@ class MSequence:
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._epoch = 0
         self._begun = False  # _epoch has begun, so the next iter() takes the one after it
+        self._consumed = 0  # where in _epoch the next iter() begins, if it has not begun
+        self._stats = Stats()  # of the last run, when nothing runs
+        self._skipped: list[tuple[int, int, str]] = []
+        self._done = 0  # batches delivered of _epoch, when it has begun and nothing runs
 
     @staticmethod
     def _count_converters(workers: int, converters: int | None) -> int:
@@ -282,6 +292,7 @@ class MSequence:
         """Let the next ``iter()`` begin this epoch, whatever the last one was."""
         self._epoch = count("epoch", epoch, least=0)
         self._begun = False
+        self._consumed = 0
 
     # -- start, iterate, finish
 
@@ -358,6 +369,8 @@ class MSequence:
     def _end(self) -> None:
         """End what runs, if anything does."""
         if self._run is not None:
+            pool = self._run.pool
+            self._done, self._stats, self._skipped = pool.done, pool.stats(), pool.skipped
             self._run.close()
             self._run = None
         if self._finalizer is not None:
@@ -413,9 +426,110 @@ class MSequence:
             assert run is not None
             run.present += 1
             epoch = self._epoch + 1 if self._begun else self._epoch
-            run.pool.begin(epoch, 0)
-            self._epoch, self._begun = epoch, True
+            run.pool.begin(epoch, self._consumed)
+            self._epoch, self._begun, self._consumed = epoch, True, 0
             return Epoch(self, run)
+
+    # -- leave off and resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where the loop is, after the last batch delivered to it.
+
+        A handful of JSON values, the same on every rank, constant in size and time.
+
+        Raises
+        ------
+        ValueError
+            In the middle of an epoch with ``ordered=False``, whose place no number says.
+        """
+        with self._lock:
+            epoch, consumed = self._place()
+            job = self._job
+            return {
+                "version": STATE_VERSION,
+                "algorithm": ALGORITHM,
+                "seed": job.seed,
+                "shuffle": self._sampler.shuffle,
+                "dset_size": self.dset_size,
+                "batch_size": job.batch_size,
+                "world_size": self._sampler.world_size,
+                "drop_last": self._sampler.drop_last,
+                "epoch": epoch,
+                "consumed": consumed,
+            }
+
+    def _place(self) -> tuple[int, int]:
+        """Return the epoch, and the samples of it that all ranks together have had."""
+        if not self._begun:
+            return self._epoch, self._consumed
+        done = self._done if self._run is None else self._run.pool.done
+        if done == len(self._sampler):
+            return self._epoch + 1, 0
+        if done and not self._job.ordered:
+            raise ValueError(
+                "ordered=False delivers batches as they are finished, so a place in the middle of "
+                "an epoch cannot be resumed; take the state between epochs, or use ordered=True"
+            )
+        return self._epoch, self._sampler.position(done)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter()`` go on where `state_dict` was taken.
+
+        Number and kind of workers, `batch_size` and the number of ranks may be others: what is
+        left of the epoch is dealt anew. A seed that was drawn gives way to the state's.
+
+        Raises
+        ------
+        ValueError
+            The state is of another data set size, seed, order or version; both are named.
+        """
+        with self._lock:
+            epoch, consumed = self._check_state(state)
+            if self._run is not None:
+                self._run.present += 1  # what is under way is not the place any more
+            if state["seed"] != self._job.seed:
+                self._sampler = self._sampler.reseeded(state["seed"])
+                self._job = replace(self._job, sampler=self._sampler, seed=state["seed"])
+                self._end()
+            self._epoch, self._consumed, self._begun = epoch, consumed, False
+
+    def _check_state(self, state: dict[str, Any]) -> tuple[int, int]:
+        """Refuse a state of something else; return its epoch and its place in it."""
+        ours = {
+            "version": STATE_VERSION,
+            "algorithm": ALGORITHM,
+            "dset_size": self.dset_size,
+            "shuffle": self._sampler.shuffle,
+        }
+        if not self._drawn:
+            ours["seed"] = self._job.seed
+        missing = {*ours, "seed", "epoch", "consumed"} - state.keys()
+        if missing:
+            raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
+        for name, value in ours.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state has {name}={state[name]!r}, this manager has {name}={value!r}; "
+                    "make it with the same, or do not load this state"
+                )
+        epoch = count("epoch", state["epoch"], least=0)
+        consumed = count("consumed", state["consumed"], least=0)
+        if consumed > self.dset_size:
+            raise ValueError(f"the state has consumed={consumed} of {self.dset_size} samples")
+        return epoch, consumed
+
+    # -- what it did
+
+    def stats(self) -> Stats:
+        """Count what was done since the last start, and tell who waits for whom."""
+        with self._lock:
+            return self._stats if self._run is None else self._run.pool.stats()
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error."""
+        with self._lock:
+            return list(self._skipped if self._run is None else self._run.pool.skipped)
 
 
 class MPSequence(MSequence):

@@ -145,6 +145,13 @@ def test_a_module_says_what_it_is(module: str) -> None:
     assert not any(rest[:1])
 
 
+def test_every_header_is_compiled_for_other_systems() -> None:
+    """The file that `make cross` compiles includes every C header of the core."""
+    text = Path(__file__).with_name("c").joinpath("headers.c").read_text(encoding="utf-8")
+    headers = {path.name for path in (PACKAGE / "include").glob("*.h")}
+    assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
+
+
 def test_all_is_sorted_and_complete() -> None:
     """`__all__` names every public object of the package once, in order."""
     public = {

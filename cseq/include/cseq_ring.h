@@ -75,6 +75,7 @@ typedef struct {
     /* written by the trainer before the post */
     uint64_t epoch;
     uint64_t batch; /* running number within the epoch */
+    uint64_t start; /* position of its first sample in the order of the epoch */
     uint32_t count; /* samples */
     uint32_t slot;
     /* written by the trainer at the post, and by an owner that made the slot larger */
@@ -84,7 +85,7 @@ typedef struct {
     uint32_t stage;      /* which record is the last one written */
     uint32_t status;     /* 0: a batch; else see stage.py */
     uint64_t record[CSEQ_FIELDS];
-    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS + 8];
+    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS];
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
     char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];

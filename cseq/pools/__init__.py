@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from cseq.converter import Output
     from cseq.sampler import Sampler
+    from cseq.stats import Stats
 
 __all__ = ["Job", "Pool"]
 
@@ -66,6 +67,17 @@ class Job:
 
 class Pool(Protocol):
     """What a sequence needs of a pool; one thread at a time."""
+
+    @property
+    def done(self) -> int:
+        """Batches of this epoch that were delivered, or left out for an error."""
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+
+    def stats(self) -> Stats:
+        """Count what this pool has done so far."""
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered."""

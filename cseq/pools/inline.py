@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import context, failure, indexer
 from cseq.converter import Converter
+from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from cseq.pools import Job
@@ -26,10 +27,21 @@ class InlinePool:
         self._convert = None if job.output.kind == "null" else Converter(job.output).convert
         self._indexer: indexer.Indexer | None = None
         self.epoch = 0
-        self.batch = -1  # the one in hand
+        self._at = 0  # which batch of this epoch is in hand
         self._batches = 0
-        self.delivered = 0
+        self.done = 0  # batches delivered or skipped; one that raised, when the loop went on
+        self._count = 0  # batches delivered, over all epochs
         self.skipped: list[tuple[int, int, str]] = []
+
+    @property
+    def batch(self) -> int:
+        """The batch in hand: its number within the epoch."""
+        return self._sampler.first + self._at
+
+    @property
+    def start(self) -> int:
+        """Position of its first sample in the order of the epoch."""
+        return self._sampler.start(self._at)
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
@@ -40,39 +52,45 @@ class InlinePool:
             finally:
                 context.leave(left)
         self._sampler.begin(epoch, consumed)
-        self.epoch, self.batch, self._batches = epoch, -1, len(self._sampler)
+        self.epoch, self._batches = epoch, len(self._sampler)
+        self._at = self.done = 0
 
     def next(self) -> Any:
         """Make the next batch."""
-        while True:
-            self.batch += 1
-            if self.batch >= self._batches:
-                raise StopIteration
-            indices = self._sampler.indices(self.batch)
+        while self._at < self._batches:
             desk = self._desk
             desk.sit(self)
             left = context.enter(desk)
             try:
-                batch = self._indexer[indices]  # type: ignore[index]
+                batch = self._indexer[self._sampler.indices(self._at)]  # type: ignore[index]
                 if self._convert is not None:
                     batch = self._convert(batch)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the user's, and raised again
                 self._raised(error)
                 continue
             finally:
                 context.leave(left)
-            self.delivered += 1
+            self._at += 1
+            self.done = self._at
+            self._count += 1
             return batch
+        raise StopIteration
 
     def _raised(self, error: Exception) -> None:
         """Raise, or note down, what the indexer raised."""
-        indices = self._sampler.indices(self.batch)
+        indices = self._sampler.indices(self._at)
         place = failure.where(self.epoch, self.batch, indices.tolist())
+        self._at += 1
         if self._job.on_error == "raise":
             failure.annotate(error, f"cseq: while making {place}")
             raise error
-        self.skipped.append((self.epoch, self.batch, repr(error)))
+        self.done = self._at
+        self.skipped.append((self.epoch, self.batch - 1, repr(error)))
         log.error("skipped %s: %r", place, error)
+
+    def stats(self) -> Stats:
+        """Count what was delivered."""
+        return Stats(batches=self._count, skips=len(self.skipped))
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""

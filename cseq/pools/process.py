@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, failure, indexer, payload
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from cseq.edge import Outlet
     from cseq.pools import Job
+    from cseq.stats import Stats
 
 __all__ = ["ProcessPool", "main"]
 
@@ -308,6 +309,26 @@ class ProcessPool:
             log.error("%sworker %d is restarted", message, owner - 1)
             self._keeper.kill(owner)
 
+    @property
+    def done(self) -> int:
+        """Batches of this epoch that were delivered, or left out for an error."""
+        return self.feed.done
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+        return self.feed.skipped
+
+    def stats(self) -> Stats:
+        """Count what this pool has done so far."""
+        counted = self.feed.stats(self._job.num_workers)
+        return replace(
+            counted,
+            restarts=self._deaths.restarts,
+            retries=self._deaths.retries,
+            copies=self._arena.copies,
+        )
+
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""
         if os.getpid() != self._pid:
@@ -350,6 +371,7 @@ class Deaths:
         self._by_batch: Counter[tuple[int, int]] = Counter()
         self._oom_kills = oom_kills()
         self.restarts = 0
+        self.retries = 0  # tickets that ran again
 
     def begin(self) -> None:
         """Begin a new epoch's budget."""
@@ -372,6 +394,7 @@ class Deaths:
         reason = self._too_many(held)
         if reason is None:
             self.restarts += 1
+            self.retries += len(held)
             return None
         place = f" while making {failure.where(*held[0])}" if held else ""
         message = f"a worker process {describe_exit(exitcode)}{self._oom(exitcode)}{place}; {reason}"

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from cseq.edge import Source
     from cseq.pools import Job
+    from cseq.stats import Stats
 
 __all__ = ["ConverterThreads", "ThreadPool"]
 
@@ -83,7 +85,7 @@ class ConverterThreads:
         first = job.num_workers + 1
         for number in range(job.num_converters):
             seat = Seat(ring, CONVERTER, first + number, last=True)
-            crew.start(f"cseq-c{number}", lambda seat=seat: self._run(job, seat, source, inlet))
+            crew.start(f"cseq-c{number}", partial(self._run, job, seat, source, inlet))
 
     @staticmethod
     def _run(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
@@ -123,7 +125,7 @@ class ThreadPool:
             check=self._check,
         )
         for number in range(job.num_workers):
-            self._crew.start(f"cseq-w{number}", lambda number=number: self._index(number))
+            self._crew.start(f"cseq-w{number}", partial(self._index, number))
         if job.num_converters:
             ConverterThreads(job, self._ring, self._edge, self._edge, self._crew)
 
@@ -161,6 +163,20 @@ class ThreadPool:
                     f"thread is here:\n{self._crew.stack(f'cseq-w{owner - 1}')}"
                     "(threads cannot be restarted; thread_type='proc' can)"
                 )
+
+    @property
+    def done(self) -> int:
+        """Batches of this epoch that were delivered, or left out for an error."""
+        return self.feed.done
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+        return self.feed.skipped
+
+    def stats(self) -> Stats:
+        """Count what this pool has done so far."""
+        return self.feed.stats(self._job.num_workers)
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""

@@ -6,4 +6,5 @@
 #include "cseq_atomic.h"
 #include "cseq_map.h"
 #include "cseq_ring.h"
+#include "cseq_shuffle.h"
 #include "cseq_wait.h"

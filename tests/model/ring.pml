@@ -125,9 +125,8 @@ inline enter(g, me) {
 #endif
 }
 
-/* The futex compares and queues in one step. */
 inline sleep(me) {
-    atomic { sleeping[me] = fresh[me]; fresh[me] = 0 }
+    atomic { sleeping[me] = fresh[me]; fresh[me] = 0 } /* compares and queues in one step */
     atomic {
         if
         :: !sleeping[me]
@@ -231,7 +230,24 @@ inline look() {
     od
 }
 
+/* The effect of a compare-and-swap that succeeds. */
+inline grab() {
+    t = ticket[got];
+    state[got] = OPEN(me) + 1;
+    owner[got] = me;
+    begin_work()
+}
+
 /* A cell in `got`, or NONE. */
+#ifdef COARSE
+inline claim() {
+    do
+    :: atomic { k == CELLS -> k = 0; break }
+    :: atomic { k < CELLS && !MINE(k) -> k++ }
+    :: atomic { k < CELLS && MINE(k) -> got = k; k = 0; grab(); break }
+    od
+}
+#else
 inline claim() {
     do
     :: look();
@@ -255,10 +271,10 @@ inline claim() {
 #endif
                 got = seen_at;
                 seen_at = 0;
+#ifdef M_CLAIM_THEN_OWNER
                 state[got] = OPEN(me) + 1;
-#ifndef M_CLAIM_THEN_OWNER
-                owner[got] = me;
-                begin_work();
+#else
+                grab();
 #endif
                 break
             :: else -> t = 0; seen_at = 0
@@ -271,6 +287,32 @@ inline claim() {
     :: atomic { got != NONE -> owner[got] = me; begin_work() }
     :: else
     fi
+#endif
+}
+#endif
+
+/* What comes before the flag is set, without regard to whether there is something to claim. */
+inline quick() {
+#ifdef COARSE
+    atomic {
+        if
+        :: closed -> break
+        :: MINE(0) -> got = 0; grab()
+#if CELLS > 1
+        :: MINE(1) -> got = 1; grab()
+#endif
+#if CELLS > 2
+        :: MINE(2) -> got = 2; grab()
+#endif
+        :: !closed -> skip
+        fi
+    }
+#else
+    if
+    :: atomic { closed -> break }
+    :: atomic { !closed -> skip }
+    fi;
+    claim()
 #endif
 }
 
@@ -316,9 +358,7 @@ proctype runner(byte me) {
 born:
     {
         do
-        :: atomic { closed -> break }
-        :: atomic { !closed -> skip };
-            claim();
+        :: quick();
             if
             :: atomic { got == NONE -> skip };
                 enter(STAGE_OF(me), me);
@@ -495,26 +535,37 @@ inline take(number) {
 
 #define IS_READY(cell) ((cell) == 0 -> ANY_READY : state[(cell) - 1] == READY)
 
-/* What `fresh` says of the trainer was noted before it looked at `failed`. */
-inline doze(cell) {
+/* Look for news, then sleep until `cell` (from 1; 0: any) may be ready. */
+inline await(cell) {
+#ifndef M_SEEN_LATE
+    fresh[TRAINER] = 1; /* cseq_ring_alarms */
+#endif
+    if
+    :: atomic { failed -> break }
+    :: atomic { !failed -> skip }
+    fi;
+#ifndef M_NO_KNOCK
     if
     :: unwoken -> unwoken = 0; knock(INPUT)
     :: else
     fi;
-#ifdef M_SEEN_LATE
-    fresh[TRAINER] = 1;
 #endif
 #ifndef M_WANTED_LATE
     wanted = cell;
 #endif
+#ifdef M_SEEN_LATE
+    fresh[TRAINER] = 1;
+#endif
+#ifndef M_NO_FLAG
     asleep[OUTPUT] = 1;
+#endif
     if
     :: atomic { !IS_READY(cell) -> skip };
 #ifdef M_WANTED_LATE
         wanted = cell;
 #endif
         sleep(TRAINER)
-    :: atomic { IS_READY(cell) -> skip }
+    :: atomic { IS_READY(cell) -> fresh[TRAINER] = 0 }
     fi;
     asleep[OUTPUT] = 0
 }
@@ -567,13 +618,7 @@ proctype trainer() {
     byte posted = 1, next = 1, taken, given_up = 1, left, c, k, s, i;
     bit unwoken, old, broken;
     do
-    :: atomic { failed -> break }
-    :: atomic { !failed -> skip };
-        fresh[TRAINER] = 1; /* cseq_ring_alarms */
-        if
-        :: atomic { failed -> break }
-        :: atomic { !failed -> skip }
-        fi;
+    :: true ->
 #ifdef ABANDON
         if
         :: !broken && next < posted -> /* the loop was left in the middle of an epoch */
@@ -602,13 +647,13 @@ proctype trainer() {
                 :: taken == posted - next -> atomic { next = posted; taken = 0 }
                 :: else
                 fi
-            :: atomic { k == 0 -> skip }; doze(0)
+            :: atomic { k == 0 -> skip }; await(0)
             fi
 #else
         :: atomic { !MUST_POST && next < posted && state[where[next]] == READY -> c = 0 }; take(next); next++
-        :: atomic { !MUST_POST && next < posted && state[where[next]] != READY -> c = 0 }; doze(where[next] + 1)
+        :: atomic { !MUST_POST && next < posted && state[where[next]] != READY -> c = 0 }; await(where[next] + 1)
 #endif
-        :: atomic { next == posted && posted > TICKETS && left > 0 -> c = 0 }; doze(0)
+        :: atomic { next == posted && posted > TICKETS && left > 0 -> c = 0 }; await(0)
         :: atomic { next == posted && posted > TICKETS && left == 0 -> c = 0; break }
         fi
     od;

@@ -1,0 +1,95 @@
+"""The kinds of pool that the contract holds for, and what it means that two batches are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+import cseq
+from cseq.launcher import start_methods
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of pool."""
+
+    name: str
+    start_method: str | None = None
+
+    @property
+    def processes(self) -> bool:
+        """Whether its workers are processes."""
+        return self.start_method is not None
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it has workers at all."""
+        return self.name != "inline"
+
+    def make(self, worker: Any, dset_size: Any, num_workers: int = 2, **options: Any) -> Any:
+        """Make a manager, for this kind of pool if it is started by `start`."""
+        options = {"out_type": "null", "seed": 42, "num_workers": num_workers} | options
+        if self.processes:
+            options["start_method"] = self.start_method
+            return cseq.MPSequence(worker, dset_size, **options)
+        return cseq.MTSequence(worker, dset_size, **options)
+
+    def begin(self, manager: Any) -> Any:
+        """Start a manager."""
+        return manager.start() if self.parallel else manager.start_test()
+
+    def start(self, worker: Any, dset_size: Any, num_workers: int = 2, **options: Any) -> Any:
+        """Make and start a manager."""
+        return self.begin(self.make(worker, dset_size, num_workers, **options))
+
+
+INLINE, THREAD = Kind("inline"), Kind("thread")
+PROCESSES = [Kind(method, method) for method in start_methods()]
+FIRST_PROCESS = PROCESSES[0]
+PARALLEL = [THREAD, *PROCESSES]
+KINDS = [INLINE, *PARALLEL]
+
+
+def by_name(kind: Kind) -> str:
+    """Name a kind in the name of a test."""
+    return kind.name
+
+
+def stream(kind: Kind, worker: Any, dset_size: Any, *, epochs: int = 1, **options: Any) -> list[Any]:
+    """Give all batches of some epochs."""
+    with kind.start(worker, dset_size, **options) as manager:
+        return [batch for _ in range(epochs) for batch in manager]
+
+
+def expected(worker: Any, dset_size: Any, *, epochs: int = 1, **options: Any) -> list[Any]:
+    """Give what test mode makes of the same arguments."""
+    return stream(INLINE, worker, dset_size, epochs=epochs, **options)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Fail unless two batches have the same structure, types, shapes and bits."""
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.flags.writeable == other.flags.writeable
+        if one.dtype.hasobject:
+            assert one.tolist() == other.tolist()
+        else:
+            assert one.tobytes() == other.tobytes()
+    elif is_dataclass(one):
+        for field in fields(one):
+            assert_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, np.generic):
+        assert one.tobytes() == other.tobytes()
+    else:
+        assert one == other

@@ -1,0 +1,614 @@
+"""The contract of all pools: the same stream, each sample once, held batches intact."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from indexers import (
+    SIZES,
+    Augmented,
+    Broken,
+    Closing,
+    Indices1,
+    InPlace,
+    Killing,
+    Large,
+    Lasting,
+    Nested,
+    NotAnIndexer,
+    Quitting,
+    Rows,
+    Sizes,
+    Spoiler,
+    Where,
+)
+from kinds import (
+    INLINE,
+    KINDS,
+    PARALLEL,
+    PROCESSES,
+    THREAD,
+    Kind,
+    assert_same,
+    by_name,
+    expected,
+    stream,
+)
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import RunScript
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+every_parallel = pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+needs_kill = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+
+
+def indices_of(batches: Any) -> list[int]:
+    """All indices of batches that are arrays of them, in order."""
+    return [i for batch in batches for i in batch.tolist()]
+
+
+# -- the stream
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
+@every_parallel
+def test_same_as_test_mode(kind: Kind, num_workers: int) -> None:
+    """Parallel equals test mode, bit for bit and in order, for any number of workers."""
+    want = expected(Augmented, 203, epochs=3, batch_size=8)
+    got = stream(kind, Augmented, 203, epochs=3, batch_size=8, num_workers=num_workers)
+    assert_same(got, want)
+
+
+@every_kind
+def test_each_sample_once_an_epoch(kind: Kind) -> None:
+    """Every epoch has each sample once, in an order of its own; the last batch may be short."""
+    with kind.start(Indices1, 100, batch_size=32, buffer=3) as manager:
+        epochs = [list(manager) for _ in range(3)]
+    assert [[len(b) for b in epoch] for epoch in epochs] == [[32, 32, 32, 4]] * 3
+    assert [sorted(indices_of(epoch)) for epoch in epochs] == [list(range(100))] * 3
+    assert len({tuple(indices_of(epoch)) for epoch in epochs}) == 3
+
+
+@every_kind
+def test_order_is_that_of_permutation(kind: Kind) -> None:
+    """The indices of an epoch are `cseq.permutation(n, seed, epoch)`, cut into batches."""
+    got = stream(kind, Indices1, 77, epochs=2, batch_size=10, seed=9)
+    want = [cseq.permutation(77, 9, e).tolist() for e in range(2)]
+    assert indices_of(got) == want[0] + want[1]
+
+
+@every_kind
+def test_without_shuffle(kind: Kind) -> None:
+    """shuffle=False gives the samples in their natural order, in every epoch."""
+    got = stream(kind, Indices1, 11, epochs=2, batch_size=4, shuffle=False)
+    assert [b.tolist() for b in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]] * 2
+
+
+@every_kind
+def test_leaving_early(kind: Kind) -> None:
+    """Nothing of an epoch that was left early gets into the next one, which is complete."""
+    want = expected(Augmented, 100, epochs=4, batch_size=4)
+    with kind.start(Augmented, 100, batch_size=4, buffer=6) as manager:
+        for leave_at in (1, 0, 13):
+            for k, batch in enumerate(manager):
+                assert_same(batch, want.pop(0) if k == 0 else batch)
+                if k == leave_at:
+                    break
+            del want[: 25 - 1]
+        assert_same(list(manager), want)
+
+
+@every_kind
+def test_begun_and_never_asked(kind: Kind) -> None:
+    """An iterator that is made and not used counts as an epoch, and leaves nothing behind."""
+    want = expected(Indices1, 40, epochs=6, batch_size=4)[-10:]
+    with kind.start(Indices1, 40, batch_size=4) as manager:
+        for _ in range(5):
+            iter(manager)
+        assert manager.epoch == 4
+        assert_same(list(manager), want)
+
+
+@every_kind
+def test_unordered(kind: Kind) -> None:
+    """ordered=False gives the same batches, whichever comes first, and each epoch by itself."""
+    want = [{tuple(b) for b in expected(Indices1, 90, batch_size=7, epochs=3)[k:k + 13]}
+            for k in (0, 13, 26)]  # fmt: skip
+    with kind.start(Indices1, 90, batch_size=7, num_workers=3, ordered=False) as manager:
+        got = [[tuple(b) for b in manager] for _ in range(3)]
+    assert [len(epoch) for epoch in got] == [13] * 3
+    assert [set(epoch) for epoch in got] == want
+
+
+@pytest.mark.parametrize("buffer", [1, 2, 3, 50])
+@every_parallel
+def test_any_buffer(kind: Kind, buffer: int) -> None:
+    """The stream does not depend on the buffer, be it one cell or more than there are batches."""
+    want = expected(Indices1, 50, batch_size=3, epochs=2)
+    assert_same(stream(kind, Indices1, 50, batch_size=3, epochs=2, buffer=buffer), want)
+
+
+@every_kind
+def test_drop_last_and_empty_epochs(kind: Kind) -> None:
+    """drop_last leaves out the short batch; if that is the only one, the epoch is empty."""
+    assert [len(b) for b in stream(kind, Indices1, 10, batch_size=4, drop_last=True)] == [4, 4]
+    assert stream(kind, Indices1, 3, batch_size=4, drop_last=True, epochs=3) == []
+
+
+@every_kind
+def test_shards_are_the_epoch(kind: Kind) -> None:
+    """The shards of an epoch are of equal length, and together the epoch."""
+    shards = [
+        stream(kind, Indices1, 48, batch_size=4, shard=(rank, 3), shuffle=False)
+        for rank in range(3)
+    ]
+    assert [[len(b) for b in shard] for shard in shards] == [[4, 4, 4, 4]] * 3
+    batches = [b for step in zip(*shards, strict=True) for b in step]
+    assert indices_of(batches) == list(range(48))
+
+
+@every_kind
+def test_samples_given_as_indices(kind: Kind) -> None:
+    """An array of indices is the samples; it is not written to."""
+    samples = np.array([5, 3, 3, 900, 2**40], np.int64)
+    samples.flags.writeable = False
+    got = stream(kind, Indices1, samples, batch_size=2)
+    assert sorted(indices_of(got)) == sorted(samples.tolist())
+
+
+# -- batches
+
+
+@every_kind
+def test_nested_batches(kind: Kind) -> None:
+    """A batch of any nesting arrives as the indexer returned it: structure, types and bits."""
+    got = stream(kind, Nested, 20, batch_size=6, shuffle=False)
+    for k, batch in enumerate(got):
+        direct = Nested()[np.arange(20)[6 * k : 6 * k + 6]]
+        assert_same(batch, direct)
+
+
+@every_kind
+def test_sizes_change_from_batch_to_batch(kind: Kind) -> None:
+    """Batches from nothing to tens of megabytes pass, whatever their neighbours' sizes."""
+    with kind.start(Sizes, len(SIZES), batch_size=1, shuffle=False, buffer=3) as manager:
+        for _ in range(2):
+            for k, batch in enumerate(manager):
+                assert_same(batch, Sizes()[np.array([k])])
+
+
+@every_kind
+def test_built_in_place(kind: Kind) -> None:
+    """What an indexer builds in `cseq.empty` arrives like any other array."""
+    for batch in stream(kind, InPlace, 30, batch_size=4):
+        whole = batch["whole"]
+        assert whole.shape[1] == 5000
+        assert (whole == whole[:, :1]).all()
+        assert_same(batch["part"], whole[:1, 10:20].copy())
+        assert batch["none"].shape == (0,)
+
+
+@every_kind
+def test_indices_are_the_indexers_own(kind: Kind) -> None:
+    """An indexer may change its indices: an int64 array of its own, in no batch but this."""
+    got = stream(kind, Spoiler, np.arange(64), batch_size=8, epochs=3, buffer=2)
+    want = [cseq.permutation(64, 42, e).tolist() for e in range(3)]
+    assert indices_of(got) == want[0] + want[1] + want[2]
+
+
+@every_kind
+def test_batches_may_be_changed(kind: Kind) -> None:
+    """A batch is the loop's own: what is written to it shows up nowhere else."""
+    with kind.start(Large, 24, batch_size=2, shuffle=False, buffer=2) as manager:
+        for _ in range(2):
+            for k, batch in enumerate(manager):
+                assert batch[:, ::100].tolist() == [[2 * k] * 82, [2 * k + 1] * 82]
+                batch[:] = -1
+
+
+# -- held batches
+
+
+def check_large(batches: list[Any], order: list[int]) -> None:
+    """Fail unless these are the batches of `Large` in this order."""
+    assert [b.shape[1] for b in batches] == [8192] * len(batches)
+    assert [int(row[0]) for b in batches for row in b] == order
+    assert all((b == b[:, :1]).all() for b in batches)
+
+
+@every_kind
+def test_all_batches_held(kind: Kind) -> None:
+    """`list(manager)`, over epochs and far beyond `buffer`, has correct data and no deadlock."""
+    order = [i for e in range(3) for i in cseq.permutation(60, 42, e).tolist()]
+    with kind.start(Large, 60, batch_size=2, buffer=2) as manager:
+        held = [batch for _ in range(3) for batch in manager]
+        check_large(held, order)
+    check_large(held, order)
+    del manager
+    gc.collect()
+    check_large(held, order)
+
+
+@every_kind
+def test_views_hold_the_batch(kind: Kind) -> None:
+    """The data stays intact as long as any slice of a slice of it lives, also after `finish`."""
+    with kind.start(Large, 80, batch_size=2, buffer=2, shuffle=False) as manager:
+        views = [batch[1:][:, 5:][0][::4095] for batch in manager]
+        list(manager)
+    assert [v.tolist() for v in views] == [[2 * k + 1] * 2 for k in range(40)]
+    del manager
+    gc.collect()
+    assert [v.tolist() for v in views] == [[2 * k + 1] * 2 for k in range(40)]
+
+
+@every_kind
+def test_tensors_hold_the_batch(kind: Kind) -> None:
+    """A tensor, and a view of one, keeps its data as an array does."""
+    pytest.importorskip("torch")
+    with kind.start(
+        Large, 40, batch_size=2, buffer=2, shuffle=False, out_type="cpu", dtype=None
+    ) as manager:
+        held = [batch[1, 4000:] for batch in manager]
+        list(manager)
+    del manager
+    gc.collect()
+    assert [(int(t.min()), int(t.max())) for t in held] == [(2 * k + 1,) * 2 for k in range(20)]
+
+
+@every_process
+def test_beyond_the_memory_limit(kind: Kind) -> None:
+    """Batches held beyond `memory_limit` are copies: correct, and the stream goes on."""
+    with kind.start(Large, 60, batch_size=2, buffer=2, memory_limit="500KiB") as manager:
+        held = [batch for _ in range(2) for batch in manager]
+    check_large(held, [i for e in range(2) for i in cseq.permutation(60, 42, e).tolist()])
+
+
+@every_kind
+def test_held_while_others_are_dropped(kind: Kind) -> None:
+    """Batches held for long stay intact while those between them come and go."""
+    held = []
+    with kind.start(Large, 200, batch_size=1, buffer=4, shuffle=False) as manager:
+        for k, batch in enumerate(manager):
+            if k % 7 == 0:
+                held.append(batch)
+            if len(held) > 10:
+                assert int(held.pop(0).max()) == 7 * (k // 7 - 10)
+    check_large(held, [7 * k for k in range(19, 29)])
+
+
+# -- workers
+
+
+@every_kind
+def test_made_once_in_every_worker(kind: Kind) -> None:
+    """Each worker makes one indexer, at the start, and keeps it over all epochs."""
+    got = stream(kind, Where, 400, epochs=5, batch_size=2, num_workers=3)
+    makers = {tuple(batch[1:]) for batch in got}
+    assert 1 <= len(makers) <= (3 if kind.parallel else 1)
+    pids = {pid for pid, _, _ in makers}
+    threads = {(pid, thread) for pid, thread, _ in makers}
+    assert len(threads) == len(makers)
+    assert (pids == {os.getpid()}) == (not kind.processes)
+    assert ((os.getpid(), threading.get_ident()) in threads) == (not kind.parallel)
+
+
+@every_kind
+def test_indexers_are_closed(kind: Kind, tmp_path: Path) -> None:
+    """`close()` of every indexer is called once, when its worker ends."""
+    with kind.start(lambda: Closing(tmp_path), 40, num_workers=3) as manager:
+        list(manager)
+        assert not list(tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == (3 if kind.parallel else 1)
+
+
+@every_kind
+def test_closed_after_leaving_early(kind: Kind, tmp_path: Path) -> None:
+    """Indexers are closed also if the loop was left in the middle."""
+    manager = kind.start(lambda: Closing(tmp_path), 400, batch_size=2)
+    next(iter(manager))
+    manager.finish()
+    assert len(list(tmp_path.iterdir())) == (2 if kind.parallel else 1)
+
+
+@every_kind
+def test_an_object_as_worker(kind: Kind) -> None:
+    """An object with __getitem__ serves as it is; threads share it, processes have copies."""
+    lasting = Lasting(100)
+    got = stream(kind, lasting, 100, batch_size=10, shuffle=False)
+    assert np.concatenate(got).tolist() == list(range(0, 300, 3))
+    assert lasting.asked == (0 if kind.processes else 10)
+    assert not lasting.closed  # it is the user's to close
+
+
+@every_kind
+def test_an_array_as_worker(kind: Kind) -> None:
+    """An array serves as a data set; what is done to batches does not change it."""
+    data = np.arange(60.0).reshape(30, 2)
+    got = stream(kind, data, 30, batch_size=7)
+    order = cseq.permutation(30, 42)
+    assert_same(np.concatenate(got), data[order])
+    for batch in got:
+        batch[:] = -1
+    assert_same(data, np.arange(60.0).reshape(30, 2))
+
+
+@every_kind
+def test_a_factory_as_worker(kind: Kind) -> None:
+    """Any callable without arguments will do: a lambda, a partial, a bound method."""
+    step = 5
+    got = stream(kind, lambda: np.arange(100) * step, 10, batch_size=5, shuffle=False)
+    assert indices_of(got) == list(range(0, 50, 5))
+
+
+@every_kind
+def test_a_worker_class_from_a_function(kind: Kind) -> None:
+    """A class that is defined in a function works as one that can be imported."""
+    offset = 1000
+
+    class Local:
+        def __getitem__(self, indices: Any) -> Any:
+            return indices + offset
+
+    got = stream(kind, Local, 10, batch_size=5, shuffle=False)
+    assert indices_of(got) == list(range(1000, 1010))
+
+
+@every_kind
+def test_two_managers_at_once(kind: Kind) -> None:
+    """Managers do not disturb one another."""
+    want = expected(Augmented, 60, batch_size=4), expected(Augmented, 60, batch_size=4, seed=7)
+    with (
+        kind.start(Augmented, 60, batch_size=4) as one,
+        kind.start(Augmented, 60, batch_size=4, seed=7) as other,
+    ):
+        for batches in zip(one, other, *want, strict=True):
+            assert_same(batches[:2], batches[2:])
+
+
+@every_kind
+def test_a_pool_inside_an_indexer(kind: Kind) -> None:
+    """A manager in an indexer, of any pool, works; the outer batch keeps its own generator."""
+
+    class Outer:
+        def __init__(self) -> None:
+            self.inner = cseq.MTSequence(Rows, 8, out_type="null", num_workers=1, seed=1)
+
+        def __getitem__(self, indices: Any) -> Any:
+            before = cseq.worker_info()
+            first = cseq.rng().random()
+            with self.inner.start_test() as inner:
+                total = sum(int(labels.sum()) for _, labels in inner)
+            assert cseq.worker_info() == before
+            return indices, total, first, cseq.rng().random()
+
+    assert_same(stream(kind, Outer, 20, batch_size=4), expected(Outer, 20, batch_size=4))
+
+
+@every_kind
+def test_in_another_thread(kind: Kind) -> None:
+    """A manager can be used by another thread than the one that started it."""
+    want = expected(Indices1, 30, batch_size=4)
+    manager = kind.start(Indices1, 30, batch_size=4)
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.extend(manager))
+    thread.start()
+    thread.join()
+    manager.finish()
+    assert_same(got, want)
+
+
+@every_kind
+def test_dropped_without_finish(kind: Kind) -> None:
+    """A manager that nobody holds any more ends its workers, also in the middle of an epoch."""
+    manager = kind.start(Large, 100, batch_size=2)
+    batch = next(iter(manager))
+    gone = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert gone() is None
+    check_large([batch], cseq.permutation(100, 42)[:2].tolist())
+
+
+@every_kind
+def test_the_iterator_keeps_the_manager(kind: Kind) -> None:
+    """A loop over a manager that has no name runs to its end."""
+    assert len(list(kind.start(Indices1, 30, batch_size=4))) == 8
+
+
+@every_kind
+def test_started_again(kind: Kind) -> None:
+    """A manager can be started again and again; the epochs go on."""
+    want = expected(Augmented, 20, batch_size=4, epochs=3)
+    manager = kind.make(Augmented, 20, batch_size=4)
+    got = []
+    for _ in range(3):
+        with kind.begin(manager) as started:
+            got += list(started)
+    assert_same(got, want)
+
+
+# -- trouble
+
+
+@every_kind
+def test_a_worker_that_cannot_be_built(kind: Kind) -> None:
+    """What a worker raises where it is made comes out of the loop, once and as itself."""
+    with kind.start(Broken, 100, num_workers=3) as manager:
+        with pytest.raises(LookupError, match="no such data set"):
+            list(manager)
+        with pytest.raises(LookupError, match="no such data set"):
+            list(manager)
+
+
+@every_kind
+def test_a_worker_that_makes_no_indexer(kind: Kind) -> None:
+    """A worker that makes something without __getitem__ is a TypeError that says so."""
+    with (
+        kind.start(NotAnIndexer, 100) as manager,
+        pytest.raises(TypeError, match=r"NotAnIndexer.*__getitem__"),
+    ):
+        list(manager)
+
+
+@every_process
+def test_workers_that_die_at_birth(kind: Kind) -> None:
+    """Workers that end while they start are replaced only so often: then WorkerDied says it."""
+    with (
+        kind.start(Quitting, 100) as manager,
+        pytest.raises(cseq.WorkerDied, match="code 7") as caught,
+    ):
+        list(manager)
+    assert (caught.value.exitcode, caught.value.batch) == (7, None)
+
+
+@needs_kill
+@every_process
+def test_a_killed_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
+    """Workers killed in the middle of batches, several times: not one bit of the stream changes."""
+    want = expected(lambda: Killing(tmp_path, ()), 64, batch_size=4, epochs=2)
+    got = stream(kind, lambda: Killing(tmp_path, (3, 17, 18, 40)), 64, batch_size=4, epochs=2)
+    assert len(list(tmp_path.iterdir())) == 4
+    assert_same(got, want)
+
+
+@needs_kill
+@every_process
+def test_the_only_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
+    """One worker, a buffer of one, killed at the first and at the last sample: nothing is lost."""
+    worker = lambda: Killing(tmp_path, (0, 29))  # noqa: E731
+    got = stream(kind, worker, 30, batch_size=4, num_workers=1, buffer=1, shuffle=False)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [i for batch in got for i in batch["index"].tolist()] == list(range(30))
+
+
+@needs_kill
+@every_process
+def test_killed_in_an_epoch_that_was_left(kind: Kind, tmp_path: Path) -> None:
+    """A worker killed on a batch that nobody wants any more does not disturb the next epoch."""
+    want = expected(lambda: Killing(tmp_path, ()), 40, batch_size=2, epochs=2)[20:]
+    worker = lambda: Killing(tmp_path, tuple(range(40)))  # noqa: E731
+    with kind.start(worker, 40, batch_size=2, max_restarts=1000) as manager:
+        iter(manager)
+        assert_same(list(manager), want)
+    assert len(list(tmp_path.iterdir())) == 40
+
+
+# -- a large data set
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read memory from")
+@every_kind
+def test_a_billion_samples_begin_at_once(kind: Kind) -> None:
+    """The first batches of 10^9 samples touch a few pages of memory, not the table's 4 GB."""
+    with kind.start(Indices1, 10**9) as manager:
+        for _ in range(2):
+            before = resident_kib()
+            batches = iter(manager)
+            got = [next(batches) for _ in range(20)]
+            assert resident_kib() - before < 32_000
+            assert len(set(indices_of(got))) == 640
+            assert max(indices_of(got)) > 10**8
+
+
+def resident_kib() -> int:
+    """Memory of this process that is there, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+# -- any size
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "dset_size": st.integers(1, 90) | st.lists(st.integers(-5, 10**12), min_size=1, max_size=40),
+        "batch_size": st.integers(1, 100),
+        "num_workers": st.integers(1, 5),
+        "buffer": st.integers(1, 12),
+        "shuffle": st.booleans(),
+        "drop_last": st.booleans(),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+BREAKS = st.lists(st.none() | st.integers(0, 12), max_size=4)
+
+
+def walk(manager: Any, breaks: list[int | None]) -> Iterator[list[Any]]:
+    """Go through some epochs, each left after so many batches (None: at its end), then a full one."""
+    for leave_at in [*breaks, None]:
+        batches = []
+        for k, batch in enumerate(manager):
+            batches.append(batch)
+            if k == leave_at:
+                break
+        yield batches
+
+
+@given(SHAPES, BREAKS)
+@settings(max_examples=60)
+@pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
+def test_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]) -> None:
+    """For any sizes, workers, buffer and early leaving: each epoch is its order's beginning."""
+    check_any_shape(kind, options, breaks)
+
+
+@given(SHAPES, BREAKS)
+@settings(max_examples=12)
+def test_any_shape_in_processes(options: dict[str, Any], breaks: list[int | None]) -> None:
+    """The same holds for processes."""
+    check_any_shape(PROCESSES[-1], options, breaks)
+
+
+def check_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]) -> None:
+    """Fail unless each epoch is the beginning of its order, and a full one all of it."""
+    samples = options["dset_size"]
+    samples = list(range(samples)) if isinstance(samples, int) else samples
+    n, size = len(samples), options["batch_size"]
+    end = n - n % size if options["drop_last"] else n
+    with kind.start(Indices1, **options) as manager:
+        assert len(manager) == -(-end // size)
+        for epoch, batches in enumerate(walk(manager, breaks)):
+            order = cseq.permutation(n, options["seed"], epoch).tolist()
+            order = order if options["shuffle"] else list(range(n))
+            want = [samples[k] for k in order[:end]]
+            got = indices_of(batches)
+            assert got == want[: len(got)]
+            assert all(len(b) == size for b in batches[: end // size])
+            assert len(batches) == min(len(manager), (breaks + [None])[epoch] + 1
+                                       if (breaks + [None])[epoch] is not None
+                                       else len(manager))  # fmt: skip
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_any_sizes_of_batches(data: st.DataObject) -> None:
+    """In one pool of processes: batches of any sizes, one after the other, held or not."""
+    sizes = data.draw(st.lists(st.integers(0, 300_000), min_size=1, max_size=12))
+    hold = data.draw(st.integers(0, 4))
+
+    class Sized:
+        def __getitem__(self, indices: Any) -> Any:
+            return [np.full(sizes[i], i, np.uint8) for i in indices]
+
+    held: list[Any] = []
+    with PROCESSES[-1].start(Sized, len(sizes), batch_size=1, shuffle=False, buffer=3) as manager:
+        for _ in range(2):
+            for k, batch in enumerate(manager):
+                assert_same(batch, [np.full(sizes[k], k, np.uint8)])
+                held = [*held, (k, batch)][-hold:] if hold else []
+                for i, old in held:
+                    assert_same(old, [np.full(sizes[i], i, np.uint8)])
