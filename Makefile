@@ -61,7 +61,8 @@ lint: build cross $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
-	$(PY) -m mypy.stubtest cseq._core
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
+		--allowlist tests/stubtest.txt --ignore-unused-allowlist cseq._core
 
 # -- the C headers, as the compilers of other systems see them
 

@@ -438,15 +438,14 @@ class Arena:
         MemoryError
             If there is no room for the copy, or for a mapping; the slot stays taken then.
         """
-        mapping = self._map(slot, capacity)
         if used > SMALL:
+            mapping = self._map(slot, capacity)
             if self._may_lease(mapping.nbytes):
                 return self._slots.lease(slot, mapping)
             self._count_copy()
-        block = Block(used)
-        block.copy_from(mapping)
+        memory = self.copy(slot, used, capacity)
         self._slots.release(slot)
-        return block
+        return memory
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""

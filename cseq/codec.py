@@ -111,7 +111,8 @@ def _open_default(value: Any) -> Opened:
 
 def _open_data(value: Any) -> Opened | None:
     """Open a dataclass, unless it lacks a field that has a slot."""
-    slots, state = _slotted_fields(type(value)), getattr(value, "__dict__", {})
+    cls: Any = type(value)
+    slots, state = _slotted_fields(cls), getattr(value, "__dict__", {})
     try:
         children = [getattr(value, name) for name in slots]
     except AttributeError:
@@ -252,7 +253,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
 
 def _map(function: Callable[[Any], Any], value: Any, depth: int) -> Any:
     """Apply a function to the leaves below one value."""
-    cls = type(value)
+    cls: Any = type(value)
     kind = _KINDS.get(_tag(cls))
     opened = kind and kind.open(value)
     if kind is None or opened is None:
@@ -300,7 +301,8 @@ class _Survey:
 
     def visit(self, value: Any, depth: int) -> Token:
         """Collect the leaves below a value, and describe it."""
-        tag = _tag(type(value))
+        cls: Any = type(value)
+        tag = _tag(cls)
         if tag in _KINDS:
             return self._container(tag, value, depth)
         if tag in ("array", "memmap"):
@@ -520,8 +522,9 @@ def _make_plan(batch: Any, base: int, survey: _Survey, tree: Token, signature: l
     views: list[View] = []
     numbers = machine_array("q")
     end = base
-    for dtype, shape, how, at in zip(*[iter(signature)] * 4, strict=True):
-        kind = survey.cast if how & CAST else dtype
+    four = iter(signature)
+    for dtype, shape, how, at in zip(four, four, four, four, strict=True):
+        kind: Any = survey.cast if how & CAST else dtype
         offset = at if how & PLACED else end
         views.append((offset, kind, shape, bool(how & FORTRAN)))
         numbers.extend((offset, *shape))
@@ -641,7 +644,8 @@ def _culprit(path: str, value: Any) -> tuple[str, Any, Exception] | None:
 
 def _labelled(value: Any) -> Iterator[tuple[str, Any]]:
     """Name the children of a container as one would write them in Python."""
-    kind = _KINDS.get(_tag(type(value)))
+    cls: Any = type(value)
+    kind = _KINDS.get(_tag(cls))
     opened = kind and kind.open(value)
     if not opened:
         return

@@ -142,8 +142,6 @@ def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
     except (TypeError, ValueError, SyntaxError) as error:
         kind = ValueError if isinstance(name, str) else TypeError
         raise kind(f"dtype is {dtype!r}, which numpy does not know: {_DTYPES}") from error
-    if found.name == "bfloat16":  # a numpy type of the package ml_dtypes
-        return None, "bfloat16"
     if found.kind not in "biufc" or found.type in (np.longdouble, np.clongdouble):
         raise ValueError(f"dtype is {dtype!r}, which no tensor can have: {_DTYPES}")
     return np.dtype(found.type), None  # in native byte order

@@ -79,12 +79,19 @@ class Feed:
         self._batch = 0  # the next one to post, from 0
         self._batches = 0
         self._taken = 0  # of those, taken out again
+        # Filled only while a batch is on its way out: an exception there must not lose it.
+        self._hand: Taken | None = None  # taken out of the ring
+        self._ready: list[Any] = []  # and out of its slot
         self.done = 0  # the same, but a batch that raised counts only when the loop went on
         self._sweeping = False
         self.skipped: list[tuple[int, int, str]] = []
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
+        if self._hand is not None:
+            self._outlet.drop(self._hand[0], self._hand[2])
+            self._hand = None
+        self._ready.clear()
         self._ring.abandon()
         self._sweeping = True
         self._sampler.begin(epoch, consumed)
@@ -129,21 +136,23 @@ class Feed:
         StopIteration
             The epoch is over.
         """
-        taken = self._ring.take(self._ordered) or self._await()
-        self._taken += 1
-        while taken[1] == RAISED:
-            self._raised(*taken)
-            taken = self._ring.take(self._ordered) or self._await()
+        if not self._ready:
+            self._hand = taken = self._hand or self._ring.take(self._ordered) or self._await()
+            while taken[1] == RAISED:
+                self._raised(*taken)
+                self._hand = taken = self._ring.take(self._ordered) or self._await()
+            cell, _, slot, capacity, record = taken
+            batch, slot = self._outlet.collect(cell, slot, capacity, record)
+            self._ready.append(batch)
+            self._hand = None
             self._taken += 1
-        cell, _, slot, capacity, record = taken
-        batch, slot = self._outlet.collect(cell, slot, capacity, record)
+            if slot >= 0 and self._batch < self._batches:
+                self._post(cell, slot, capacity)  # the short way: same cell, same slot
+            else:
+                self._release(cell, slot)
+                self._refill()
         self.done = self._taken
-        if slot >= 0 and self._batch < self._batches:
-            self._post(cell, slot, capacity)  # the short way: same cell, same slot
-        else:
-            self._release(cell, slot)
-            self._refill()
-        return batch
+        return self._ready.pop()
 
     def _release(self, cell: int, slot: int) -> None:
         """Give a slot back that the batch has left."""
@@ -195,6 +204,8 @@ class Feed:
         epoch, batch, count = self._ring.ticket(cell)
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
         self._release(cell, slot)
+        self._hand = None
+        self._taken += 1
         if not self._skip_errors:
             failure.annotate(error, f"cseq: while making {place}")
             raise error

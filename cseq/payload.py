@@ -457,9 +457,16 @@ def _reduce_array(array: _Array, *, dry: bool) -> Reduced:
         place = _place_in_file(array)
         if place is not None:
             return np.memmap, place
+    elif array.dtype.kind in "mM":  # dates and times: numpy gives no buffer of them
+        return _as_type, (array.view(np.int64), array.dtype)
     elif array.flags.c_contiguous or array.flags.f_contiguous:
         return NotImplemented
     return np.ascontiguousarray(array).view(np.ndarray).__reduce_ex__(5)
+
+
+def _as_type(array: _Array, dtype: np.dtype[Any]) -> _Array:
+    """Look at an array's memory as another type."""
+    return array.view(dtype)
 
 
 def _place_in_file(array: _Memmap) -> tuple[Any, ...] | None:

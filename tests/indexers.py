@@ -155,18 +155,22 @@ class Info:
 
 
 class Closing:
-    """Leaves a file for every indexer that was closed, in a folder."""
+    """Leaves files in a folder: one when an indexer is made, one when it is closed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.note("made")
+
+    def note(self, what: str) -> None:
+        """Leave a file; a second one of that name is an error."""
+        (self.folder / f"{what}-{os.getpid()}-{threading.get_ident()}").open("x").close()
 
     def __getitem__(self, indices: Indices) -> Indices:
         return indices
 
     def close(self) -> None:
         """Note the call down."""
-        name = f"{os.getpid()}-{threading.get_ident()}"
-        (self.folder / name).open("x").close()
+        self.note("closed")
 
 
 class Raising:

@@ -135,7 +135,7 @@ def test_unordered(kind: Kind) -> None:
     assert [set(epoch) for epoch in got] == want
 
 
-@pytest.mark.parametrize("buffer", [1, 2, 3, 50])
+@pytest.mark.parametrize("buffer", [1, 50])
 @every_parallel
 def test_any_buffer(kind: Kind, buffer: int) -> None:
     """The stream does not depend on the buffer, be it one cell or more than there are batches."""
@@ -151,15 +151,10 @@ def test_drop_last_and_empty_epochs(kind: Kind) -> None:
 
 
 @every_kind
-def test_shards_are_the_epoch(kind: Kind) -> None:
-    """The shards of an epoch are of equal length, and together the epoch."""
-    shards = [
-        stream(kind, Indices1, 48, batch_size=4, shard=(rank, 3), shuffle=False)
-        for rank in range(3)
-    ]
-    assert [[len(b) for b in shard] for shard in shards] == [[4, 4, 4, 4]] * 3
-    batches = [b for step in zip(*shards, strict=True) for b in step]
-    assert indices_of(batches) == list(range(48))
+def test_a_shard_is_part_of_the_epoch(kind: Kind) -> None:
+    """A rank gets its part of every global batch, padded at the end to the others' length."""
+    got = stream(kind, Indices1, 13, batch_size=2, shard=(1, 3), shuffle=False)
+    assert [b.tolist() for b in got] == [[2, 3], [8, 9], [0]]
 
 
 @every_kind
@@ -310,10 +305,12 @@ def test_made_once_in_every_worker(kind: Kind) -> None:
 @every_kind
 def test_indexers_are_closed(kind: Kind, tmp_path: Path) -> None:
     """`close()` of every indexer is called once, when its worker ends."""
-    with kind.start(lambda: Closing(tmp_path), 40, num_workers=3) as manager:
+    with kind.start(lambda: Closing(tmp_path), 400, batch_size=2, num_workers=3) as manager:
         list(manager)
-        assert not list(tmp_path.iterdir())
-    assert len(list(tmp_path.iterdir())) == (3 if kind.parallel else 1)
+        assert not list(tmp_path.glob("closed-*"))
+    made, closed = names(tmp_path, "made-"), names(tmp_path, "closed-")
+    assert 1 <= len(made) <= (3 if kind.parallel else 1)
+    assert closed == made
 
 
 @every_kind
@@ -322,7 +319,12 @@ def test_closed_after_leaving_early(kind: Kind, tmp_path: Path) -> None:
     manager = kind.start(lambda: Closing(tmp_path), 400, batch_size=2)
     next(iter(manager))
     manager.finish()
-    assert len(list(tmp_path.iterdir())) == (2 if kind.parallel else 1)
+    assert names(tmp_path, "closed-") == names(tmp_path, "made-") != []
+
+
+def names(folder: Path, prefix: str) -> list[str]:
+    """Give what follows a prefix in the names of files."""
+    return sorted(path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
 
 
 @every_kind

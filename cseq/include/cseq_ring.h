@@ -77,7 +77,7 @@ typedef struct {
     uint64_t batch; /* running number within the epoch */
     uint64_t start; /* position of its first sample in the order of the epoch */
     uint32_t count; /* samples */
-    uint32_t slot;
+    uint32_t slot;  /* also written by an owner that has emptied it */
     /* written by the trainer at the post, and by an owner that made the slot larger */
     uint64_t capacity; /* bytes of the slot that are committed */
     /* written by the owner */
@@ -209,6 +209,9 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     uint64_t w = 0;
     int c;
     while ((c = cseq_ring_look(r, stage, owner, &w)) != CSEQ_NONE) {
+        /* One scan is no snapshot: a ticket of mine posted behind it in time may lie before it in
+         * the ring. Every earlier ticket was posted before the one seen, so a second scan finds it. */
+        if ((w & CSEQ_PINNED) && (c = cseq_ring_look(r, stage, owner, &w)) == CSEQ_NONE) break;
         uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (uint64_t)(open + 1));
         if (cseq_cas_sc_u64(&cseq_ring_cell(r, (uint32_t)c)->word, w, mine)) {
             cseq_store_rlx_u32(&r->hint[stage], (uint32_t)c + 1);
@@ -252,6 +255,8 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     uint64_t w = cseq_load_rlx_u64(&c->word);
     cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
     cseq_store_rlx_u64(&me->batches, cseq_load_rlx_u64(&me->batches) + 1);
+    /* Whoever claims it next has not begun yet. SYNC: start visible with owner (the swap) */
+    cseq_store_rlx_u64(&c->started_ns, 0);
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
     if (next == CSEQ_INDEXED) {
         cseq_gate_knock(&r->gate[1]);
@@ -320,6 +325,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
         uint64_t pinned = w & CSEQ_PINNED;
         uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), pinned ? owner : 0, pinned | (uint64_t)(state - 1));
+        cseq_store_rlx_u64(&cell->started_ns, 0);
         if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
         if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);

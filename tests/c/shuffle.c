@@ -30,15 +30,24 @@ DOOR void first(uint64_t n, uint32_t width, void *table, uint32_t *tags, uint64_
     cseq_order_read(&order, 0, count, out);
 }
 
-/* Epochs on one table whose generations start at `generation`; `out` receives the last one. */
+DOOR uint32_t width_of(uint64_t n)
+{
+    return cseq_table_width(n);
+}
+
+/* `count` epochs on a table that was last used in generation 1 and is in `generation` now; `out`
+ * receives the last one. */
 DOOR void epochs(uint64_t n, uint32_t width, void *table, uint32_t *tags, uint32_t generation,
                  uint64_t seed, uint64_t count, int64_t *out)
 {
     cseq_order order;
     cseq_order_init(&order, n, width, table, tags);
-    order.generation = generation;
+    order.generation = 1;
     for (uint64_t page = 0; page < cseq_table_pages(n, width); page++)
-        tags[page] = generation;
+        tags[page] = 1;
+    cseq_order_begin(&order, seed, 0);
+    cseq_order_advance(&order, n, n);
+    order.generation = generation;
     for (uint64_t epoch = 0; epoch < count; epoch++) {
         cseq_order_begin(&order, seed, epoch);
         cseq_order_advance(&order, n, n);
