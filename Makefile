@@ -6,8 +6,6 @@
 # make clean    remove what was built; `make distclean` the environment too
 #
 # The Python that .venv is made with:  make test PYTHON=python3.13
-# Without GPU, from torch's own index (PyPI's Linux wheels bring CUDA along):
-#   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # Arguments for pytest:                make test ARGS="-k ring -x"
 
 PYTHON ?= python3

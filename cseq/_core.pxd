@@ -18,6 +18,11 @@ cdef extern from "cseq_wait.h" nogil:
     uint64_t cseq_now_ns() noexcept
 
 
+cdef extern from "cseq_fault.h" nogil:
+    void cseq_fault_arm() noexcept
+    void CSEQ_POINT(const char* name) noexcept
+
+
 cdef extern from "cseq_ring.h" nogil:
     enum:
         CSEQ_FIELDS

@@ -150,6 +150,7 @@ cdef class Memory:
         self.inside(offset, nbytes)
         if nbytes == 0:
             return
+        CSEQ_POINT("encode")
         if nbytes < LARGE:
             memcpy(self.data + offset, &source[0], nbytes)
         else:
@@ -986,6 +987,7 @@ cdef class Seat:
         """The batch's indices: a fresh int64 array."""
         cdef cnp.npy_intp n = self.held().count
         array = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
+        CSEQ_POINT("slice")
         memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),
                <size_t>n * 8)
         return array
@@ -1017,6 +1019,11 @@ cdef class Seat:
         cdef uint32_t cell = <uint32_t>self.cell
         self.cell = -1
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
+
+
+def arm_fault():
+    """Let this process die where ``CSEQ_FAULT=point:n`` says, if this is a debug build."""
+    cseq_fault_arm()
 
 
 def now_ns():

@@ -332,9 +332,9 @@ class Writer:
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Check a shape."""
-    dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    dims = tuple(operator.index(size) for size in dims)
-    if any(size < 0 for size in dims):
+    sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+    dims = tuple(map(operator.index, sizes))
+    if min(dims, default=0) < 0:
         raise ValueError(f"shape {dims} has a negative dimension")
     return dims
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,20 @@ if TYPE_CHECKING:
 __all__ = ["choice", "count", "flag", "seconds"]
 
 
-def count(name: str, value: Any, least: int = 1) -> int:
-    """Check a whole number from `least` on; numpy's integers are fine, bool is none."""
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r} is not an integer; give one of at least {least}")
-    number = int(value.__index__())
+def count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Check a whole number from `least` to `most`; numpy's integers are fine, bool is none."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name}={value!r} is not an integer; give one of at least {least}"
+        ) from None
     if number < least:
         raise ValueError(f"{name}={number} is below {least}; give an integer of at least {least}")
+    if most is not None and number > most:
+        raise ValueError(f"{name}={number} is above {most}; give an integer of at most {most}")
     return number
 
 

@@ -415,7 +415,10 @@ class _Plan(NamedTuple):
 # Of the last batch, and of the last one that was nothing but an array. Each is replaced as a
 # whole, so threads may share them.
 _latest = _Plan(-1, None, "", [], [], [], [], b"", Record(0, 0, 0, 0))
-_again: Any = (None, (), None, None, Record(0, 0, 0, 0), 0, b"")
+Again: TypeAlias = (
+    "tuple[Dtype | None, tuple[int, ...], Dtype | None, View | None, Record, int, bytes]"
+)
+_again: Again = (None, (), None, None, Record(0, 0, 0, 0), 0, b"")
 
 
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:

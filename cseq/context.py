@@ -57,7 +57,7 @@ class WorkerInfo:
         The worker, from 0.
     num_workers : int
     epoch, batch : int or None
-        What it works on; None while the indexer is being made.
+        What it works on; None while the indexer is being made or closed.
     """
 
     number: int
@@ -93,6 +93,10 @@ class Desk:
         """Turn to a ticket; also if it is the same batch again, `rng` begins anew."""
         self.ticket = ticket
         self._rng = None
+
+    def rise(self) -> None:
+        """Turn to no batch any more: the indexer is about to be closed."""
+        self.ticket = self.allocator = self._rng = None
 
 
 _here = threading.local()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cseq import payload
 from cseq.errors import RemoteTraceback, WorkerError
@@ -17,7 +17,7 @@ from cseq.errors import RemoteTraceback, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["annotate", "pack", "pack_text", "unpack", "where"]
+__all__ = ["deliver", "pack", "pack_text", "unpack", "where"]
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -28,8 +28,8 @@ def pack(error: BaseException) -> bytes:
     return pickle.dumps((_travelling(error), type(error).__qualname__, str_of(error), text))
 
 
-def pack_text(error: BaseException, limit: int = 4000) -> bytes:
-    """Describe an exception in at most about `limit` characters, without the object itself."""
+def pack_text(error: BaseException, limit: int = 1500) -> bytes:
+    """Describe an exception in twice `limit` characters or so, without the object itself."""
     name, message = type(error).__qualname__, str_of(error)[:limit]
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-limit:]
     return pickle.dumps((None, name, message, text))
@@ -42,8 +42,17 @@ def unpack(data: bytes) -> BaseException:
     if pickled is None:
         error = WorkerError(f"{name}: {message} (this exception could not be pickled)")
     else:
-        error = payload.loads(pickled)
+        error = _unpickled(pickled, f"{name}: {message}")
     error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def _unpickled(pickled: bytes, text: str) -> BaseException:
+    """Unpickle an exception; it may be of a module that only its worker can import."""
+    try:
+        error: BaseException = payload.loads(pickled)
+    except Exception as reason:  # noqa: BLE001 - anything may go wrong in the user's class
+        return WorkerError(f"{text} (this exception could not be unpickled here: {reason!r})")
     return error
 
 
@@ -110,7 +119,20 @@ def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
     return f"epoch {epoch}, batch {batch}, indices [{shown}{more}]"
 
 
-def annotate(error: BaseException, note: str) -> None:
+def deliver(error: BaseException, place: str) -> NoReturn:
+    """Raise in the loop what an indexer raised, with its batch named."""
+    try:
+        if isinstance(error, StopIteration):  # the loop would end as if the epoch were over
+            stop = RuntimeError("the indexer raised StopIteration")
+            stop.__cause__ = error.__cause__ or error
+            error = stop
+        _annotate(error, f"cseq: while making {place}")
+        raise error
+    finally:
+        del error  # its traceback has this frame: a circle, which would keep the manager alive
+
+
+def _annotate(error: BaseException, note: str) -> None:
     """Add a line that a traceback shows below the exception (from Python 3.11 on)."""
     if hasattr(error, "add_note"):
         error.add_note(note)

@@ -84,10 +84,12 @@ class Feed:
         self._ready: list[Any] = []  # and out of its slot
         self.done = 0  # the same, but a batch that raised counts only when the loop went on
         self._sweeping = False
+        self._interrupted = False
         self.skipped: list[tuple[int, int, str]] = []
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
+        self._interrupted = False
         if self._hand is not None:
             self._outlet.drop(self._hand[0], self._hand[2])
             self._hand = None
@@ -100,6 +102,11 @@ class Feed:
         self._batch = self._taken = self.done = 0
         self._batches = len(self._sampler)
         self._refill()
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+        self._interrupted = True
+        self._ring.alarm()
 
     def _refill(self) -> None:
         """Post tickets while there are free cells and batches left."""
@@ -164,6 +171,8 @@ class Feed:
         ring = self._ring
         while True:
             seen = ring.alarms()
+            if self._interrupted:
+                raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
             self._check()
             self._refill()
             if not ring.outstanding_count and self._batch == self._batches:
@@ -206,9 +215,11 @@ class Feed:
         self._release(cell, slot)
         self._hand = None
         self._taken += 1
-        if not self._skip_errors:
-            failure.annotate(error, f"cseq: while making {place}")
-            raise error
+        if not self._skip_errors or not isinstance(error, Exception):
+            try:
+                failure.deliver(error, place)
+            finally:
+                del error
         self.skipped.append((epoch, batch, repr(error)))
         self.done = self._taken
         log.error("skipped %s: %r", place, error)

@@ -8,6 +8,7 @@ indices and returns a batch.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from cseq.edge import Inlet
 
 __all__ = ["Indexer", "Indexing", "build", "check_worker", "dispose"]
+
+log = logging.getLogger("cseq")
 
 # They have __getitem__, but do not take an array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
@@ -76,10 +79,18 @@ def dispose(worker: object, indexer: Indexer | None, *, copied: bool) -> None:
     """Call the indexer's ``close()`` when its runner ends, if it has one and it is ours to close.
 
     An object that the user handed in whole stays open, unless this process has its own copy.
+    What `close` raises ends a worker process, which the trainer hears of; in the trainer itself it
+    goes to the log, since the other indexers are to be closed as well.
     """
     close = getattr(indexer, "close", None)
-    if close is not None and callable(close) and (copied or indexer is not worker):
+    if close is None or not callable(close) or (indexer is worker and not copied):
+        return
+    try:
         close()
+    except Exception:
+        if copied:
+            raise
+        log.exception("close() of an indexer raised; it was made by %r", worker)
 
 
 class Indexing:

@@ -259,6 +259,8 @@ def _hung_up(sock: socket.socket) -> bool:
     """Whether a socket's other end is closed (unread data notwithstanding)."""
     if sock.fileno() < 0:
         return True
+    if not hasattr(select, "poll"):  # Windows
+        return False
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     return bool(poll.poll(0))
@@ -1012,10 +1014,18 @@ def _drop_handlers() -> None:
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty: what a terminal says is for the trainer."""
-    fd = os.open(os.devnull, os.O_RDONLY)
-    if fd != 0:
-        os.dup2(fd, 0)
+    """Make standard input empty: what a terminal says is for the trainer.
+
+    Streams that the trainer has closed are opened too, or a socket would take their places.
+    """
+    fd = os.open(os.devnull, os.O_RDWR)
+    os.dup2(fd, 0)
+    for stream in (1, 2):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.dup2(fd, stream)
+    if fd > 2:
         os.close(fd)
 
 
@@ -1044,6 +1054,8 @@ def _work(sock: socket.socket, number: int, entry: str, local: object = None) ->
         code = _code_of(run(sock) if local is None else run(sock, local))
     except SystemExit as stop:
         code = _code_of(stop.code)
+    except ConnectionError:
+        code = 0 if _hung_up(sock) else _report()  # the trainer is gone: nothing to report
     except BaseException:  # noqa: BLE001 - the last one to see it
         code = _report()
     _leave(code)

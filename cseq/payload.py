@@ -457,9 +457,9 @@ def _reduce_array(array: _Array, *, dry: bool) -> Reduced:
         place = _place_in_file(array)
         if place is not None:
             return np.memmap, place
-    elif array.dtype.kind in "mM":  # dates and times: numpy gives no buffer of them
+    if array.dtype.kind in "mM":  # dates and times: numpy gives no buffer of them
         return _as_type, (array.view(np.int64), array.dtype)
-    elif array.flags.c_contiguous or array.flags.f_contiguous:
+    if type(array) is np.ndarray and (array.flags.c_contiguous or array.flags.f_contiguous):
         return NotImplemented
     return np.ascontiguousarray(array).view(np.ndarray).__reduce_ex__(5)
 

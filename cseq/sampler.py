@@ -1,4 +1,4 @@
-"""The epoch: its samples in order, cut into global batches, this rank's part of each.
+"""The epoch: its samples in order, cut into batches, this rank's part of each.
 
 The order is a pure function of (seed, epoch); see docs/shuffle.md. Global batch ``t`` covers its
 positions ``[t * G, (t + 1) * G)``, where ``G = batch_size * world_size``, and every rank takes a
@@ -287,7 +287,7 @@ def _samples(dset_size: object) -> tuple[int, npt.NDArray[np.integer[Any]] | Non
 def _read_only(indices: object) -> npt.NDArray[Any]:
     """Return a view of an array, or an array of a sequence, that cannot be written to."""
     try:
-        array = np.asarray(indices).view()
+        array: npt.NDArray[Any] = np.asarray(indices).view()
     except (TypeError, ValueError) as error:  # of lists of unequal length, for one
         raise TypeError(f"dset_size is no array of integers: {error}") from error
     array.flags.writeable = False

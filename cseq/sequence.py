@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import secrets
 import threading
 import warnings
@@ -34,6 +35,11 @@ log = logging.getLogger("cseq")
 
 
 STATE_VERSION = 1
+MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
+MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
+MOST_BUFFER = 2**20
+MOST_EPOCH = 2**64 - 1
+TURN_SECONDS = 5.0  # how long `finish` waits for a batch that another thread makes or takes out
 
 
 class State(enum.Enum):
@@ -65,41 +71,84 @@ class Run:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.present = 0  # the generation of the one iterator that may go on
+        self.turn = threading.RLock()  # around every use of the pool but `interrupt`
+        self._pid = os.getpid()
+        _runs.add(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and is no fork of the one that did."""
+        return os.getpid() == self._pid
+
+    def interrupt(self) -> None:
+        """Let no iterator go on that was made so far, nor wait in another thread."""
+        self.present += 1
+        if self.is_ours:
+            self.pool.interrupt()
+
+    def disown(self) -> None:
+        """In a forked process: let no iterator go on; whoever held `turn` does not exist here."""
+        self.present += 1
+        self.turn = threading.RLock()
+
+    def begin(self, epoch: int, consumed: int) -> None:
+        """Begin an epoch in place of the one that is under way."""
+        self.interrupt()
+        with self.turn:
+            self.pool.begin(epoch, consumed)
 
     def close(self) -> None:
-        """Interrupt the iterator and end the pool."""
-        self.present = -1
-        self.pool.close()
+        """Interrupt the iterator and end the pool; a forked process has no pool to end."""
+        self.interrupt()
+        if not self.is_ours:
+            return
+        mine = self.turn.acquire(timeout=TURN_SECONDS)  # the inline pool cannot be interrupted
+        try:
+            self.pool.close()
+        finally:
+            if mine:
+                self.turn.release()
+
+
+_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def _interrupt_all() -> None:
+    """Keep a forked process from taking batches out of its parent's rings."""
+    for run in _runs:
+        run.disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_interrupt_all)
 
 
 class Epoch:
-    """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it."""
+    """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it.
 
-    __slots__ = ("_busy", "_generation", "_manager", "_next", "_run")
+    Threads may share it: each batch goes to one of them.
+    """
+
+    __slots__ = ("_generation", "_manager", "_next", "_run")
 
     def __init__(self, manager: MSequence, run: Run) -> None:
         self._manager = manager  # keeps it, and with it the pool, alive
         self._run = run
         self._generation = run.present
         self._next = run.pool.next
-        self._busy = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        if self._busy:
-            raise ValueError("this iterator is being advanced already, by another thread")
-        if self._run.present != self._generation:
-            raise InterruptedError(
-                "this iterator was interrupted: the manager was started or finished, or a newer "
-                "iterator began; call iter() on the manager again"
-            )
-        self._busy = True
-        try:
+        run = self._run
+        with run.turn:
+            if run.present != self._generation:
+                raise InterruptedError(
+                    "this iterator was interrupted: the manager was started or finished, or a "
+                    "newer iterator began; call iter() on the manager again"
+                )
             return self._next()
-        finally:
-            self._busy = False
 
 
 class MSequence:
@@ -194,13 +243,13 @@ class MSequence:
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
         indexer.check_worker(worker)
         self._processes = thread_type == "proc"
-        workers = count("num_workers", num_workers)
+        workers = count("num_workers", num_workers, most=MOST_WORKERS)
         converters = self._count_converters(workers, num_converters)
         rank, world_size = resolve_shard(shard)
         self._drawn = seed is None
         self._sampler = Sampler(
             dset_size,
-            batch_size=count("batch_size", batch_size),
+            batch_size=count("batch_size", batch_size, most=MOST_BATCH),
             shuffle=flag("shuffle", shuffle),
             seed=secrets.randbits(32) if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
@@ -216,7 +265,7 @@ class MSequence:
             num_workers=workers,
             num_converters=converters,
             batch_size=self._sampler.batch_size,
-            buffer=count("buffer", buffer),
+            buffer=count("buffer", buffer, most=MOST_BUFFER),
             ordered=flag("ordered", ordered),
             compat=None,
             start_method=choice("start_method", start_method, (None, *start_methods())),
@@ -290,7 +339,7 @@ class MSequence:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` begin this epoch, whatever the last one was."""
-        self._epoch = count("epoch", epoch, least=0)
+        self._epoch = count("epoch", epoch, least=0, most=MOST_EPOCH)
         self._begun = False
         self._consumed = 0
 
@@ -309,6 +358,8 @@ class MSequence:
         OSError
             Inside the manager's own ``with``.
         """
+        if compat is not None:
+            compat = flag("compat", compat)
         from cseq.pools.process import ProcessPool  # noqa: PLC0415 - with what processes need
         from cseq.pools.thread import ThreadPool  # noqa: PLC0415
 
@@ -424,9 +475,13 @@ class MSequence:
                 self.start()
             run = self._run
             assert run is not None
-            run.present += 1
+            if not run.is_ours:
+                raise OSError(
+                    "this manager was started by the process that forked this one; call start() "
+                    "here, or make a manager of its own"
+                )
             epoch = self._epoch + 1 if self._begun else self._epoch
-            run.pool.begin(epoch, self._consumed)
+            run.begin(epoch, self._consumed)
             self._epoch, self._begun, self._consumed = epoch, True, 0
             return Epoch(self, run)
 
@@ -486,7 +541,7 @@ class MSequence:
         with self._lock:
             epoch, consumed = self._check_state(state)
             if self._run is not None:
-                self._run.present += 1  # what is under way is not the place any more
+                self._run.interrupt()  # what is under way is not the place any more
             if state["seed"] != self._job.seed:
                 self._sampler = self._sampler.reseeded(state["seed"])
                 self._job = replace(self._job, sampler=self._sampler, seed=state["seed"])

@@ -150,22 +150,21 @@ test = cseq.MPSequence(
     functools.partial(Digits, data), held_out, num_workers=1, shuffle=False, **options
 )
 
-history, seconds, waits = [], 0.0, 0.0
+history, times = [], []
 with train.start(), test.start():
     for epoch in range(args.epochs):
         loss, spent, waited, digest = train_epoch(train, f"epoch {epoch + 1}")
         history.append((loss, 100 * accuracy(test), 100 * waited / spent))
-        seconds, waits = seconds + spent, waits + waited
+        times.append((spent, waited))
         print(
             f"epoch {epoch + 1:2}: loss {loss:.3f}, held-out accuracy {history[-1][1]:.1f} %, "
             f"{train.dset_size / spent:.0f} samples/s, waited {waited / spent:.1%} of the time"
         )
 
 draw(history, picture)
-print(
-    f"all epochs: {args.epochs * train.dset_size / seconds:.0f} samples per second; "
-    f"training waited for data {waits / seconds:.1%} of the time, the start of the workers included"
-)
+seconds, waits = np.sum(times, axis=0)
+print(f"all epochs: {args.epochs * train.dset_size / seconds:.0f} samples per second")
+print(f"waited for data: {waits / seconds:.1%} of the time, the start of the workers included")
 repeated = test_mode_hash(train, args.epochs - 1)
 print(f"hash of all batches of the last epoch\n  start()      {digest}\n  start_test() {repeated}")
 print(f"picture of the run: {picture}")

@@ -196,8 +196,9 @@ class Killing:
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
         batch = Augmented()[indices]
         batch["large"] = Large()[indices]
+        batch["index"] = indices.copy()
         for index in set(self.at) & set(indices.tolist()):
-            indices[:] = 0
+            indices[:] = 0  # it is a copy, so that the next one to make the batch gets them again
             marker = self.folder / str(index)
             if not marker.exists():
                 marker.touch()

@@ -1,4 +1,4 @@
-"""fisher-yates-v1 in plain Python: docs/shuffle.md as a program, and the writer of its golden file.
+"""fisher-yates-v1 in plain Python: docs/shuffle.md as a program.
 
 ``python tests/reference.py > tests/golden/shuffle.json`` writes the file that is there.
 """

@@ -257,6 +257,19 @@ def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
     second.close()
 
 
+def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
+    """What another worker has committed of a slot is not committed once more."""
+    slot = arena.acquire()
+    first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
+    first.begin(slot, FIRST)
+    second.begin(slot, FIRST)
+    second.place(MIB)
+    first.begin(slot, second.capacity)
+    assert first.capacity == first.memory.nbytes == second.capacity
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("shape", [(), 0, 3, (2, 3), [2, 0], np.int64(4), (np.int8(2), 1)])
 def test_empty(writer: Writer, shape: Any) -> None:
     """`empty` takes shapes and types as numpy does; its arrays lie in the slot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -40,6 +41,8 @@ class Pair(NamedTuple):
 
 class Marked(collections.namedtuple("Marked", "x y")):  # noqa: PYI024 - has a __dict__
     """A named tuple with room for more."""
+
+    note: str
 
 
 @dataclass
@@ -167,7 +170,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert_same_arrays(a, b)
     elif isinstance(a, np.generic):
         assert a.dtype == b.dtype
-        assert a.tobytes() == b.tobytes()
+        assert repr(a) == repr(b)  # not the bytes: a long double has some that mean nothing
     elif isinstance(a, dict):
         assert_same(list(a), list(b))
         assert_same(list(a.values()), list(b.values()))
@@ -320,6 +323,32 @@ def test_arrays_alone_one_after_another(
             assert_same_arrays(wanted, sent(writer, array, cast))
     writer.close()
     arena.close()
+
+
+def test_arrays_alone_of_one_shape_and_several_layouts(writer: Writer) -> None:
+    """An array like the last one but for its layout is written right."""
+    rows = np.arange(24.0).reshape(4, 6)
+    wide = np.arange(96.0).reshape(8, 12)
+    for cast in (None, FLOAT32):
+        for array in (rows, np.asfortranarray(rows), rows, wide[::2, ::2], rows):
+            wanted = array if cast is None else array.astype(cast)
+            assert_same_arrays(wanted, sent(writer, array, cast))
+
+
+def test_an_array_alone_in_a_smaller_slot(arena: Arena) -> None:
+    """An array like the last one passes through a slot that is not yet as large."""
+    array = np.arange(100_000)
+    for writer in [writer_of(arena) for _ in range(2)]:
+        for _ in range(2):
+            assert_same_arrays(array, sent(writer, array))
+        writer.close()
+
+
+def test_batches_behind_one_another(writer: Writer) -> None:
+    """Batches of one shape that are written into one slot do not overwrite each other."""
+    written = [(value, encode([np.full(5, value)], writer)) for value in range(3)]
+    for value, record in written:
+        assert_same([np.full(5, value)], decode(writer.memory, record))
 
 
 def test_a_structure_is_not_mistaken_for_an_equal_one(writer: Writer) -> None:
@@ -479,9 +508,9 @@ def test_other_arrays_go_by_pickle() -> None:
     assert copied([objects])[0].tolist() == [1, "a", None]
     mixed = np.array([(1, "a")], dtype=[("n", "i4"), ("o", object)])
     assert copied((mixed, np.zeros(3)))[0].tolist() == [(1, "a")]
-    masked = np.ma.masked_array(np.arange(3), [0, 1, 0])
+    masked = np.ma.masked_array(np.arange(3), [False, True, False])
     assert copied({"m": masked})["m"].mask.tolist() == [False, True, False]
-    record = np.rec.array([(1, 2.0)], names="a,b")
+    record = np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]).view(np.recarray)
     read = copied([record, 1])[0]
     assert type(read) is np.recarray
     assert read.a.tolist() == [1]
@@ -507,12 +536,15 @@ def test_memory_mapped_files_arrive_as_arrays(tmp_path: Path) -> None:
 def test_buffers_of_pickles_lie_in_the_slot(writer: Writer) -> None:
     """A large array inside an object is read where it lies, and a small one is not worth it."""
     large, small = np.arange(1000), np.arange(5)
-    read = sent(writer, [Plain(large), Plain(small), np.arange(3)])
-    assert_same(large, read[0].array)
-    assert_same(small, read[1].array)
+    odd = np.arange(1001, dtype=np.uint32).view(np.uint8)[1:]
+    read = sent(writer, [Plain(odd), Plain(large), Plain(small), np.arange(3)])
     start = writer.memory.address
-    assert start <= read[0].array.ctypes.data < start + writer.used
-    assert read[0].array.ctypes.data % 64 == 0
+    for number, array in enumerate([odd, large]):
+        lies = read[number].array
+        assert_same(array, lies)
+        assert start <= lies.ctypes.data < start + writer.used
+        assert lies.ctypes.data % 64 == 0
+    assert_same(small, read[2].array)
 
 
 def test_read_only_buffers_stay_so() -> None:
@@ -525,7 +557,7 @@ def test_read_only_buffers_stay_so() -> None:
 def test_long_bytes_are_not_pickled(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long bytes are copied once each way."""
     data = os.urandom(codec.LONG)
-    monkeypatch.setattr(codec.pickle, "dumps", lambda *_, **__: pytest.fail("pickled"))
+    monkeypatch.setattr(pickle, "dumps", lambda *_, **__: pytest.fail("pickled"))
     monkeypatch.setattr(codec, "_structure", lambda *_: b"")
     encode([data], writer)
     assert bytes(memoryview(writer.memory)[: len(data)]) == data
@@ -687,7 +719,7 @@ class Stubborn:
         raise ValueError("no")
 
 
-@pytest.mark.parametrize("bad", [threading.Lock(), (i for i in ()), Stubborn()], ids=type)
+@pytest.mark.parametrize("bad", [threading.Lock(), (i for i in [1]), Stubborn()], ids=type)
 @pytest.mark.parametrize(
     ("make", "path"),
     [
@@ -826,7 +858,7 @@ def test_map_leaves() -> None:
     """The function's results take the leaves' places, in containers of the same types."""
     batch = {
         "list": [1, 2], "tuple": (3,), "pair": Pair(4, [5]), "sample": Sample(6, 7),
-        "frozen": Slotted(8), "ordered": OrderedDict(a=9), 10: defaultdict(list, {"a": 11}),
+        "frozen": Slotted(8), "ordered": OrderedDict(a=9), 10: defaultdict(None, a=11),
     }  # fmt: skip
     seen: list[Any] = []
 
@@ -840,7 +872,7 @@ def test_map_leaves() -> None:
         {
             "list": ["1", "2"], "tuple": ("3",), "pair": Pair("4", ["5"]),
             "sample": read["sample"], "frozen": Slotted("8", "None"),
-            "ordered": OrderedDict(a="9"), 10: defaultdict(list, {"a": "11"}),
+            "ordered": OrderedDict(a="9"), 10: defaultdict(None, a="11"),
         },
         read,
     )  # fmt: skip

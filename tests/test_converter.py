@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+import cseq
 from cseq import codec, converter
 from cseq.arena import Arena, Writer
 from cseq.converter import (
@@ -1028,3 +1029,49 @@ def test_rehearsal_at_once() -> None:
     output = rehearse(parse("cuda", "float32"))
     assert resolve(output) is output
     assert same_bits(lone(output)([np.arange(3)])[0], torch.tensor([0.0, 1.0, 2.0]))
+
+
+# -- whole managers -----------------------------------------------------------------------------
+
+
+def make_worker() -> type:
+    """Make a worker that is sent by value, so that workers need not import this file, and torch."""
+
+    class Mixed:
+        """Makes large arrays, arrays in the slot, and leaves that are not converted."""
+
+        def __getitem__(self, indices: Any) -> Any:
+            noise = cseq.rng().random((len(indices), 3, 50, 50))
+            image = cseq.empty((len(indices), 7), np.uint8)
+            image[...] = indices[:, None] % 251
+            return {"arrays": [noise, image, indices], "names": [str(i) for i in indices]}
+
+    return Mixed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+@pytest.mark.parametrize(
+    ("kind", "compat"), [("MTSequence", None), ("MPSequence", True), ("MPSequence", False)]
+)
+def test_converters_without_a_device(
+    kind: str, compat: bool | None, dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converters in threads and in processes give what test mode gives; here, on the CPU."""
+    monkeypatch.setattr(converter, "resolve", rehearse)
+    made = []
+    monkeypatch.setattr(
+        "cseq.pools.thread.CudaConverter",
+        lambda output: made.append(CudaConverter(output)) or made[-1],  # type: ignore[func-returns-value]
+    )
+    options: Any = {"batch_size": 16, "num_workers": 2, "num_converters": 1, "dtype": dtype}
+    streams = []
+    for parallel in (True, False):
+        manager = getattr(cseq, kind)(make_worker(), 100, seed=3, out_type="cuda", **options)
+        assert manager.use_cuda
+        with manager.start(compat) if parallel else manager.start_test() as running:
+            streams.append([batch for _ in range(2) for batch in running])
+    assert len(made) == (compat is not False)  # in this process, or in another
+    assert len(streams[0]) == 14
+    for one, other in zip(*streams, strict=True):
+        assert all(map(same_bits, one["arrays"], other["arrays"]))
+        assert one["names"] == other["names"]

@@ -38,8 +38,13 @@ def answer(sock, local=None):
     while question := sock.recv(1 << 16):
         sock.sendall(repr(eval(question)).encode())
 
+def talk(sock):
+    while True:
+        sock.sendall(b"blah" * 1000)
+
 def ready(sock):
-    sock.sendall(b"!")
+    streams = [os.fstat(fd) for fd in (0, 1, 2)]  # they are there, whatever the trainer closed
+    sock.sendall(b"!" if sock.fileno() > 2 else b"?")
     sock.recv(1)
 """
 
@@ -223,9 +228,19 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(
 
 def test_standard_input_is_empty(launch: Callable[..., Child]) -> None:
     """A worker reads end of file from its standard input, by descriptor and by object."""
-    child = launch()
+    reader, writer = os.pipe()
+    os.write(writer, b"typed for the trainer")
+    before = os.dup(0)
+    os.dup2(reader, 0)
+    try:
+        child = launch()
+    finally:
+        os.dup2(before, 0)
+        for fd in (before, reader, writer):
+            os.close(fd)
     assert ask(child, "os.read(0, 10)") == b""
     assert ask(child, "sys.stdin.read()") == ""
+    assert ask(child, "os.path.samestat(os.fstat(0), os.stat(os.devnull))") is True
 
 
 @pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
@@ -297,6 +312,29 @@ def test_a_worker_ends_when_the_trainer_closes_its_socket(launch: Callable[..., 
     child.sock.shutdown(socket.SHUT_WR)
     assert end_of(child) == 0
     assert child.status(0) == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"unread"])
+def test_a_worker_that_finds_the_trainer_gone_is_silent(
+    make: Callable[..., Launcher], capfd: pytest.CaptureFixture[str], sent: bytes
+) -> None:
+    """Broken pipe and connection reset end a worker, in order, when its socket is closed."""
+    one = make(entry="entries:talk")
+    child = one.launch(0)
+    child.sock.sendall(sent)
+    child.sock.close()
+    assert end_of(child) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_another_broken_connection_is_reported(
+    launch: Callable[..., Child], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An error of a connection of the worker's own is an error like any other."""
+    child = launch()
+    child.sock.sendall(b"socket.socket().connect(('127.0.0.1', 1))")
+    assert end_of(child) == 1
+    assert "ConnectionRefusedError" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -671,7 +709,8 @@ class TestFork:
     ) -> None:
         """Text that waits in the trainer's buffers is not printed by its copies too."""
         source = "import sys\nsys.stdout.write('buffered')\n" + SCRIPT
-        done = run_script(source, "fork", PYTHONPATH=python_path(entries))
+        path = python_path(entries)
+        done = run_script(source, "fork", PYTHONPATH=path, PYTHONUNBUFFERED="")
         assert done.stdout.count("buffered") == 1
 
 

@@ -37,6 +37,10 @@ class Indexer:
         self.data = data
         self.__dict__.update(more)
 
+    def read(self) -> Any:
+        """Return the data."""
+        return self.data
+
 
 class Slotted:
     """Something whose attributes have no dictionary."""
@@ -668,7 +672,7 @@ LOCK = threading.Lock()
         (Stateful(LOCK), "worker.renamed"),
         (Indexer(np.array([None, LOCK], dtype=object)), "worker.data.flat[1]"),
         (Indexer({LOCK}), "worker.data{"),
-        (Indexer(LOCK).__init__, "worker.__self__.data"),
+        (Indexer(LOCK).read, "worker.__self__.data"),
         (refers_to(Indexer(LOCK)), "worker variable 'lock'.data"),
         (has_default(LOCK), "worker.__defaults__[0]"),
         (has_attribute(LOCK), "worker.shared"),

@@ -503,11 +503,11 @@ def test_the_only_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
 def test_killed_in_an_epoch_that_was_left(kind: Kind, tmp_path: Path) -> None:
     """A worker killed on a batch that nobody wants any more does not disturb the next epoch."""
     want = expected(lambda: Killing(tmp_path, ()), 40, batch_size=2, epochs=2)[20:]
-    worker = lambda: Killing(tmp_path, tuple(range(40)))  # noqa: E731
-    with kind.start(worker, 40, batch_size=2, max_restarts=1000) as manager:
+    first = tuple(cseq.permutation(40, 42, 0)[:4].tolist())
+    with kind.start(lambda: Killing(tmp_path, first), 40, batch_size=2) as manager:
         iter(manager)
         assert_same(list(manager), want)
-    assert len(list(tmp_path.iterdir())) == 40
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 # -- a large data set
@@ -614,3 +614,80 @@ def test_any_sizes_of_batches(data: st.DataObject) -> None:
                 held = [*held, (k, batch)][-hold:] if hold else []
                 for i, old in held:
                     assert_same(old, [np.full(sizes[i], i, np.uint8)])
+
+
+# -- scripts
+
+SCRIPT = """
+import dataclasses, sys, typing
+import numpy as np
+import cseq
+
+print("body", flush=True)
+
+class Pair(typing.NamedTuple):
+    x: object
+    y: object
+
+@dataclasses.dataclass
+class Sample:
+    data: object
+    parts: list
+
+SCALE = 3
+def scaled(indices):
+    return indices * SCALE
+
+class Worker:
+    def __getitem__(self, indices):
+        return {"pair": Pair(scaled(indices), "text"), "sample": Sample(indices + 1, [Pair(1, 2)])}
+
+def show(make):
+    manager = cseq.MPSequence(
+        make, 10, 2, batch_size=4, shuffle=False, out_type="null", start_method=sys.argv[1]
+    )
+    with manager.start() as m:
+        for epoch in range(2):
+            for batch in m:
+                pair, sample = batch["pair"], batch["sample"]
+                assert type(pair) is Pair and type(sample) is Sample, batch
+                assert type(sample.parts[0]) is Pair
+                print(pair.x.tolist(), pair.y, sample.data.tolist())
+
+def local():
+    offset = 100
+    @dataclasses.dataclass
+    class Inner:
+        x: object
+    class Local(Worker):
+        def __getitem__(self, indices):
+            batch = super().__getitem__(indices)
+            batch["inner"] = Inner(offset)
+            return batch
+    return Local
+
+show(Worker)
+show(lambda: Worker())
+show(local())
+show(Worker())
+"""
+LINES = "[0, 3, 6, 9] text [1, 2, 3, 4]\n[12, 15, 18, 21] text [5, 6, 7, 8]\n[24, 27] text [9, 10]\n"
+
+
+@every_process
+def test_scripts_without_ceremony(run_script: RunScript, kind: Kind) -> None:
+    """A script needs no `__main__` guard; its classes and functions work, its body runs once."""
+    done = run_script(SCRIPT, kind.name)
+    assert (done.stdout, done.stderr) == ("body\n" + LINES * 8, "")
+
+
+@every_process
+def test_a_script_from_a_pipe(run_script: RunScript, kind: Kind) -> None:
+    """A script that is no file (`python -c`, a notebook's cell) works as well."""
+    done = run_script(
+        "import subprocess, sys\n"
+        f"source = {SCRIPT!r}\n"
+        "sys.exit(subprocess.call([sys.executable, '-W', 'error', '-c', source, sys.argv[1]]))",
+        kind.name,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("body\n" + LINES * 8, "", 0)

@@ -28,6 +28,11 @@
 #include "cseq_atomic.h"
 #include "cseq_wait.h"
 
+/* A place where tests let a process die; nothing unless the including file defines it. */
+#ifndef CSEQ_POINT
+#define CSEQ_POINT(name) ((void)0)
+#endif
+
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 1u
@@ -165,6 +170,7 @@ CSEQ_INLINE void cseq_gate_alarm(cseq_gate *g) {
  * SYNC: sleeper seen */
 CSEQ_INLINE void cseq_gate_knock(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
+        CSEQ_POINT("knock");
         cseq_add_sc_u32(&g->event, 1);
         cseq_wake(&g->event);
     }
@@ -214,6 +220,7 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
         if ((w & CSEQ_PINNED) && (c = cseq_ring_look(r, stage, owner, &w)) == CSEQ_NONE) break;
         uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (uint64_t)(open + 1));
         if (cseq_cas_sc_u64(&cseq_ring_cell(r, (uint32_t)c)->word, w, mine)) {
+            CSEQ_POINT("claim");
             cseq_store_rlx_u32(&r->hint[stage], (uint32_t)c + 1);
             break;
         }
@@ -257,7 +264,9 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     cseq_store_rlx_u64(&me->batches, cseq_load_rlx_u64(&me->batches) + 1);
     /* Whoever claims it next has not begun yet. SYNC: start visible with owner (the swap) */
     cseq_store_rlx_u64(&c->started_ns, 0);
+    CSEQ_POINT("publish");
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
+    CSEQ_POINT("published");
     if (next == CSEQ_INDEXED) {
         cseq_gate_knock(&r->gate[1]);
     } else {

@@ -64,6 +64,11 @@ class Job:
     on_timeout: str
     memory_limit: int
 
+    @property
+    def room(self) -> int:
+        """Most samples that a batch can have."""
+        return min(self.batch_size, self.sampler.dset_size)
+
 
 class Pool(Protocol):
     """What a sequence needs of a pool; one thread at a time."""
@@ -81,6 +86,9 @@ class Pool(Protocol):
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered."""
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
 
     def next(self) -> Any:
         """Return the next batch, or raise StopIteration at the end of the epoch."""

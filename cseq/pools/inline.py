@@ -55,6 +55,9 @@ class InlinePool:
         self.epoch, self._batches = epoch, len(self._sampler)
         self._at = self.done = 0
 
+    def interrupt(self) -> None:
+        """Nothing waits here: the batch in hand is finished."""
+
     def next(self) -> Any:
         """Make the next batch."""
         while self._at < self._batches:
@@ -82,8 +85,10 @@ class InlinePool:
         place = failure.where(self.epoch, self.batch, indices.tolist())
         self._at += 1
         if self._job.on_error == "raise":
-            failure.annotate(error, f"cseq: while making {place}")
-            raise error
+            try:
+                failure.deliver(error, place)
+            finally:
+                del error
         self.done = self._at
         self.skipped.append((self.epoch, self.batch - 1, repr(error)))
         log.error("skipped %s: %r", place, error)
@@ -96,4 +101,9 @@ class InlinePool:
         """Close the indexer, if this pool made it."""
         made, self._indexer = self._indexer, None
         self._batches = 0
-        indexer.dispose(self._job.worker, made, copied=False)
+        self._desk.rise()
+        left = context.enter(self._desk)
+        try:
+            indexer.dispose(self._job.worker, made, copied=False)
+        finally:
+            context.leave(left)

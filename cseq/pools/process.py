@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, failure, indexer, payload
-from cseq._core import Mapping, Ring, Seat, commit, exit_on_hangup, now_ns, ring_bytes
+from cseq._core import Mapping, Ring, Seat, arm_fault, commit, exit_on_hangup, now_ns, ring_bytes
 from cseq.arena import Arena, Segment, Writer
 from cseq.converter import (
     Converter,
@@ -88,6 +88,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     local : object, optional
         The user's worker, where it came by `os.fork` and not through a file.
     """
+    arm_fault()
     setup, (ring_fd, arena_fd, *payload_fd) = _receive(sock)
     threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
     if STACK_SIGNAL is not None:
@@ -143,6 +144,7 @@ def _index(
     send_state(sock, READY)
     desk.allocator = writer
     run(seat, indexer.Indexing(made, desk, SlotWriter(writer, setup.cast)))
+    desk.rise()
     indexer.dispose(worker, made, copied=True)
 
 
@@ -175,17 +177,16 @@ class ProcessPool:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._pid = os.getpid()
         self._closed = False
         self._failure: BaseException | None = None
         self._deaths = Deaths(job.max_restarts)
         in_processes = job.num_converters > 0 and converter_kind(job.compat, os.name) == "process"
         self._owners = job.num_workers + (job.num_converters if in_processes else 0)
         runners = job.num_workers + job.num_converters
-        size = ring_bytes(job.buffer, job.batch_size, runners)
+        size = ring_bytes(job.buffer, job.room, runners)
         self._segment = Segment.create(size)
         commit(self._segment.fd, 0, size)
-        self._ring = Ring(Mapping(self._segment.fd, 0, size), job.buffer, job.batch_size, runners)
+        self._ring = Ring(Mapping(self._segment.fd, 0, size), job.buffer, job.room, runners)
         self._ring_bytes = size
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
         self._arena = Arena(job.memory_limit)
@@ -241,7 +242,7 @@ class ProcessPool:
             ring_bytes=self._ring_bytes,
             width=self._arena.segment.width,
             cast=cast_dtype(job.output),
-            output=job.output,
+            output=replace(job.output, function=None),  # that is applied in the trainer
         )
         fds = [self._segment.fd, self._arena.segment.fd]
         if stage == INDEXER and self._payload_fd >= 0:
@@ -331,12 +332,12 @@ class ProcessPool:
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""
-        if os.getpid() != self._pid:
-            raise OSError(
-                f"this manager belongs to process {self._pid}; a forked child needs one of its own"
-            )
         self._deaths.begin()
         self.feed.begin(epoch, consumed)
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits in another thread raise InterruptedError."""
+        self.feed.interrupt()
 
     def next(self) -> Any:
         """Return the next batch."""
@@ -345,8 +346,6 @@ class ProcessPool:
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        if os.getpid() != self._pid:  # a forked child has a copy of this object, nothing more
-            return
         if self._keeper.is_here:  # garbage collection can strike anywhere
             threading.Thread(target=self.close, name="cseq-closer").start()
             return

@@ -110,8 +110,8 @@ class ThreadPool:
     def __init__(self, job: Job) -> None:
         self._job = job
         runners = job.num_workers + job.num_converters
-        memory = Block(ring_bytes(job.buffer, job.batch_size, runners), zero=True)
-        self._ring = Ring(memory, job.buffer, job.batch_size, runners)
+        memory = Block(ring_bytes(job.buffer, job.room, runners), zero=True)
+        self._ring = Ring(memory, job.buffer, job.room, runners)
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
         self._edge = Objects(job.buffer)
         self._crew = Crew(self._ring)
@@ -139,6 +139,7 @@ class ThreadPool:
         try:
             run(seat, indexer.Indexing(made, desk, self._edge, convert=self._converter()))
         finally:
+            desk.rise()
             indexer.dispose(job.worker, made, copied=False)
 
     def _converter(self) -> Callable[[Any], Any] | None:
@@ -181,6 +182,10 @@ class ThreadPool:
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""
         self.feed.begin(epoch, consumed)
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits in another thread raise InterruptedError."""
+        self.feed.interrupt()
 
     def next(self) -> Any:
         """Return the next batch."""

@@ -463,18 +463,22 @@ end:
     od
 }
 
-#define KILL(who) \
-    atomic { deaths < DEATHS && serving[who] && !dead[who] -> deaths++; dead[who] = 1 }
+#define KILL(who, allowed) \
+    atomic { deaths < DEATHS && (allowed) && serving[who] && !dead[who] -> deaths++; dead[who] = 1 }
 
 proctype killer() {
 end:
     do
-    :: KILL(1)
+    :: KILL(1, true)
 #if RUNNERS > 1
-    :: KILL(2)
+#if STAGES == 1 && !defined(PINNED)
+    :: KILL(2, deaths > 0) /* they are alike: call the first to die 1 */
+#else
+    :: KILL(2, true)
+#endif
 #endif
 #if RUNNERS > 2
-    :: KILL(3)
+    :: KILL(3, true)
 #endif
     od
 }
@@ -653,7 +657,7 @@ proctype trainer() {
         :: atomic { !MUST_POST && next < posted && state[where[next]] == READY -> c = 0 }; take(next); next++
         :: atomic { !MUST_POST && next < posted && state[where[next]] != READY -> c = 0 }; await(where[next] + 1)
 #endif
-        :: atomic { next == posted && posted > TICKETS && left > 0 -> c = 0 }; await(0)
+        :: atomic { next == posted && left > 0 && !CAN_POST -> c = 0 }; await(0)
         :: atomic { next == posted && posted > TICKETS && left == 0 -> c = 0; break }
         fi
     od;

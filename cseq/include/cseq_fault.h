@@ -1,0 +1,41 @@
+/* Fault points: in a debug build, CSEQ_FAULT=point:n kills a process at its n-th pass of a point.
+ *
+ * For tests of what a death leaves behind. Include before cseq_ring.h. In a release build there is
+ * nothing of it.
+ */
+#ifndef CSEQ_FAULT_H
+#define CSEQ_FAULT_H
+
+#if defined(CSEQ_DEBUG) && !defined(_WIN32)
+
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* The trainer does not die at its own points: only processes that called cseq_fault_arm do. */
+static long cseq_fault_left = -1; /* passes until death; -1: not armed */
+static char cseq_fault_name[32];
+
+static inline void cseq_fault_arm(void) {
+    const char *spec = getenv("CSEQ_FAULT");
+    const char *colon = spec ? strchr(spec, ':') : 0;
+    if (!colon || (size_t)(colon - spec) >= sizeof cseq_fault_name) return;
+    memcpy(cseq_fault_name, spec, (size_t)(colon - spec));
+    cseq_fault_left = atol(colon + 1);
+}
+
+static inline void cseq_fault_pass(const char *name) {
+    if (cseq_fault_left > 0 && strcmp(name, cseq_fault_name) == 0 && --cseq_fault_left == 0)
+        kill(getpid(), SIGKILL);
+}
+
+#define CSEQ_POINT(name) cseq_fault_pass(name)
+
+#else
+
+static inline void cseq_fault_arm(void) {}
+#define CSEQ_POINT(name) ((void)0)
+
+#endif
+#endif

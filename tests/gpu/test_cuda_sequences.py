@@ -1,0 +1,159 @@
+"""Whole managers on a real CUDA device: conversion in threads and in processes.
+
+Every test is a script of its own, so that CUDA is never initialised in the tests' own process.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this needs a CUDA device, and there is none"
+)
+
+# What to make, and where it converts.
+POOLS = {
+    "threads": ("MTSequence", None),
+    "processes, converted in threads": ("MPSequence", True),
+    "processes": ("MPSequence", False),
+}
+
+PRELUDE = """
+import gc, os
+import numpy as np
+import torch
+import cseq
+
+class Rows:
+    def __getitem__(self, indices):
+        rng = cseq.rng()
+        image = cseq.empty((len(indices), 3, 40, 40), np.uint8)
+        image[...] = (indices % 251)[:, None, None, None]
+        noise = rng.random((len(indices), 50))
+        return {"image": image, "noise": [noise, torch.from_numpy(noise)], "index": indices,
+                "name": [str(index) for index in indices]}
+
+def make(size=500, **options):
+    options = {"batch_size": 16, "num_workers": 2, "out_type": "cuda", "seed": 3} | options
+    return getattr(cseq, KIND)(Rows, size, **options)
+
+def same(one, other):
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    return one == other
+
+def on_device(batch):
+    tensors = [batch["image"], *batch["noise"], batch["index"]]
+    return all(tensor.device == torch.device("cuda:0") for tensor in tensors)
+"""
+
+
+@pytest.fixture(params=POOLS)
+def check(
+    request: pytest.FixtureRequest, run_script: Callable[..., object]
+) -> Callable[[str], None]:
+    """Run a script for one kind of pool; it must not fail."""
+    kind, compat = POOLS[request.param]
+
+    def run(source: str) -> None:
+        head = f"KIND, COMPAT = {kind!r}, {compat!r}\n{PRELUDE}"
+        done = run_script(head + textwrap.dedent(source))
+        assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_as_in_test_mode(check: Callable[[str], None], dtype: str | None) -> None:
+    """Batches on the device are those of test mode, on the device and on the CPU, in order."""
+    check(
+        f"""
+        manager = make(dtype={dtype!r})
+        assert manager.use_cuda
+        with manager.start(COMPAT) as running:
+            got = [batch for _ in range(3) for batch in running]
+        assert len(got) == 3 * len(manager)
+        assert all(map(on_device, got))
+        for mode in ("default", "cpu"):
+            manager = make(dtype={dtype!r})
+            with manager.start_test(mode) as running:
+                expected = [batch for _ in range(3) for batch in running]
+            assert same(got, expected), mode
+            assert all(on_device(batch) == (mode == "default") for batch in expected)
+        """
+    )
+
+
+def test_while_the_device_is_busy(check: Callable[[str], None]) -> None:
+    """Batches are right although the consumer's stream is far behind, and drops them early."""
+    check(
+        """
+        stream = torch.cuda.Stream()
+        sums = []
+        with make().start(COMPAT) as running, torch.cuda.stream(stream):
+            for batch in running:
+                torch.cuda._sleep(20_000_000)
+                sums.append(batch["image"].sum() + batch["noise"][0].sum())
+                del batch
+        stream.synchronize()
+        with make().start_test() as running:
+            expected = [batch["image"].sum() + batch["noise"][0].sum() for batch in running]
+        assert same(sums, expected)
+        """
+    )
+
+
+def test_leaving_early(check: Callable[[str], None]) -> None:
+    """Leaving a loop costs nothing of the next epoch, and the device's memory does not grow."""
+    check(
+        """
+        manager = make()
+        with manager.start(COMPAT) as running:
+            used = []
+            for epoch in range(20):
+                for number, batch in enumerate(running):
+                    if number == epoch % 5:
+                        break
+                del batch
+                gc.collect()
+                used.append(torch.cuda.memory_allocated())
+            last = list(running)
+        assert max(used[10:]) <= max(used[:10]) + (1 << 22), used
+        manager = make()
+        manager.set_epoch(20)
+        with manager.start_test() as running:
+            assert same(last, list(running))
+        """
+    )
+
+
+def test_all_memory_comes_back(check: Callable[[str], None]) -> None:
+    """When the manager is finished and the batches are dropped, no memory is left in use."""
+    check(
+        """
+        manager = make()
+        with manager.start(COMPAT) as running:
+            kept = list(running)
+        first = kept[0]["image"].clone()
+        assert on_device(kept[-1])
+        assert same(kept[0]["image"], first)
+        del kept, first, running, manager
+        gc.collect()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == 0
+        names = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
+        assert not names, names
+        """
+    )

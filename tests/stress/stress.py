@@ -1,0 +1,239 @@
+"""Workers killed and stopped at random under load, managers dropped, epochs broken off, batches held.
+
+    python tests/stress/stress.py [seconds] [seed]
+
+Every batch is compared with what its epoch's order and its own generator say it must be; batches
+that are held are compared again later; at the end nothing may be left. Prints the seed, and what
+it went through.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cseq
+import cseq.pools.process
+from cseq.context import generator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Chance, not the data, kills here, and may well strike the same batch many times.
+cseq.pools.process.TRIES = 10**9
+
+
+class Worker:
+    """Batches whose content says everything about how they were made."""
+
+    def __init__(self, rows: int, microseconds: int) -> None:
+        self.rows = rows
+        self.pause = threading.Event()
+        self.seconds = microseconds / 1e6
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if self.seconds:
+            self.pause.wait(self.seconds)
+        rows = int(indices[0]) % self.rows + 1  # sizes change from batch to batch
+        data = cseq.empty((rows, len(indices)), np.int64)
+        np.multiply(np.arange(1, rows + 1)[:, None], indices, out=data)
+        return {"indices": indices, "data": data, "draw": cseq.rng().random(3)}
+
+
+def check(batch: dict[str, Any], indices: np.ndarray, rows: int) -> None:
+    """Compare a batch with what it must be."""
+    count = int(indices[0]) % rows + 1
+    assert np.array_equal(batch["indices"], indices), "wrong samples"
+    expected = np.arange(1, count + 1)[:, None] * indices
+    assert np.array_equal(batch["data"], expected), "wrong data"
+
+
+class Killer(threading.Thread):
+    """Kills and stops workers of the present manager at random."""
+
+    def __init__(self, rng: random.Random, count: Counter[str]) -> None:
+        super().__init__(daemon=True)
+        self.rng = rng
+        self.count = count
+        self.target: Any = None  # a keeper
+        self.workers = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Strike every few milliseconds."""
+        while not self.over.wait(self.rng.expovariate(1 / 0.03)):
+            keeper = self.target
+            if keeper is None:
+                continue
+            ward = keeper._wards.get(self.rng.randint(1, self.workers))
+            if ward is None:
+                continue
+            if self.rng.random() < 0.6:
+                ward.child.kill()
+                self.count["kills"] += 1
+            else:
+                self.stop_for_a_while(ward.child)
+
+    def stop_for_a_while(self, child: Any) -> None:
+        """Let a worker stand still in the middle of whatever it does."""
+        try:
+            os.kill(child.pid, signal.SIGSTOP)
+            self.over.wait(self.rng.random() * 0.02)
+            os.kill(child.pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return
+        self.count["stops"] += 1
+
+
+class Trial:
+    """One manager, through some epochs."""
+
+    def __init__(self, rng: random.Random, killer: Killer, count: Counter[str]) -> None:
+        self.rng = rng
+        self.killer = killer
+        self.count = count
+        self.n = rng.choice([1, 7, 100, 1000, 5000])
+        self.batch_size = rng.choice([1, 3, 16, 64])
+        self.rows = rng.choice([1, 10, 2000])
+        self.seed = rng.randrange(2**32)
+        self.ordered = rng.random() < 0.8
+        self.processes = rng.random() < 0.8
+        self.workers = rng.randint(1, 6)
+        self.micros = rng.choice([0, 0, 100, 3000])
+        self.held: list[tuple[dict[str, Any], np.ndarray]] = []
+
+    def manager(self) -> cseq.MSequence:
+        """Make it."""
+        from functools import partial
+
+        rng = self.rng
+        options: dict[str, Any] = {}
+        if self.processes:
+            options["start_method"] = rng.choice(["fork", "fork", "forkserver", "spawn"])
+        return cseq.MSequence(
+            partial(Worker, self.rows, self.micros), self.n, num_workers=self.workers,
+            batch_size=self.batch_size, buffer=rng.choice([1, 2, 5, 16]), seed=self.seed,
+            thread_type="proc" if self.processes else "thread", out_type="null",
+            ordered=self.ordered, max_restarts=10**9,
+            memory_limit=rng.choice([0, 10**6, None]), **options,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Go through some epochs, and end in one of several ways."""
+        m = self.manager()
+        m.start()
+        if self.processes:
+            self.killer.workers = self.workers
+            self.killer.target = m._run.pool._keeper  # type: ignore[union-attr]
+        try:
+            for _ in range(self.rng.randint(1, 4)):
+                m = self.epoch(m)
+        finally:
+            self.killer.target = None
+        stats = m.stats()
+        self.count["restarts"] += stats.restarts
+        self.count["retries"] += stats.retries
+        self.count["copies"] += stats.copies
+        if self.rng.random() < 0.5:
+            m.finish()
+        del m
+        self.look_at_held(all_of_them=True)
+
+    def epoch(self, m: cseq.MSequence) -> cseq.MSequence:
+        """Go through an epoch or a part of it."""
+        iterator = iter(m)
+        epoch = m.epoch
+        order = cseq.permutation(self.n, self.seed, epoch).astype(np.int64)
+        stop = self.rng.randrange(len(m) * 3 + 1)
+        seen: set[int] = set()
+        for number, batch in enumerate(iterator):
+            at = self.place_of(batch, order) if not self.ordered else number
+            self.verify(batch, order, epoch, at)
+            assert at not in seen, f"batch {at} came twice"
+            seen.add(at)
+            if number == stop:
+                self.count["breaks"] += 1
+                return m
+        assert seen == set(range(len(m))), "batches are missing"
+        self.count["epochs"] += 1
+        return m
+
+    def place_of(self, batch: dict[str, Any], order: np.ndarray) -> int:
+        """Find which batch of an unordered epoch this is."""
+        return int(np.flatnonzero(order == batch["indices"][0])[0]) // self.batch_size
+
+    def verify(self, batch: dict[str, Any], order: np.ndarray, epoch: int, at: int) -> None:
+        """Compare a batch, and perhaps hold it."""
+        start = at * self.batch_size
+        indices = order[start : start + self.batch_size]
+        check(batch, indices, self.rows)
+        assert np.array_equal(batch["draw"], generator(self.seed, epoch, start).random(3))
+        self.count["batches"] += 1
+        if self.rng.random() < 0.05:
+            part = {k: v[...] for k, v in batch.items()}  # views, not the delivered arrays
+            self.held.append((part, indices))
+            self.count["held"] += 1
+        if self.rng.random() < 0.02:
+            self.look_at_held(all_of_them=False)
+
+    def look_at_held(self, *, all_of_them: bool) -> None:
+        """Compare what is held once more, and let go of some."""
+        for batch, indices in self.held:
+            check(batch, indices, self.rows)
+        self.held = [] if all_of_them else [h for h in self.held if self.rng.random() < 0.7]
+
+
+def left_behind() -> Iterator[str]:
+    """Name what should be gone."""
+    gc.collect()
+    own = str(os.getpid())
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+        except FileNotFoundError:
+            continue
+        if fields[1] == own:
+            yield f"process {pid} in state {fields[0]}"
+    with open("/proc/self/maps") as maps:
+        yield from (line.strip() for line in maps if "memfd:cseq" in line)
+    yield from (t.name for t in threading.enumerate() if t.name.startswith("cseq"))
+
+
+def main(seconds: float, seed: int) -> None:
+    """Run trials until the time is up."""
+    logging.getLogger("cseq").setLevel(logging.CRITICAL)
+    print(f"seed {seed}, {seconds:g} s", flush=True)
+    rng, count = random.Random(seed), Counter[str]()
+    killer = Killer(random.Random(seed + 1), count)
+    killer.start()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        Trial(rng, killer, count).run()
+        count["managers"] += 1
+    killer.over.set()
+    killer.join()
+    left = list(left_behind())
+    assert not left, left
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "descriptors are left"
+    print(", ".join(f"{number} {what}" for what, number in sorted(count.items())))
+    print("nothing was lost, doubled, changed or left behind")
+
+
+if __name__ == "__main__":
+    main(
+        float(sys.argv[1]) if len(sys.argv) > 1 else 60.0,
+        int(sys.argv[2]) if len(sys.argv) > 2 else secrets.randbits(32),
+    )

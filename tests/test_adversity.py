@@ -1,0 +1,741 @@
+"""Whatever happens to workers, trainer or machine: every sample once and in order, or one error."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cseq
+from cseq import converter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from conftest import RunScript
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+
+GUARD = 60.0  # seconds after which something that should end is taken to hang
+SAMPLES, BATCH = 400, 8
+
+
+class Squares:
+    """Indices and their squares, large enough to be leased, with the maker's process id."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        wide = np.repeat(indices[:, None] ** 2, 512, axis=1)
+        return {"indices": indices, "squares": wide, "draw": cseq.rng().random(4)}
+
+
+class Fatal(Squares):
+    """Does something fatal once, at the first batch that holds `victim`, and marks that it did."""
+
+    def __init__(self, folder: str, deed: Callable[[], None], victims: Iterable[int]) -> None:
+        self.folder = Path(folder)
+        self.deed = deed
+        self.victims = list(victims)
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        for victim in self.victims:
+            mark = self.folder / str(victim)
+            if victim in indices and not mark.exists():
+                mark.touch()
+                self.deed()
+        return super().__getitem__(indices)
+
+
+def kill_myself() -> None:
+    """Die as by the out-of-memory killer."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    """Die as a C extension does that follows a wild pointer."""
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    """End the process behind everybody's back."""
+    os._exit(3)
+
+
+def hang() -> None:
+    """Never come back."""
+    while True:
+        threading.Event().wait(1000)
+
+
+def manager(worker: Any = Squares, **options: Any) -> cseq.MPSequence:
+    """Make a manager of processes, started by fork, which is quickest."""
+    options = {"start_method": "fork", "out_type": "null", "seed": 11, "num_workers": 3} | options
+    return cseq.MPSequence(worker, SAMPLES, batch_size=BATCH, **options)
+
+
+def digest(batches: Iterable[Any]) -> list[tuple[bytes, ...]]:
+    """Reduce batches to what can be compared bit for bit."""
+    return [tuple(np.asarray(b[name]).tobytes() for name in sorted(b)) for b in batches]
+
+
+def reference(epochs: int = 1) -> list[tuple[bytes, ...]]:
+    """What test mode gives."""
+    with manager().start_test() as m:
+        return [d for _ in range(epochs) for d in digest(m)]
+
+
+def await_end(pids: Iterable[int]) -> None:
+    """Wait until processes, which are not our children, have ended."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        ended = poll.poll(GUARD * 1000)
+        os.close(fd)
+        assert ended, f"process {pid} still runs"
+
+
+# -- workers die
+
+
+@pytest.mark.parametrize("deed", [kill_myself, crash, leave])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(
+    tmp_path: Path, deed: Callable[[], None], start_method: str
+) -> None:
+    """Killed, crashed or gone: its tickets run again, bit for bit as in test mode."""
+    from functools import partial
+
+    worker = partial(Fatal, str(tmp_path), deed, [7, 77, 177])
+    with manager(worker, start_method=start_method).start() as m:
+        assert digest(m) == reference()
+        stats = m.stats()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert stats.restarts >= 1
+    assert stats.retries >= 1
+
+
+def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
+    """Killing every worker, several times an epoch, changes nothing in the stream."""
+    del tmp_path
+    with manager(max_restarts=1000).start() as m:
+        got = []
+        for number, batch in enumerate(m):
+            got += digest([batch])
+            if number % 10 == 5:
+                for owner in (1, 2, 3):
+                    pid = m._run.pool._keeper.pid(owner)  # type: ignore[union-attr]
+                    if pid:
+                        os.kill(pid, signal.SIGKILL)
+        assert got == reference()
+
+
+POINTS = ["claim", "slice", "encode", "publish", "published", "knock"]
+
+
+@pytest.fixture(scope="session")
+def debug_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the package a second time, with fault points, and return the folder to import from."""
+    root = Path(cseq.__file__).resolve().parents[1]
+    if not (root / "setup.py").exists():
+        pytest.skip("tests run on an installed package, whose sources are not here")
+    tree = tmp_path_factory.mktemp("debug")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "cseq"):
+        subprocess.run(["cp", "-r", str(root / name), str(tree)], check=True)
+    for built in (tree / "cseq").glob("*.so"):
+        built.unlink()
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        cwd=tree,
+        env=os.environ | {"CSEQ_DEBUG": "1"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return tree
+
+
+FAULTY = """
+import sys
+import numpy as np
+import cseq
+from cseq import _core
+
+class Worker:
+    def __getitem__(self, indices):
+        return indices.copy(), np.full(5000, indices[0])
+
+def stream(m):
+    return [(a.tolist(), int(b[0]), bool((b == a[0]).all())) for a, b in m]
+
+assert _core.DEBUG
+m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, out_type="null", seed=1,
+                    max_restarts=1000, buffer=int(sys.argv[1]))
+with m.start_test():
+    expected = stream(m)
+m.set_epoch(0)
+with m.start():
+    got = stream(m)
+    print(got == expected, m.stats().restarts)
+"""
+
+
+@pytest.mark.parametrize("buffer", ["1", "10"])
+@pytest.mark.parametrize("point", POINTS)
+def test_death_at_every_labelled_point(
+    run_script: RunScript, debug_build: Path, point: str, buffer: str
+) -> None:
+    """A worker killed between any two steps of claim, slice, encode, publish loses nothing."""
+    count = 2 if point == "knock" else 5
+    environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
+    done = run_script(FAULTY, buffer, **environment)
+    assert done.returncode == 0, done.stderr
+    equal, restarts = done.stdout.split()
+    assert equal == "True"
+    assert int(restarts) > 0 or point == "knock"  # it knocks only where the trainer sleeps
+
+
+class Poison(Squares):
+    """One sample kills whoever touches it."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            kill_myself()
+        return super().__getitem__(indices)
+
+
+def test_a_batch_that_kills_again_and_again_is_named() -> None:
+    """WorkerDied names epoch, batch, indices and signal; the batches before it were delivered."""
+    order = cseq.permutation(SAMPLES, 11, 0).tolist()
+    number = order.index(123) // BATCH
+    with manager(Poison).start() as m:
+        iterator = iter(m)
+        for _ in range(number):
+            next(iterator)
+        with pytest.raises(cseq.WorkerDied, match="SIGKILL") as caught:
+            next(iterator)
+    died = caught.value
+    assert (died.epoch, died.batch, died.exitcode) == (0, number, -signal.SIGKILL)
+    assert died.indices == order[number * BATCH : (number + 1) * BATCH]
+
+
+def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
+    """More deaths in an epoch than `max_restarts` raise WorkerDied."""
+    from functools import partial
+
+    worker = partial(Fatal, str(tmp_path), leave, [1, 100, 200, 300])
+    with manager(worker, max_restarts=2).start() as m, pytest.raises(
+        cseq.WorkerDied, match="max_restarts=2"
+    ):
+        list(m)
+
+
+# -- workers fail
+
+
+class Raises(Squares):
+    """One sample cannot be read."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            raise KeyError("sample 123 is broken")
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread", "test"])
+def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """on_error='skip': all other batches come, the skipped one is logged, counted and listed."""
+    m = cseq.MSequence(
+        Raises, SAMPLES, batch_size=BATCH, seed=11, out_type="null", on_error="skip",
+        thread_type="thread" if kind == "thread" else "proc",
+        **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    number = cseq.permutation(SAMPLES, 11, 0).tolist().index(123) // BATCH
+    with caplog.at_level(logging.ERROR, "cseq"), m.start_test() if kind == "test" else m.start():
+        got = digest(m)
+        assert m.stats().skips == 1
+        assert [s[:2] for s in m.skipped] == [(0, number)]
+        assert "sample 123 is broken" in m.skipped[0][2]
+    assert got == [d for k, d in enumerate(reference()) if k != number]
+    assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
+
+
+class Unbuildable:
+    """Its file is not there."""
+
+    def __init__(self) -> None:
+        raise FileNotFoundError(2, "no such data set", "/data/set")
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return indices
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_worker_that_cannot_be_built_says_so(kind: str) -> None:
+    """The original exception comes out of the loop, with its attributes, and is final."""
+    m = cseq.MSequence(Unbuildable, SAMPLES, thread_type=kind, out_type="null")
+    with m.start(), pytest.raises(FileNotFoundError, match="no such data set") as caught:
+        list(m)
+    assert caught.value.filename == "/data/set"
+
+
+def test_a_worker_that_dies_while_it_starts_is_not_started_for_ever() -> None:
+    """Three in a row that never got ready are enough."""
+    with manager(leave, max_restarts=10**6).start() as m, pytest.raises(
+        cseq.WorkerDied, match="before they were ready"
+    ):
+        list(m)
+
+
+# -- workers hang
+
+
+class Stuck(Fatal):
+    """Hangs in a method whose name can be found again."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        return self.a_method_to_be_found(indices)
+
+    def a_method_to_be_found(self, indices: np.ndarray) -> dict[str, Any]:
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
+    """WorkerTimeout names the batch and shows the worker's Python stack."""
+    from functools import partial
+
+    release = threading.Event()
+    deed = hang if kind == "proc" else release.wait
+    worker = partial(Stuck, str(tmp_path), deed, [int(cseq.permutation(SAMPLES, 11, 0)[0])])
+    m = cseq.MSequence(
+        worker, SAMPLES, batch_size=BATCH, seed=11, out_type="null", timeout=0.5,
+        thread_type=kind, **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    with m.start():
+        with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
+            next(iter(m))
+        release.set()
+        pool = m._run.pool  # type: ignore[union-attr]
+        if kind == "proc":
+            for owner in range(1, 5):  # spares the test the patience of finish()
+                pool._keeper.kill(owner)  # type: ignore[attr-defined]
+    assert "epoch 0, batch 0" in str(caught.value)
+
+
+def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
+    """on_timeout='restart': the batch is made again, and the stream does not show it."""
+    from functools import partial
+
+    worker = partial(Stuck, str(tmp_path), hang, [5, 300])
+    with manager(worker, timeout=0.5, on_timeout="restart").start() as m:
+        assert digest(m) == reference()
+        assert m.stats().restarts >= 1
+
+
+# -- converters
+
+
+@pytest.fixture
+def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 'cuda' run its whole path with the CPU in the part of the device."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("cseq.converter.resolve", converter.rehearse)
+
+
+@pytest.mark.usefixtures("converters_on_the_cpu")
+@pytest.mark.parametrize("compat", [True, False])
+def test_converters_give_what_test_mode_gives(compat: bool) -> None:  # noqa: FBT001
+    """The second stage, in threads and in processes, changes neither order nor values."""
+    m = manager(out_type="cuda", num_converters=2)
+    with m.start_test("cpu"):
+        expected = digest(m)
+    m.set_epoch(0)
+    with m.start(compat=compat):
+        assert digest(m) == expected
+
+
+@pytest.mark.usefixtures("converters_on_the_cpu")
+def test_a_dead_converter_is_replaced() -> None:
+    """A converter process that is killed is a worker like any other."""
+    m = manager(out_type="cuda", num_converters=1)
+    with m.start_test("cpu"):
+        expected = digest(m)
+    m.set_epoch(0)
+    with m.start(compat=False):
+        got = []
+        for number, batch in enumerate(m):
+            got += digest([batch])
+            if number in (3, 20):
+                pid = m._run.pool._keeper.pid(4)  # type: ignore[union-attr]
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+        assert m.stats().restarts >= 1
+    assert got == expected
+
+
+# -- signals
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import numpy as np
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        if indices[0] > 40:
+            threading.Event().wait(3600)
+        return indices
+
+m = cseq.MPSequence(Worker, 1000, batch_size=8, out_type="null", shuffle=False, num_workers=2)
+m.start()
+how = sys.argv[1]
+for number, batch in enumerate(m):
+    if number == 2:
+        if how == "thread":  # the kernel may hand the signal to any thread
+            other = threading.Thread(target=threading.Event().wait, args=(3600,), daemon=True)
+            other.start()
+            threading.Timer(0.3, signal.pthread_kill, (other.ident, signal.SIGINT)).start()
+        else:
+            threading.Timer(0.3, os.killpg, (0, signal.SIGINT)).start()
+"""
+
+
+@pytest.mark.parametrize("how", ["group", "thread"])
+def test_ctrl_c_gives_one_traceback(tmp_path: Path, how: str) -> None:
+    """KeyboardInterrupt comes out of the loop while it waits; workers print nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, str(script), how],
+        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
+        start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
+    )  # fmt: skip
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+PREEMPTED = """
+import os, signal, sys, threading
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        return indices
+
+stop = []
+signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+m = cseq.MPSequence(Worker, 10**6, batch_size=8, out_type="null", num_workers=2)
+with m.start():
+    iterator = iter(m)
+    next(iterator)
+    os.killpg(0, signal.SIGTERM)
+    while not stop:
+        next(iterator)
+    for _ in range(100):  # while the trainer writes its checkpoint, workers go on
+        next(iterator)
+    print("checkpoint", m.stats().restarts)
+"""
+
+
+def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path: Path) -> None:
+    """A notice to the process group ends no worker: the trainer finishes what it is at."""
+    script = tmp_path / "script.py"
+    script.write_text(PREEMPTED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
+        start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "checkpoint 0\n", "")
+
+
+ORPHANED = """
+import ctypes, os, sys, threading
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        if sys.argv[1] == "gil" and indices[0] > 100:
+            ctypes.PyDLL(None).sleep(3600)  # holds the GIL
+        return indices * 0 + os.getpid()
+
+m = cseq.MPSequence(Worker, 10**6, batch_size=8, out_type="null", num_workers=3, shuffle=False)
+m.start()
+pids = set()
+for batch in m:
+    pids.add(int(batch[0]))
+    if len(pids) >= 2 or batch[0] > 0 and len(pids) and sys.argv[1] == "gil":
+        break
+children = os.popen(f"pgrep -s 0").read().split()
+print(*{*map(int, children)} - {os.getpid()}, flush=True)
+threading.Event().wait(3600)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "gil"])
+def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
+    """SIGKILL of the trainer leaves no process, no name in /dev/shm and no message."""
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANED)
+    names = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, str(script), state],
+        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as trainer:  # fmt: skip
+        assert trainer.stdout is not None
+        pids = [int(word) for word in trainer.stdout.readline().split()]
+        assert len(pids) >= 3
+        trainer.kill()
+        await_end(pids)
+        _, errors = trainer.communicate(timeout=GUARD)
+    assert errors == ""
+    assert set(os.listdir("/dev/shm")) == names
+
+
+# -- the loop is left
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_leaving_a_loop_mixes_nothing_into_the_next_epoch(kind: str) -> None:
+    """break, an exception in the body, a second iter(): the next epoch is as in test mode."""
+    m = cseq.MSequence(
+        Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
+    )
+    with m.start():
+        for _ in m:
+            break
+        with pytest.raises(ZeroDivisionError):
+            for _ in m:
+                1 / 0  # noqa: B018
+        stale = iter(m)
+        next(stale)
+        fresh = iter(m)
+        with pytest.raises(InterruptedError):
+            next(stale)
+        assert digest(fresh) == reference(4)[3 * SAMPLES // BATCH :]
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_finish_inside_the_loop_interrupts_it(kind: str) -> None:
+    """finish() in the loop body ends the pool; the iterator says InterruptedError."""
+    m = cseq.MSequence(Squares, SAMPLES, batch_size=BATCH, thread_type=kind, out_type="null")
+    m.start()
+    with pytest.raises(InterruptedError):
+        for _ in m:
+            m.finish()
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_running_manager_can_be_dropped(kind: str) -> None:
+    """Garbage collection ends the pool (the fixture looks for what is left)."""
+    m = cseq.MSequence(Squares, SAMPLES, thread_type=kind, out_type="null").start()
+    iterator = iter(m)
+    next(iterator)
+    del m, iterator
+    gc.collect()
+
+
+EXITS = """
+import sys
+import numpy as np
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.repeat(indices, 10000)
+
+m = cseq.MSequence(Worker, 1000, thread_type=sys.argv[1], out_type="null").start()
+kept = [batch for batch, _ in zip(m, range(3))]
+print("end")
+"""
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_script_may_end_without_finish(run_script: RunScript, kind: str) -> None:
+    """Interpreter exit ends everything, and prints nothing."""
+    done = run_script(EXITS, kind)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_forked_child_takes_no_batches(kind: str) -> None:
+    """os.fork by the user: the child cannot iterate what it inherited, and ends nothing of it."""
+    m = cseq.MSequence(
+        Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
+    )
+    with m.start():
+        iterator = iter(m)
+        got = digest([next(iterator)])
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                try:
+                    next(iterator)
+                except InterruptedError:
+                    try:
+                        iter(m)
+                    except OSError:
+                        code = 0
+                del iterator, m
+                gc.collect()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert got + digest(iterator) == reference()
+
+
+# -- batches are kept
+
+
+@pytest.mark.parametrize("limit", ["0 B", "1 MiB", None])
+def test_keeping_every_batch_is_safe(
+    limit: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """list(manager), slices of slices, after finish and without the manager: intact."""
+    m = manager(memory_limit=limit, buffer=4)
+    with caplog.at_level(logging.WARNING, "cseq"):
+        with m.start():
+            kept = [{k: v[:][...] for k, v in batch.items()} for _ in range(2) for batch in m]
+            copies = m.stats().copies
+        del m
+        gc.collect()
+    assert digest(kept) == reference(2)
+    said = sum("memory_limit" in record.getMessage() for record in caplog.records)
+    assert (said, copies > 0) == ((0, False) if limit is None else (1, True))
+
+
+class Grows:
+    """Asks for more address space than its process may have."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 31, resource.RLIM_INFINITY))
+        return cseq.empty((1 << 32,), np.uint8)
+
+
+def test_want_of_memory_is_an_exception() -> None:
+    """A slot that cannot grow raises MemoryError in the loop; nothing dies of SIGBUS."""
+    with manager(Grows).start() as m, pytest.raises(MemoryError):
+        list(m)
+    with manager(Huge).start() as m, pytest.raises(MemoryError):
+        list(m)
+
+
+class Huge:
+    """Asks for more than any machine has."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return cseq.empty((1 << 39,), np.uint8)
+
+
+def test_nothing_lies_in_dev_shm() -> None:
+    """Shared memory has no name and is not bounded by the size of /dev/shm."""
+    names = set(os.listdir("/dev/shm"))
+    with manager().start() as m:
+        next(iter(m))
+        maps = Path("/proc/self/maps").read_text()
+        assert set(os.listdir("/dev/shm")) == names
+    assert "memfd:cseq" in maps
+    assert "/dev/shm" not in maps
+
+
+# -- again and again
+
+
+def census() -> tuple[int, int, int]:
+    """Count descriptors, threads and mappings."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+
+@pytest.mark.parametrize(("kind", "times"), [("proc", 30), ("thread", 300)])
+def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
+    """Descriptors, threads and mappings are as many after many starts as after one."""
+    m = cseq.MSequence(
+        Squares, 32, batch_size=BATCH, thread_type=kind, out_type="null", num_workers=2,
+        **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    before = census()
+    for _ in range(times):
+        with m.start():
+            next(iter(m))
+    assert census() == before
+
+
+def test_epochs_leave_nothing() -> None:
+    """Descriptors, threads, mappings and slots are as many after many epochs as after two."""
+    with manager().start() as m:
+        for _ in range(2):
+            list(m)
+        before = census()
+        slots = m._run.pool._arena._slots.capacity  # type: ignore[union-attr]
+        for _ in range(20):
+            for _ in m:
+                pass
+        assert census()[:2] == before[:2]
+        assert m._run.pool._arena._slots.capacity == slots  # type: ignore[union-attr]
+
+
+# -- many at once
+
+
+def test_managers_in_several_threads() -> None:
+    """Managers know nothing of each other."""
+    results: dict[int, list[Any]] = {}
+
+    def train(number: int) -> None:
+        with manager(num_workers=2).start() as m:
+            results[number] = digest(m)
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(3), reference())
+
+
+class Nested(Squares):
+    """Makes its batch with a manager of its own."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        with cseq.MPSequence(
+            Squares, indices, batch_size=3, shuffle=False, out_type="null", num_workers=2
+        ).start() as m:
+            parts = [part["squares"] for part in m]
+        outer = cseq.rng().random(4)
+        return {"indices": indices, "squares": np.concatenate(parts), "draw": outer}
+
+
+def test_a_manager_inside_a_worker() -> None:
+    """A worker may use a manager of processes of its own."""
+    m = cseq.MPSequence(
+        Nested, SAMPLES, batch_size=100, seed=11, out_type="null", num_workers=2
+    )
+    plain = cseq.MPSequence(Squares, SAMPLES, batch_size=100, seed=11, out_type="null")
+    with m.start(), plain.start_test():
+        assert digest(m) == digest(plain)
+
+
+def iterate(m: cseq.MSequence) -> Iterator[Any]:
+    """Go through an epoch."""
+    yield from m

@@ -1,0 +1,243 @@
+"""What an indexer may ask: `rng`, `empty` and `worker_info`, in every pool."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from indexers import Augmented, Info
+from kinds import FIRST_PROCESS, INLINE, KINDS, PARALLEL, THREAD, Kind, assert_same, by_name, stream
+
+import cseq
+from cseq import context
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+
+
+class Rng:
+    """Draws from the batch's generator, in two calls; and says whether they gave the same one."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        first = cseq.rng()
+        return first is cseq.rng(), first.integers(1 << 62), cseq.rng().integers(1 << 62)
+
+
+# -- rng
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 8])
+@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+def test_rng_whatever_the_workers(kind: Kind, num_workers: int) -> None:
+    """What `rng` draws is the same for any number and kind of workers as in test mode."""
+    if kind.name == "spawn" and num_workers == 8:
+        pytest.skip("slow to start, and no other than 3")
+    options = {"batch_size": 3, "epochs": 2}
+    want = stream(INLINE, Augmented, 40, **options)
+    assert_same(stream(kind, Augmented, 40, num_workers=num_workers, **options), want)
+
+
+@pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
+def test_rng_of_a_batch(kind: Kind) -> None:
+    """Within a batch, `rng` is one generator; each batch, epoch, seed and rank has another."""
+    draws = []
+    for options in ({"epochs": 2}, {"seed": 43}, {"shard": (0, 2)}, {"shard": (1, 2)}):
+        for same, first, second in stream(kind, Rng, 8, batch_size=1, **options):
+            assert same
+            draws += [first, second]
+    # Rank 0 begins where the whole does: that batch is at the same place of the same epoch.
+    assert len(draws) == 2 * (16 + 8 + 4 + 4)
+    assert len(set(draws)) == len(draws) - 2 * 8
+
+
+def test_rng_is_pinned() -> None:
+    """What `rng` draws for a batch never changes: it is part of the stream a seed stands for."""
+    drawn = context.generator(1, 2, 3).integers(1 << 32, size=3).tolist()
+    again = context.generator(1, 2, 3)
+    assert drawn == again.integers(1 << 32, size=3).tolist() == [107490069, 3035305554, 634159054]
+    assert type(again.bit_generator) is np.random.Philox
+
+
+def test_generators_do_not_overlap() -> None:
+    """Neighbouring batches draw from stretches of 2^128 draws: they never meet."""
+    one = context.generator(1, 2, 3).bit_generator
+    assert isinstance(one, np.random.Philox)
+    counter = one.state["state"]["counter"]
+    assert counter.tolist() == [0, 0, 3, 0]
+    other = context.generator(1, 3, 3).bit_generator
+    assert other.state["state"]["key"].tolist() != one.state["state"]["key"].tolist()
+
+
+def test_rng_outside() -> None:
+    """Outside of an indexer, `rng` is a RuntimeError that says what to use there."""
+    with pytest.raises(RuntimeError, match="default_rng"):
+        cseq.rng()
+
+
+@every_kind
+def test_rng_while_the_indexer_is_made(kind: Kind) -> None:
+    """Where the indexer is made there is no batch, so `rng` is a RuntimeError."""
+    with pytest.raises(RuntimeError, match="__getitem__"), kind.start(cseq.rng, 10) as m:
+        list(m)
+
+
+# -- empty
+
+
+def test_empty_outside() -> None:
+    """Outside of a worker, `empty` is numpy's: the same arguments and the same errors."""
+    assert cseq.empty(3).dtype == np.float64
+    assert cseq.empty((2, 3), "i2").shape == (2, 3)
+    assert cseq.empty([2, 0], dtype=bool).shape == (2, 0)
+    assert cseq.empty(np.int64(4), object).tolist() == [None] * 4
+    assert cseq.empty((), "u1").shape == ()
+    with pytest.raises(ValueError, match="negative"):
+        cseq.empty((2, -1))
+    with pytest.raises(TypeError):
+        cseq.empty(2.5)  # type: ignore[arg-type]
+
+
+class Empties:
+    """Makes arrays of many kinds in place."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        batch = {
+            "ints": cseq.empty((len(indices), 2), np.int64),
+            "floats": cseq.empty(3),
+            "none": cseq.empty((0, 5), "f4"),
+            "scalar": cseq.empty((), "i1"),
+            "large": cseq.empty(100_000, "u1"),
+        }
+        batch["ints"][:] = indices[:, None]
+        for k, array in enumerate(list(batch.values())[1:]):
+            array[...] = k
+        batch["view"] = batch["large"][::-2]
+        batch["twice"] = batch["ints"]
+        return batch
+
+
+@every_kind
+def test_empty_in_an_indexer(kind: Kind) -> None:
+    """Arrays made by `empty` arrive as others do, views of them and repeated ones included."""
+    for batch in stream(kind, Empties, 20, batch_size=6, shuffle=False):
+        indices = batch["ints"][:, 0]
+        want = Empties()[indices]
+        assert_same(batch, want)
+
+
+class Keeper:
+    """Keeps an array that belongs to a batch."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        if 5 in indices:
+            self.kept = cseq.empty(10)
+            return indices
+        return indices
+
+
+@pytest.mark.parametrize("kind", [FIRST_PROCESS], ids=by_name)
+def test_empty_must_not_be_kept(kind: Kind) -> None:
+    """An indexer that keeps an array of `empty` in shared memory is told so, in the loop."""
+    with kind.start(Keeper, 10, batch_size=1) as m, pytest.raises(RuntimeError, match="copy"):
+        list(m)
+
+
+@every_kind
+def test_empty_with_objects(kind: Kind) -> None:
+    """`empty` for Python objects: numpy's in this process, an error in shared memory."""
+
+    class Objects:
+        def __getitem__(self, indices: Any) -> Any:
+            return cseq.empty(2, object)
+
+    if kind.processes:
+        with kind.start(Objects, 2) as m, pytest.raises(ValueError, match="object"):
+            list(m)
+    else:
+        assert stream(kind, Objects, 2)[0].tolist() == [None, None]
+
+
+@every_kind
+def test_empty_in_a_thread_of_the_indexers_own(kind: Kind) -> None:
+    """A thread that an indexer starts is at no desk: plain arrays, and no generator."""
+
+    class Threads:
+        def __getitem__(self, indices: Any) -> Any:
+            found: list[Any] = []
+
+            def ask() -> None:
+                array = cseq.empty(2, "i8")
+                array[:] = 7
+                found.extend([array, cseq.worker_info()])
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+            return found
+
+    assert_same(stream(kind, Threads, 1), [[np.array([7, 7]), None]])
+
+
+# -- worker_info
+
+
+def test_worker_info_outside() -> None:
+    """Outside of an indexer, `worker_info` is None."""
+    assert cseq.worker_info() is None
+
+
+@every_kind
+def test_worker_info(kind: Kind) -> None:
+    """`worker_info` says which worker, of how many, makes which batch of which epoch."""
+    workers = 3 if kind.parallel else 1
+    got = stream(kind, Info, 60, batch_size=2, epochs=2, num_workers=3, shuffle=False)
+    assert [(info.epoch, info.batch) for _, _, info in got] == [
+        (e, b) for e in range(2) for b in range(30)
+    ]
+    for indices, made, info in got:
+        assert indices[0] == 2 * info.batch
+        assert (made.number, made.num_workers) == (info.number, info.num_workers)
+        assert (made.epoch, made.batch) == (None, None)
+        assert info.num_workers == workers
+        assert info.number in range(workers)
+    assert cseq.worker_info() is None
+
+
+@every_kind
+def test_at_close(kind: Kind, tmp_path: Any) -> None:
+    """When the indexer is closed there is no batch: its worker is known, `empty` is numpy's."""
+
+    class Closing:
+        def __getitem__(self, indices: Any) -> Any:
+            return cseq.empty(100_000, "u1")
+
+        def close(self) -> None:
+            info = cseq.worker_info()
+            cseq.empty(100_000, "u1")[:] = 255  # in shared memory, this would spoil a batch
+            (tmp_path / "closed").write_text(f"{info.epoch} {info.batch} {info.number}")
+
+    batch = stream(kind, Closing, 1, num_workers=1)[0].copy()
+    assert (tmp_path / "closed").read_text() == "None None 0"
+    assert batch.shape == (100_000,)
+
+
+# -- desks
+
+
+def test_desks_are_one_for_each_thread() -> None:
+    """A desk is seen by its own thread only, and the one left is there again afterwards."""
+    one, two = context.Desk(0, 2, 7), context.Desk(1, 2, 7)
+    assert context.enter(one) is None
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(cseq.worker_info()))
+    thread.start()
+    thread.join()
+    left = context.enter(two)
+    assert left is one
+    assert cseq.worker_info() == cseq.WorkerInfo(1, 2, None, None)
+    context.leave(left)
+    assert cseq.worker_info() == cseq.WorkerInfo(0, 2, None, None)
+    context.leave(None)
+    assert seen == [None]
+    assert cseq.worker_info() is None

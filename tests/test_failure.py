@@ -1,0 +1,401 @@
+"""An exception on its way from an indexer to the loop: it arrives as itself."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from indexers import Indices1, Raising
+from kinds import KINDS, PROCESSES, Kind, by_name
+
+import cseq
+from cseq import failure, payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunScript
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+
+
+class Coded(Exception):
+    """Its constructor takes other things than its args."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"code {code}: {reason}")
+        self.code = code
+        self.reason = reason
+
+
+class Slotted(LookupError):
+    """Has an attribute that it does not show its args."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"no {self.key}"
+
+
+class Untravelled(Exception):
+    """Cannot be made anywhere but where it is raised."""
+
+    def __new__(cls, *args: Any, token: object = None) -> Any:
+        """Refuse without a token, which nobody else has."""
+        if token is None:
+            raise TypeError("a token is needed")
+        return super().__new__(cls, *args)
+
+    def __init__(self, *args: Any, token: object) -> None:
+        super().__init__(*args)
+
+
+class Stubborn(Exception):
+    """Refuses to be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("stays where it is")
+
+
+class Changeling(Exception):
+    """Comes out of its pickle as something else."""
+
+    def __reduce__(self) -> Any:
+        return (ValueError, ("changed",))
+
+
+class Silent(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Picky(Exception):
+    """Can be pickled, but not unpickled, by its constructor's wish."""
+
+    def __init__(self, one: Any, two: Any) -> None:
+        if two is None:
+            raise TypeError("two is needed")
+        super().__init__(one)
+        self.two = two
+
+
+def there_and_back(error: BaseException) -> BaseException:
+    """Raise an exception, send it, and receive it."""
+    try:
+        raise error
+    except BaseException as raised:  # noqa: BLE001 - whatever it is
+        return failure.unpack(failure.pack(raised))
+
+
+# -- the exception itself
+
+PLAIN: list[Callable[[], BaseException]] = [
+    lambda: ValueError("text", 3),
+    lambda: KeyError("key"),
+    lambda: OSError(2, "No such file", "name"),
+    lambda: FileNotFoundError(2, "No such file", "name"),
+    lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+    lambda: SystemExit(3),
+    lambda: KeyboardInterrupt(),
+    lambda: StopIteration(5),
+    lambda: GeneratorExit(),
+    lambda: Coded(7, reason="wet"),
+    lambda: Slotted("key"),
+    lambda: Picky(1, two=2),
+    lambda: Stubborn("text", 1),
+    lambda: Changeling("text"),
+    lambda: cseq.WorkerDied("gone", epoch=1, batch=2, indices=[3], exitcode=-9),
+    lambda: MemoryError("no room"),
+]
+
+
+@pytest.mark.parametrize("make", PLAIN, ids=lambda make: type(make()).__name__)
+def test_arrives_as_itself(make: Callable[[], BaseException]) -> None:
+    """Type, args, text and attributes arrive, whatever the constructor takes."""
+    sent, got = make(), there_and_back(make())
+    assert type(got) is type(sent)
+    assert got.args == sent.args
+    assert str(got) == str(sent)
+    assert vars(got) == vars(sent)
+    for name in ("errno", "filename", "code", "value", "object", "end"):
+        assert getattr(got, name, None) == getattr(sent, name, None)
+
+
+def test_a_group_arrives() -> None:
+    """An exception group arrives with its members."""
+    if sys.version_info < (3, 11):
+        pytest.skip("no groups before Python 3.11")
+    got = there_and_back(ExceptionGroup("all", [ValueError(1), KeyError("a")]))
+    assert type(got) is ExceptionGroup
+    assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
+
+
+def test_attributes_that_cannot_be_pickled() -> None:
+    """Attributes and args that cannot travel stay behind; the exception does not."""
+    error = Coded(1, reason="r")
+    error.lock = gc.callbacks, lambda: 0, sys  # type: ignore[attr-defined]
+    error.note = "kept"  # type: ignore[attr-defined]
+    error.handle = (i for i in range(3))  # type: ignore[attr-defined]
+    got = there_and_back(error)
+    assert type(got) is Coded
+    assert (got.code, got.note) == (1, "kept")
+    assert not hasattr(got, "handle")
+    got = there_and_back(ValueError((i for i in range(3)), 5))
+    assert type(got) is ValueError
+    assert "generator" in got.args[0]
+    assert got.args[1] == 5
+
+
+def test_what_cannot_travel() -> None:
+    """An exception that cannot be pickled is a WorkerError with its type and text."""
+    got = there_and_back(Untravelled("the text", token=1))
+    assert isinstance(got, cseq.WorkerError)
+    assert isinstance(got, RuntimeError)
+    assert "Untravelled: the text" in str(got)
+    assert "raise error" in str(got.__cause__)
+
+
+def test_what_has_no_text() -> None:
+    """An exception whose __str__ raises arrives, and so does the traceback."""
+    got = there_and_back(Silent(1))
+    assert type(got) is Silent
+    assert "Silent" in str(got.__cause__)
+    packed = failure.pack_text(Silent(1))
+    assert "str() raised RuntimeError" in str(failure.unpack(packed))
+
+
+def test_what_only_the_worker_can_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that cannot be unpickled here is a WorkerError with its text."""
+    packed = failure.pack(ValueError("the text"))
+
+    def loads(data: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'theirs'")
+
+    monkeypatch.setattr(payload, "loads", loads)
+    got = failure.unpack(packed)
+    assert isinstance(got, cseq.WorkerError)
+    assert "ValueError: the text" in str(got)
+    assert "theirs" in str(got)
+
+
+def test_text_alone_is_short() -> None:
+    """The text alone fits into the first pages of a slot, whatever the exception says."""
+    try:
+        raise ValueError("\U0001f600" * 10**5)
+    except ValueError as error:
+        packed = failure.pack_text(error)
+    assert len(packed) < 15_000
+    got = failure.unpack(packed)
+    assert isinstance(got, cseq.WorkerError)
+    assert str(got).startswith("ValueError: \U0001f600")
+
+
+def test_the_traceback_comes_along() -> None:
+    """The cause of what arrives is the text of the traceback, with its own causes."""
+
+    def inner() -> None:
+        raise KeyError("inner")
+
+    try:
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("outer") from error
+    except ValueError as error:
+        got = failure.unpack(failure.pack(error))
+    assert isinstance(got.__cause__, cseq.RemoteTraceback)
+    shown = "".join(traceback.format_exception(got))
+    for text in ("in inner", "KeyError: 'inner'", "direct cause", "ValueError: outer"):
+        assert text in shown
+
+
+# -- naming a batch
+
+
+def test_where() -> None:
+    """A message names epoch and batch, and the first of the indices."""
+    assert failure.where(1, 2, [3, 4]) == "epoch 1, batch 2, indices [3, 4]"
+    text = failure.where(0, 0, list(range(100)))
+    assert text.endswith("14, 15, … 84 more]")
+
+
+# -- through the pools
+
+MAKE: list[Callable[[], BaseException]] = [
+    lambda: Coded(7, reason="wet"),
+    lambda: FileNotFoundError(2, "No such file", "name"),
+    lambda: SystemExit(3),
+]
+
+
+@pytest.mark.parametrize("make", MAKE, ids=lambda make: type(make()).__name__)
+@every_kind
+def test_out_of_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
+    """What an indexer raises comes out of the loop at its batch, which it names; then it goes on."""
+    with kind.start(lambda: Raising(make, 5), 12, batch_size=2, shuffle=False) as m:
+        batches = iter(m)
+        assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(type(make())) as caught:
+            next(batches)
+        assert vars(caught.value).items() >= vars(make()).items()
+        assert str(caught.value) == str(make())
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "raise self.make()" in shown
+        if sys.version_info >= (3, 11) and (kind.parallel or isinstance(caught.value, Exception)):
+            assert "epoch 0, batch 2, indices [4, 5]" in shown
+        if isinstance(caught.value, Exception):
+            assert [b.tolist() for b in batches] == [[6, 7], [8, 9], [10, 11]]
+        with pytest.raises(type(make())):
+            list(m)
+
+
+@every_kind
+def test_stop_iteration(kind: Kind) -> None:
+    """StopIteration in an indexer is an error, as in a generator: it must not end the epoch."""
+    with (
+        kind.start(lambda: Raising(StopIteration, 5), 12, batch_size=2) as m,
+        pytest.raises(RuntimeError, match="StopIteration") as caught,
+    ):
+        list(m)
+    assert isinstance(caught.value.__cause__, (StopIteration, cseq.RemoteTraceback))
+
+
+@every_process
+def test_unpicklable_out_of_the_loop(kind: Kind) -> None:
+    """What cannot be pickled comes out of the loop as a WorkerError with text and traceback."""
+    with (
+        kind.start(lambda: Raising(lambda: Untravelled("why", token=1), 0), 4) as m,
+        pytest.raises(cseq.WorkerError, match=r"Untravelled: why") as caught,
+    ):
+        list(m)
+    assert "raise self.make()" in str(caught.value.__cause__)
+
+
+class Unwritable:
+    """Returns what cannot be written into a slot."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return {"fine": indices, "bad": [1, (i for i in range(3))]}
+
+
+@every_process
+def test_a_batch_that_cannot_be_pickled(kind: Kind) -> None:
+    """A batch with something in it that cannot travel is a TypeError that says where it is."""
+    with kind.start(Unwritable, 4) as m, pytest.raises(TypeError, match=r"'bad'.*\[1\]"):
+        list(m)
+
+
+@every_kind
+def test_a_batch_too_large(kind: Kind) -> None:
+    """What exceeds memory is a MemoryError in the loop, and the workers live on."""
+
+    class Huge:
+        def __getitem__(self, indices: Any) -> Any:
+            if 3 in indices:
+                return cseq.empty(2**52, "u1")
+            return indices
+
+    with kind.start(Huge, 6, batch_size=1, shuffle=False) as m:
+        batches = iter(m)
+        assert [int(next(batches)[0]) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(MemoryError):
+            next(batches)
+        assert [int(b[0]) for b in batches] == [4, 5]
+
+
+@every_kind
+def test_a_converter_that_raises(kind: Kind) -> None:
+    """What a callable out_type raises comes out of the loop as well."""
+
+    def refuse(array: Any) -> Any:
+        raise Coded(1, reason="no")
+
+    with kind.start(Indices1, 4, out_type=refuse) as m, pytest.raises(Coded):
+        list(m)
+
+
+@every_kind
+def test_nothing_is_kept_alive(kind: Kind) -> None:
+    """An exception that was dealt with keeps nothing alive: no garbage collection is needed."""
+    manager = kind.start(lambda: Raising(lambda: Coded(1, reason="x"), 0), 4)
+    gone = weakref.ref(manager)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            list(manager)
+        except Coded:
+            pass
+        del manager
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@every_kind
+def test_a_close_that_raises(
+    kind: Kind, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`finish` returns although an indexer's close() raises; the log tells of it."""
+
+    class Sticky:
+        def __getitem__(self, indices: Any) -> Any:
+            return indices
+
+        def close(self) -> None:
+            raise Coded(8, reason="stuck")
+
+    manager = kind.start(Sticky, 4, num_workers=1)
+    list(manager)
+    manager.finish()
+    text = caplog.text + capfd.readouterr().err
+    assert "code 8: stuck" in text
+    assert len(caplog.records) == 1
+    list(kind.begin(manager))
+    manager.finish()
+
+
+SCRIPT = """
+import sys, cseq
+class Odd(Exception):
+    def __init__(self, number, why):
+        super().__init__(f"{number} {why}")
+        self.number = number
+class Worker:
+    def __getitem__(self, indices):
+        raise Odd(int(indices[0]), why="is odd")
+print("body")
+manager = cseq.MPSequence(Worker, 4, 2, start_method=sys.argv[1], out_type="null", shuffle=False)
+with manager.start() as m:
+    try:
+        list(m)
+    except Odd as error:
+        print(type(error) is Odd, error.number, error)
+"""
+
+
+@every_process
+def test_a_class_of_the_script(run_script: RunScript, kind: Kind) -> None:
+    """An exception class of the user's script is caught there by its name; the body runs once."""
+    done = run_script(SCRIPT, kind.name)
+    assert (done.stdout, done.stderr) == ("body\nTrue 0 0 is odd\n", "")
+
+
+@every_process
+def test_what_the_user_sees(run_script: RunScript, kind: Kind) -> None:
+    """An exception nobody catches shows the indexer's own line, and which batch it was."""
+    done = run_script(SCRIPT.replace("except Odd", "except OSError"), kind.name)
+    assert done.returncode == 1
+    assert 'raise Odd(int(indices[0]), why="is odd")' in done.stderr or "__getitem__" in done.stderr
+    assert "Odd: 0 is odd" in done.stderr
+    if sys.version_info >= (3, 11):
+        assert "cseq: while making epoch 0, batch 0, indices [0, 1, 2, 3]" in done.stderr

@@ -1,0 +1,151 @@
+"""Stage 1: what is a worker, what is an indexer, and what becomes of a ticket."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from indexers import Indices1, Lasting, NotAnIndexer, Rows
+
+from cseq import context, indexer
+from cseq._core import Block, Ring, Seat, ring_bytes
+from cseq.edge import Objects
+from cseq.stage import BATCH, INDEXER, RAISED
+
+
+class Callable1:
+    """An object that makes indexers when it is called."""
+
+    def __call__(self) -> Any:
+        return Rows()
+
+
+class Both:
+    """An indexer that can be called, too: it is used as it is."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return indices
+
+    def __call__(self) -> Any:
+        raise AssertionError("an indexer is not called")
+
+
+WORKERS = [Indices1, Rows, Rows(), lambda: Rows(), functools.partial(Lasting, 5), Callable1(),
+           Both(), np.arange(3), np.memmap]  # fmt: skip
+
+
+@pytest.mark.parametrize("worker", WORKERS, ids=lambda w: getattr(w, "__name__", type(w).__name__))
+def test_workers(worker: Any) -> None:
+    """Classes, callables, and objects that can be indexed by an array are workers."""
+    indexer.check_worker(worker)
+
+
+@pytest.mark.parametrize(
+    "worker", [3, None, object(), [1], (1,), {1: 2}, "a", b"a", bytearray(2), range(3),
+               memoryview(b"a")], ids=lambda w: type(w).__name__
+)  # fmt: skip
+def test_no_workers(worker: Any) -> None:
+    """What can be neither called nor indexed by an array is a TypeError that says what to give."""
+    with pytest.raises(TypeError, match=r"^worker.*give"):
+        indexer.check_worker(worker)
+
+
+def test_build() -> None:
+    """A class or callable is called, once; an indexer is taken as it is, though it be callable."""
+    assert type(indexer.build(Rows)) is Rows
+    assert type(indexer.build(Callable1())) is Rows
+    for worker in (Both(), np.arange(3), Lasting(3)):
+        assert indexer.build(worker) is worker
+
+
+@pytest.mark.parametrize("worker", [NotAnIndexer, lambda: None, lambda: Rows])
+def test_build_no_indexer(worker: Any) -> None:
+    """A worker that makes something without __getitem__, even a class of indexers, is refused."""
+    with pytest.raises(TypeError, match="__getitem__"):
+        indexer.build(worker)
+
+
+def test_dispose() -> None:
+    """What was made is closed; what the user handed in only where it is a copy."""
+    made = Lasting(2)
+    indexer.dispose(Lasting, made, copied=False)
+    assert made.closed
+    for copied in (False, True):
+        own = Lasting(2)
+        indexer.dispose(own, own, copied=copied)
+        assert own.closed == copied
+    indexer.dispose(Rows, Rows(), copied=False)  # it has no close
+    indexer.dispose(Rows, None, copied=False)  # it was never made
+
+
+class Sticky:
+    """Cannot be closed."""
+
+    def close(self) -> None:
+        """Raise."""
+        raise OSError("stuck")
+
+
+def test_dispose_of_one_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """What `close` raises goes to the log in the trainer, and ends a worker process."""
+    sticky: Any = Sticky()
+    indexer.dispose(Sticky, sticky, copied=False)
+    (record,) = caplog.records
+    assert (record.levelno, record.name) == (logging.ERROR, "cseq")
+    assert "stuck" in caplog.text
+    with pytest.raises(OSError, match="stuck"):
+        indexer.dispose(Sticky, sticky, copied=True)
+
+
+class Bench:
+    """One runner at a ring of its own, in this thread."""
+
+    def __init__(self, made: Any, convert: Any = None) -> None:
+        self.ring = Ring(Block(ring_bytes(2, 4, 1), zero=True), 2, 4, 1)
+        self.seat = Seat(self.ring, INDEXER, 1, last=True)
+        self.edge = Objects(2)
+        self.work = indexer.Indexing(made, context.Desk(0, 1, 5), self.edge, convert)
+
+    def do(self, *indices: int) -> tuple[int, Any]:
+        """Post a ticket, work on it, take it: status and object."""
+        cell = self.ring.vacant()
+        self.ring.indices(cell)[: len(indices)] = indices
+        self.ring.post(cell, 1, 2, 3, len(indices))
+        assert self.seat.claim()
+        self.work(self.seat)
+        taken = self.ring.take()
+        assert taken is not None
+        cell, status, slot, capacity, record = taken
+        return status, self.edge.collect(cell, slot, capacity, record)[0]
+
+
+def test_indexing() -> None:
+    """A ticket's indices go to the indexer, its batch to the edge."""
+    status, batch = Bench(np.arange(10) * 2).do(4, 1, 3)
+    assert (status, batch.tolist()) == (BATCH, [8, 2, 6])
+
+
+def test_indexing_converts() -> None:
+    """A conversion is applied before the batch goes on."""
+    status, batch = Bench(np.arange(10), lambda batch: batch.tolist()).do(4, 1)
+    assert (status, batch) == (BATCH, [4, 1])
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(2), KeyboardInterrupt()])
+def test_indexing_of_one_that_raises(error: BaseException) -> None:
+    """Whatever is raised, by indexer or conversion, goes on in the batch's place."""
+
+    class Raises:
+        def __getitem__(self, indices: Any) -> Any:
+            raise error
+
+    def convert(batch: Any) -> Any:
+        raise error
+
+    assert Bench(Raises()).do(1) == (RAISED, error)
+    bench = Bench(np.arange(10), convert)
+    assert bench.do(1) == (RAISED, error)
+    assert bench.do(1) == (RAISED, error)

@@ -1,0 +1,769 @@
+"""The managers' interface: arguments, life cycle, epochs, what batches become."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import threading
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from indexers import Broken, Indices1, Nested, Rows
+from kinds import FIRST_PROCESS, KINDS, PARALLEL, PROCESSES, THREAD, Kind, assert_same, by_name
+
+import cseq
+from cseq import MPSequence, MSequence, MTSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunScript
+
+every_class = pytest.mark.parametrize("make", [MSequence, MPSequence, MTSequence])
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+
+NO_TORCH = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def make_small(**options: Any) -> Any:
+    """Make a manager that can be started at no cost."""
+    return MTSequence(Indices1, 10, **({"out_type": "null", "num_workers": 1} | options))
+
+
+# -- the signature
+
+POSITIONS = {
+    "worker": inspect.Parameter.empty,
+    "dset_size": inspect.Parameter.empty,
+    "num_workers": 4,
+    "num_converters": None,
+    "batch_size": 32,
+    "buffer": 10,
+    "shuffle": True,
+    "thread_type": "proc",
+    "out_type": "cuda",
+    "seed": None,
+}
+KEYWORDS = {
+    "dtype": "float32",
+    "drop_last": False,
+    "ordered": True,
+    "start_method": None,
+    "shard": None,
+}
+
+
+def positions_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Give the positional parameters and their defaults."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+
+
+def test_positions_and_defaults() -> None:
+    """Names, positions and defaults are fixed; the other two lack `thread_type` alone."""
+    assert list(positions_of(MSequence).items()) == list(POSITIONS.items())
+    rest = {name: value for name, value in POSITIONS.items() if name != "thread_type"}
+    for cls in (MPSequence, MTSequence):
+        assert list(positions_of(cls).items()) == list(rest.items())
+    keywords = inspect.signature(MSequence).parameters
+    assert {name: keywords[name].default for name in KEYWORDS} == KEYWORDS
+    assert all(keywords[name].kind is inspect.Parameter.KEYWORD_ONLY for name in KEYWORDS)
+
+
+def test_methods_and_their_defaults() -> None:
+    """`start(compat=None)` and `start_test(test_mode='default')` can be given by position."""
+    manager = make_small()
+    assert positions_of(manager.start) == {"compat": None}
+    assert positions_of(manager.start_test) == {"test_mode": "default"}
+    manager.start(None).start_test("numpy").finish()
+
+
+def test_arguments_by_position() -> None:
+    """All arguments up to `seed` can be given by position."""
+    manager = MSequence(Rows, 100, 2, 1, 8, 3, False, "thread", "null", 5)
+    with manager.start_test() as m:
+        assert [len(labels) for _, labels in m][:2] == [8, 8]
+    assert (manager.batch_size, manager.seed) == (8, 5)
+    other = MTSequence(Rows, 100, 2, 1, 8, 3, False, "null", 5)
+    assert (other.batch_size, other.seed, other.length) == (8, 5, 13)
+
+
+@pytest.mark.parametrize("make", [MPSequence, MTSequence])
+@pytest.mark.parametrize("name", ["thread_type", "no_such_thing"])
+def test_unknown_arguments(make: Any, name: str) -> None:
+    """An argument that does not exist is a TypeError that names it."""
+    with pytest.raises(TypeError, match=name):
+        make(Indices1, 10, **{name: "thread"})
+
+
+# -- bad input
+
+BAD = [
+    ("num_workers", 0, ValueError),
+    ("num_workers", -2, ValueError),
+    ("num_workers", 2.0, TypeError),
+    ("num_workers", True, TypeError),
+    ("num_workers", "4", TypeError),
+    ("num_workers", 70_000, ValueError),
+    ("num_converters", 0, ValueError),
+    ("num_converters", 5, ValueError),
+    ("num_converters", 1.5, TypeError),
+    ("batch_size", 0, ValueError),
+    ("batch_size", -1, ValueError),
+    ("batch_size", 3.5, TypeError),
+    ("batch_size", 2**40, ValueError),
+    ("buffer", 0, ValueError),
+    ("buffer", None, TypeError),
+    ("buffer", 2**40, ValueError),
+    ("shuffle", 1, TypeError),
+    ("shuffle", "yes", TypeError),
+    ("thread_type", "process", TypeError),
+    ("thread_type", None, TypeError),
+    ("out_type", "gpu", ValueError),
+    ("out_type", "cuda:x", ValueError),
+    ("out_type", 3, TypeError),
+    ("seed", -1, ValueError),
+    ("seed", 2**64, ValueError),
+    ("seed", 0.5, TypeError),
+    ("seed", "abc", TypeError),
+    ("dtype", "floaty", ValueError),
+    ("dtype", "U5", ValueError),
+    ("dtype", object, ValueError),
+    ("drop_last", None, TypeError),
+    ("ordered", 0, TypeError),
+    ("start_method", "thread", ValueError),
+    ("shard", "all", ValueError),
+    ("shard", 3, TypeError),
+    ("shard", (1, 2, 3), TypeError),
+    ("on_error", "ignore", ValueError),
+    ("max_restarts", -1, ValueError),
+    ("timeout", 0, ValueError),
+    ("timeout", float("nan"), ValueError),
+    ("timeout", "1s", TypeError),
+    ("on_timeout", "kill", ValueError),
+    ("memory_limit", "much", ValueError),
+    ("dset_size", 0, ValueError),
+    ("dset_size", -5, ValueError),
+    ("dset_size", 10.0, TypeError),
+    ("dset_size", True, TypeError),
+    ("dset_size", "100", TypeError),
+    ("dset_size", [], ValueError),
+    ("dset_size", [1.5, 2], TypeError),
+    ("dset_size", [True, False], TypeError),
+    ("dset_size", [[1, 2]], ValueError),
+    ("dset_size", [[1], [2, 3]], TypeError),
+    ("dset_size", None, TypeError),
+    ("worker", 5, TypeError),
+    ("worker", None, TypeError),
+    ("worker", [1, 2, 3], TypeError),
+    ("worker", {"a": 1}, TypeError),
+    ("worker", "text", TypeError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), BAD, ids=[f"{n}={v!r}"[:40] for n, v, _ in BAD])
+def test_bad_arguments(name: str, value: Any, kind: type[Exception]) -> None:
+    """A wrong argument is refused where the manager is made; the message names it."""
+    arguments = {"worker": Indices1, "dset_size": 10, "out_type": "null"} | {name: value}
+    with pytest.raises(kind, match=name) as caught:
+        MSequence(**arguments)
+    assert type(caught.value) is kind
+    if name != "worker" and value is not None and not isinstance(value, list):
+        assert str(value)[:3] in str(caught.value)
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0.5, 2)])
+def test_bad_shards(shard: Any) -> None:
+    """A rank outside of its world is refused where the manager is made."""
+    with pytest.raises((ValueError, TypeError), match=r"rank|world_size"):
+        make_small(shard=shard)
+
+
+class Handle:
+    """Holds something that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __getitem__(self, indices: Any) -> Any:
+        return indices
+
+
+@pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
+def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
+    """A worker that cannot travel is refused where the manager is made: which attribute, and why."""
+    with pytest.raises(TypeError, match=r"worker.*lock") as caught:
+        kind.make(Handle(), 10)
+    assert "lock" in str(caught.value)
+
+
+@pytest.mark.skipif("fork" not in [k.name for k in PROCESSES], reason="no fork here")
+def test_fork_pickles_nothing() -> None:
+    """With 'fork', a worker need not be picklable."""
+    fork = next(k for k in PROCESSES if k.name == "fork")
+    with fork.start(Handle(), 10) as manager:
+        assert sorted(np.concatenate(list(manager)).tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("value", ["inline", "", None, 1])
+def test_bad_test_mode(value: Any) -> None:
+    """An unknown `test_mode` is a ValueError that names the known ones; nothing is started."""
+    manager = make_small()
+    with pytest.raises(ValueError, match=r"test_mode.*'default'.*'cpu'.*'numpy'"):
+        manager.start_test(value)
+    with pytest.raises(OSError, match="with"), manager:
+        pass
+
+
+def test_bad_compat() -> None:
+    """`compat` is None, True or False."""
+    with pytest.raises(TypeError, match="compat"):
+        make_small().start("yes")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(-1, ValueError), (1.0, TypeError), (None, TypeError), (2**64, ValueError)]
+)
+def test_bad_epochs(value: Any, kind: type[Exception]) -> None:
+    """`set_epoch` refuses what is no epoch, and nothing has changed then."""
+    manager = make_small()
+    with pytest.raises(kind, match="epoch"):
+        manager.set_epoch(value)
+    assert manager.epoch == 0
+
+
+def test_numpys_numbers() -> None:
+    """numpy's integers and booleans serve wherever Python's do."""
+    manager = MSequence(
+        Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
+        "thread", "null", np.uint64(2**64 - 1), drop_last=np.False_,
+    )  # fmt: skip
+    assert (len(manager), manager.batch_size, manager.seed) == (5, 4, 2**64 - 1)
+
+
+# -- what it says of itself
+
+
+@every_class
+def test_nothing_is_done_to_construct(make: Any) -> None:
+    """Making a manager calls nothing, starts nothing and allocates nothing shared."""
+    manager = make(Broken, 10**12)
+    assert (manager.dset_size, len(manager)) == (10**12, 31_250_000_000)
+
+
+def test_properties() -> None:
+    """Lengths count batches, `dset_size` samples; all that was given is shown."""
+    manager = make_small(batch_size=4, seed=11)
+    assert (len(manager), manager.length, manager.dset_size, manager.batch_size) == (3, 3, 10, 4)
+    assert (manager.seed, manager.epoch, manager.use_cuda) == (11, 0, False)
+    assert len(make_small(batch_size=4, drop_last=True)) == 2
+    assert len(make_small(batch_size=2, shard=(0, 3))) == 2
+    assert len(make_small(batch_size=100)) == 1
+
+
+def test_length_of_samples_given_as_indices() -> None:
+    """With an array of indices, `dset_size` is how many there are."""
+    manager = MTSequence(Indices1, [7, 7, 9], batch_size=2, out_type="null")
+    assert (manager.dset_size, len(manager)) == (3, 2)
+
+
+def test_a_drawn_seed_is_shown() -> None:
+    """seed=None draws one, once; with it the stream can be had again."""
+    manager = make_small()
+    assert manager.seed == manager.seed
+    assert make_small().seed != manager.seed  # of 2^32; this fails once in four billion runs
+    with manager.start_test() as m:
+        got = list(m)
+    with make_small(seed=manager.seed).start_test() as m:
+        assert_same(list(m), got)
+
+
+@pytest.mark.parametrize("samples", [[3, 1, 4, 1, 5], (2, 7), np.array([2**62, -1]), range(4, 9)])
+def test_samples_of_every_kind(samples: Any) -> None:
+    """Any one-dimensional sequence of integers is taken as the samples, negative ones too."""
+    manager = MTSequence(Indices1, samples, shuffle=False, batch_size=2, out_type="null")
+    with manager.start_test() as m:
+        assert [int(i) for batch in m for i in batch] == [int(i) for i in samples]
+
+
+def test_more_samples_in_a_batch_than_there_are() -> None:
+    """A batch_size far above dset_size costs no memory and gives one batch."""
+    for kind in KINDS:
+        with kind.start(Indices1, 5, batch_size=2**31, num_workers=1) as m:
+            assert [sorted(batch) for batch in m] == [[0, 1, 2, 3, 4]]
+
+
+# -- the life of a manager
+
+
+@every_kind
+def test_epochs_count_over_everything(kind: Kind) -> None:
+    """Each `iter` begins the next epoch, from 0 on, in `start` and `start_test` alike."""
+    manager = kind.make(Indices1, 50, batch_size=50)
+    orders = [cseq.permutation(50, 42, e).tolist() for e in range(6)]
+    assert manager.epoch == 0
+    seen = []
+    for start in (manager.start, manager.start_test, manager.start):
+        with start() as m:
+            for _ in range(2):
+                seen += [batch.tolist() for batch in m]
+                assert m.epoch == len(seen) - 1
+    assert seen == orders
+
+
+def test_set_epoch() -> None:
+    """`set_epoch` sets what the next `iter` begins, before a start, within one and in a loop."""
+    orders = [cseq.permutation(20, 42, e).tolist() for e in range(12)]
+    manager = THREAD.make(Indices1, 20, batch_size=20)
+    manager.set_epoch(7)
+    assert manager.epoch == 7
+    with manager.start() as m:
+        assert next(iter(m)).tolist() == orders[7]
+        assert next(iter(m)).tolist() == orders[8]
+        m.set_epoch(3)
+        assert next(iter(m)).tolist() == orders[3]
+        for _ in m:
+            m.set_epoch(11)
+        assert next(iter(m)).tolist() == orders[11]
+    manager.set_epoch(2**64 - 1)
+    with manager.start_test() as m:
+        assert sorted(next(iter(m))) == list(range(20))
+
+
+@every_kind
+def test_a_newer_iterator_interrupts(kind: Kind) -> None:
+    """An iterator that a newer one replaced raises InterruptedError; the newer one is complete."""
+    with kind.start(Indices1, 40, batch_size=4) as m:
+        old = iter(m)
+        next(old)
+        new = iter(m)
+        with pytest.raises(InterruptedError):
+            next(old)
+        assert len(list(new)) == 10
+        with pytest.raises(InterruptedError):
+            next(old)
+        with pytest.raises(StopIteration):
+            next(new)
+
+
+@every_kind
+def test_a_start_interrupts(kind: Kind) -> None:
+    """A start, of either kind, and a finish interrupt the iterators there are."""
+    manager = kind.make(Indices1, 40, batch_size=4)
+    for interrupt in (manager.start, manager.start_test, manager.finish):
+        batches = iter(kind.begin(manager))
+        next(batches)
+        interrupt()
+        with pytest.raises(InterruptedError):
+            next(batches)
+    manager.finish()
+
+
+def test_an_iterator_is_its_own() -> None:
+    """`iter` of an iterator is itself, and stays at its end."""
+    with make_small().start_test() as m:
+        batches = iter(m)
+        assert iter(batches) is batches
+        assert len(list(batches)) == 1
+        assert list(batches) == []
+
+
+@every_kind
+def test_forbidden_inside_with(kind: Kind) -> None:
+    """start, start_test, finish and a second `with` inside the manager's own are OSErrors."""
+    with kind.start(Indices1, 40, batch_size=4) as m:
+        for verb in (m.start, m.start_test, m.finish, m.__enter__):
+            with pytest.raises(OSError, match="with"):
+                verb()
+        assert len(list(m)) == 10
+
+
+def test_with_needs_a_start() -> None:
+    """Entering `with manager` without a start is an OSError; also after a `with` has ended."""
+    manager = make_small()
+    with pytest.raises(OSError, match="start"), manager:
+        pass
+    with manager.start():
+        pass
+    with pytest.raises(OSError, match="start"), manager:
+        pass
+
+
+def test_with_gives_the_manager() -> None:
+    """`start`, `start_test` and `with` give the manager itself."""
+    manager = make_small()
+    assert manager.start() is manager
+    with manager as m:
+        assert m is manager
+    assert manager.start_test() is manager
+
+
+@every_kind
+def test_with_ends_on_an_error(kind: Kind) -> None:
+    """An exception in the `with` block comes out as it is, and the workers have ended."""
+    with pytest.raises(ZeroDivisionError), kind.start(Indices1, 40, batch_size=4) as m:
+        for _ in m:
+            raise ZeroDivisionError
+    with pytest.raises(OSError, match="start"), m:
+        pass
+
+
+@every_kind
+def test_finish_twice(kind: Kind) -> None:
+    """`finish` is fine without a start, and twice."""
+    manager = kind.make(Indices1, 40)
+    manager.finish()
+    kind.begin(manager)
+    manager.finish()
+    manager.finish()
+
+
+@pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
+def test_iterating_without_a_start(kind: Kind) -> None:
+    """A loop over a manager that was not started starts it, with a UserWarning at that line."""
+    manager = kind.make(Indices1, 40, batch_size=4)
+    with pytest.warns(UserWarning, match=r"start\(\)") as caught:
+        assert len(list(manager)) == 10
+    assert [w.filename for w in caught] == [__file__]
+    assert len(list(manager)) == 10  # it is started now: no second warning
+    manager.finish()
+
+
+def test_a_refused_start_without_a_start() -> None:
+    """Where that warning is an error, nothing was started."""
+    manager = make_small()
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="start"):
+        warnings.simplefilter("error")
+        iter(manager)
+    with pytest.raises(OSError, match="start"), manager:
+        pass
+    assert manager.epoch == 0
+
+
+@every_kind
+def test_finished_by_another_thread(kind: Kind) -> None:
+    """`finish` from another thread ends a loop that waits, by InterruptedError."""
+    manager = kind.start(Indices1, 10**6, batch_size=1)
+    batches = iter(manager)
+    next(batches)
+    thread = threading.Thread(target=manager.finish)
+    thread.start()
+    with pytest.raises(InterruptedError):
+        for _ in batches:
+            pass
+    thread.join()
+
+
+@every_kind
+def test_a_newer_iterator_while_another_thread_loops(kind: Kind) -> None:
+    """A loop in another thread is interrupted by a newer `iter`, which begins its own epoch."""
+
+    def loop(batches: Any, begun: threading.Event) -> None:
+        try:
+            for _ in batches:
+                begun.set()
+        except InterruptedError:
+            interrupted.append(batches)
+
+    interrupted: list[Any] = []
+    with kind.start(Indices1, 10**6, batch_size=1) as manager:
+        for count in range(1, 4):
+            begun = threading.Event()
+            thread = threading.Thread(target=loop, args=(iter(manager), begun))
+            thread.start()
+            begun.wait()
+            got = [int(batch[0]) for batch in islice(manager, 200)]
+            thread.join()
+            assert len(interrupted) == count
+            assert got == cseq.permutation(10**6, 42, manager.epoch)[:200].tolist()
+
+
+@every_kind
+def test_threads_share_an_iterator(kind: Kind) -> None:
+    """Threads that share an iterator get each batch once between them."""
+    with kind.start(Indices1, 1000, batch_size=1) as manager:
+        batches = iter(manager)
+        shares: list[list[Any]] = [[], [], []]
+        threads = [threading.Thread(target=share.extend, args=(batches,)) for share in shares]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(int(i) for share in shares for batch in share for i in batch) == list(range(1000))
+
+
+# -- what batches become
+
+torch_cases = [
+    ("cpu", "float32", "float32"),
+    (None, "float32", "float32"),
+    ("cuda", "float32", "float32"),
+    ("cuda:1", "float64", "float64"),
+    ("cpu", "int16", "int16"),
+    ("cpu", None, "int64"),
+]
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give torch, on a machine where it finds no CUDA."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return torch
+
+
+@pytest.mark.parametrize(("out_type", "dtype", "want"), torch_cases)
+def test_tensors(no_cuda: Any, out_type: Any, dtype: Any, want: str) -> None:
+    """out_type 'cpu', None and, without CUDA, 'cuda' give CPU tensors of the type `dtype`."""
+    manager = MTSequence(
+        Indices1, 6, batch_size=4, out_type=out_type, dtype=dtype, shuffle=False, num_workers=1
+    )
+    assert manager.use_cuda is False
+    for start in (manager.start, manager.start_test):
+        with start() as m:
+            got = list(m)
+        assert [t.tolist() for t in got] == [[0, 1, 2, 3], [4, 5]]
+        assert {t.dtype for t in got} == {getattr(no_cuda, want)}
+        assert {str(t.device) for t in got} == {"cpu"}
+
+
+@pytest.mark.parametrize("out_type", ["cuda", "cpu", None, "null", "call"])
+@pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
+def test_every_out_type_as_in_test_mode(no_cuda: Any, kind: Kind, out_type: Any) -> None:
+    """Whatever the out_type, start() gives what start_test() gives; leaves that are no arrays stay."""
+    function = np.negative if out_type == "call" else out_type
+    if out_type == "call":
+        manager = kind.make(Rows, 30, out_type=function, batch_size=8)
+    else:
+        manager = kind.make(Nested, 30, out_type=function, batch_size=8)
+    with manager.start_test() as m:
+        want = list(m)
+    manager.set_epoch(0)
+    with manager.start() as m:
+        got = list(m)
+    assert_same_tensors(no_cuda, got, want)
+    if out_type in ("cuda", "cpu", None):
+        batch = got[0]
+        assert batch["pair"].label.dtype is no_cuda.float32
+        assert batch["list"][4:6] == ["text", b"bytes"]
+        assert isinstance(batch["record"], np.ndarray)
+        assert type(batch["sample"]).__name__ == "Sample"
+
+
+def assert_same_tensors(torch: Any, one: Any, other: Any) -> None:
+    """Compare batches, tensors as arrays of their bytes."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return "tensor", str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if hasattr(value, "__dataclass_fields__"):
+            return type(value).__name__, plain(vars(value))
+        if isinstance(value, (list, tuple)):
+            return type(value).__name__, [plain(v) for v in value]
+        return value
+
+    assert_same(plain(one), plain(other))
+
+
+def test_a_torch_device(no_cuda: Any) -> None:
+    """A torch.device is an out_type, too."""
+    with MTSequence(Indices1, 4, out_type=no_cuda.device("cpu"), num_workers=1).start() as m:
+        assert isinstance(next(iter(m)), no_cuda.Tensor)
+    assert MTSequence(Indices1, 4, out_type=no_cuda.device("cuda", 0)).use_cuda is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("default", "Tensor"), ("cpu", "Tensor"), ("numpy", "ndarray")]
+)
+def test_test_modes(no_cuda: Any, mode: str, kind: str) -> None:
+    """'default' gives what start gives, 'cpu' tensors, 'numpy' what the indexer returned."""
+    with MTSequence(Indices1, 4, num_workers=1).start_test(mode) as m:
+        (batch,) = m
+    assert type(batch).__name__ == kind
+    assert str(batch.dtype).endswith("int64" if mode == "numpy" else "float32")
+
+
+def test_null_and_test_modes(no_cuda: Any) -> None:
+    """With out_type 'null', mode 'cpu' still gives tensors, and 'default' what was returned."""
+    manager = make_small(batch_size=10)
+    assert isinstance(next(iter(manager.start_test())), np.ndarray)
+    assert isinstance(next(iter(manager.start_test("cpu"))), no_cuda.Tensor)
+    manager.finish()
+
+
+@every_kind
+def test_a_function_for_every_array(kind: Kind) -> None:
+    """A callable out_type is applied to every array of a batch, and to nothing else."""
+
+    class Mixed:
+        def __getitem__(self, indices: Any) -> Any:
+            return {"a": [indices, 3], "b": ("text", indices.astype("f4"))}
+
+    got = next(iter(kind.start(Mixed, 4, shuffle=False, out_type=lambda a: a.sum())))
+    assert_same(got, {"a": [np.int64(6), 3], "b": ("text", np.float32(6))})
+
+
+@every_kind
+def test_null_leaves_everything(kind: Kind) -> None:
+    """out_type 'null' leaves a batch as the indexer returned it."""
+    with kind.start(Nested, 8, out_type="null", shuffle=False, batch_size=8) as m:
+        (batch,) = m
+    assert_same(batch, Nested()[np.arange(8)])
+
+
+def test_import_is_light(run_script: RunScript) -> None:
+    """`import cseq` imports numpy and the standard library, not torch nor cloudpickle."""
+    done = run_script(
+        "import sys, numpy; before = set(sys.modules); import cseq\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "new -= set(sys.stdlib_module_names) | {'numpy', 'cseq', 'cython_runtime'}\n"
+        "print(sorted(name for name in new if not name.startswith('_cython_')))"
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_without_torch(run_script: RunScript) -> None:
+    """Without torch, every out_type gives arrays of the same values; said once in the log."""
+    done = run_script(
+        NO_TORCH
+        + """
+import logging, numpy as np, cseq
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
+class W:
+    def __getitem__(self, indices):
+        return {"x": indices, "s": "text"}
+for make in (cseq.MTSequence, cseq.MPSequence):
+    for out_type in ("cuda", "cpu", None, "cuda:1", "null"):
+        m = make(W, 5, 2, batch_size=5, shuffle=False, out_type=out_type)
+        assert m.use_cuda is False
+        for start in (m.start, m.start_test):
+            with start() as s:
+                (batch,) = s
+            assert type(batch["x"]) is np.ndarray and batch["s"] == "text"
+            assert batch["x"].dtype == ("int64" if out_type == "null" else "float32"), out_type
+            assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+print("done", "torch" in sys.modules)
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "done False"
+    assert len(lines) == 2
+    assert re.match(r"WARNING .*torch", lines[0])
+
+
+def test_no_cuda_is_said_once(
+    no_cuda: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without CUDA, 'cuda' says so in the log, once in the life of the process."""
+    from cseq import converter
+
+    converter._say.cache_clear()
+    for _ in range(2):
+        with MTSequence(Indices1, 4, num_workers=1).start():
+            pass
+    assert len([r for r in caplog.records if "CUDA" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
+    """Workers do not import torch for cseq's sake, whatever the out_type."""
+    if kind.name == "fork":
+        pytest.skip("a forked worker has all that the trainer has")
+
+    class Modules:
+        def __getitem__(self, indices: Any) -> Any:
+            return indices, sorted(name for name in sys.modules if name == "torch")
+
+    with kind.start(Modules, 4, out_type="cpu") as m:
+        ((batch, modules),) = m
+    assert isinstance(batch, no_cuda.Tensor)
+    assert modules == []
+
+
+# -- the documented examples
+
+EXAMPLES = """
+import cseq
+class Numbers:
+    def __getitem__(self, indices):
+        return indices
+for start in ("start", "start_test"):
+    manager = cseq.MPSequence(Numbers, 512, batch_size=1, shuffle=False)
+    with getattr(manager, start)(*sys.argv[2:] if start == "start_test" else ()) as m:
+        for batch in m:
+            print(batch)
+"""
+
+
+def test_the_documented_examples(run_script: RunScript) -> None:
+    """512 samples one by one: tensor([0.]) … tensor([511.]), and [0] … [511] in mode 'numpy'."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("with CUDA they are on the device")
+    done = run_script("import sys\n" + EXAMPLES, "", "numpy")
+    assert (done.returncode, done.stderr) == (0, "")
+    want = [f"tensor([{i}.])" for i in range(512)] + [f"[{i}]" for i in range(512)]
+    assert done.stdout.splitlines() == want
+
+
+# -- left to itself
+
+
+@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+def test_a_script_that_just_ends(run_script: RunScript, kind: Kind) -> None:
+    """A script that ends in the middle of a loop, without `finish`, ends at once and quietly."""
+    make = "cseq.MTSequence(W, 1000, 2, " if kind is THREAD else (
+        f"cseq.MPSequence(W, 1000, 2, start_method={kind.start_method!r}, ")  # fmt: skip
+    done = run_script(f"""
+import cseq, numpy as np
+class W:
+    def __getitem__(self, indices):
+        return np.ones((100, 1000))
+manager = {make} out_type="null").start()
+for batch in manager:
+    break
+print("end")
+""")
+    assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="no fork here")
+def test_in_a_forked_child(run_script: RunScript) -> None:
+    """A forked child cannot use its parent's processes: OSError; the parent goes on."""
+    done = run_script("""
+import os, sys, cseq, numpy as np
+manager = cseq.MPSequence(np.arange(100), 100, 2, out_type="null", shuffle=False).start()
+batches = iter(manager)
+next(batches)
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    for attempt in (lambda: iter(manager), lambda: next(batches)):
+        try:
+            attempt()
+        except OSError as error:
+            print("refused")
+    sys.stdout.flush()
+    sys.exit(0)
+os.waitpid(pid, 0)
+print(sum(len(b) for b in batches))
+manager.finish()
+""")
+    assert (done.stdout, done.stderr) == ("refused\nrefused\n68\n", "")

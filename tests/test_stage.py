@@ -1,0 +1,96 @@
+"""The one loop: what it does with a ticket, with none, and at the end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from cseq._core import Block, Ring, Seat, ring_bytes
+from cseq.stage import CONVERTER, INDEXER, run
+
+
+def make_ring(cells: int = 4, runners: int = 2) -> Ring:
+    """Make a ring of one-sample tickets."""
+    return Ring(Block(ring_bytes(cells, 1, runners), zero=True), cells, 1, runners)
+
+
+def post(ring: Ring, *batches: int) -> None:
+    """Post tickets."""
+    for batch in batches:
+        ring.post(ring.vacant(), batch, 0, batch, 0)
+
+
+def test_runs_until_closed() -> None:
+    """Every ticket is worked on, oldest first; a closed ring ends the loop."""
+    ring = make_ring()
+    seat = Seat(ring, INDEXER, 1, last=True)
+    done: list[int] = []
+
+    def work(seat: Seat) -> None:
+        done.append(seat.batch)
+        seat.publish()
+        if len(done) == 3:
+            ring.close()
+
+    post(ring, 5, 6, 7)
+    run(seat, work)
+    assert done == [5, 6, 7]
+
+
+def test_idle_when_nothing_comes() -> None:
+    """`idle` is called when no ticket has come for a while, again and again."""
+    ring = make_ring()
+    calls: list[int] = []
+
+    def idle() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            ring.close()
+
+    run(Seat(ring, INDEXER, 1, last=True), lambda seat: None, idle=idle)
+    assert len(calls) == 2
+
+
+def test_a_defect_ends_the_runner() -> None:
+    """What `work` raises comes out of the loop."""
+    ring = make_ring()
+    post(ring, 1)
+
+    def work(seat: Seat) -> None:
+        raise LookupError("defect")
+
+    with pytest.raises(LookupError, match="defect"):
+        run(Seat(ring, INDEXER, 1, last=True), work)
+
+
+def test_two_stages() -> None:
+    """What the first stage publishes is the second one's to claim, and then the trainer's."""
+    ring = make_ring()
+    journal: list[Any] = []
+
+    def index(seat: Seat) -> None:
+        seat.publish(0, (seat.batch * 10,))
+
+    def convert(seat: Seat) -> None:
+        seat.publish(0, (seat.record[0] + 1,))
+
+    threads = [
+        threading.Thread(target=run, args=(Seat(ring, INDEXER, 1, last=False), index)),
+        threading.Thread(target=run, args=(Seat(ring, CONVERTER, 2, last=True), convert)),
+    ]
+    for thread in threads:
+        thread.start()
+    post(ring, 1, 2, 3, 4)
+    while len(journal) < 4:
+        seen = ring.alarms()
+        taken = ring.take()
+        if taken is None:
+            ring.wait(seen)
+        else:
+            journal.append(taken[4][0])
+    ring.close()
+    for thread in threads:
+        thread.join()
+    assert journal == [11, 21, 31, 41]
