@@ -50,6 +50,7 @@ PROCESSES = [Kind(method, method) for method in start_methods()]
 FIRST_PROCESS = PROCESSES[0]
 PARALLEL = [THREAD, *PROCESSES]
 KINDS = [INLINE, *PARALLEL]
+FEW = [INLINE, THREAD, FIRST_PROCESS]  # where it does not matter how processes are started
 
 
 def by_name(kind: Kind) -> str:

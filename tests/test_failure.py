@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1, Raising
-from kinds import KINDS, PROCESSES, Kind, by_name
+from kinds import FEW, FIRST_PROCESS, PROCESSES, Kind, by_name
 
 import cseq
 from cseq import failure, payload
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 
@@ -269,11 +269,10 @@ def test_stop_iteration(kind: Kind) -> None:
     assert isinstance(caught.value.__cause__, (StopIteration, cseq.RemoteTraceback))
 
 
-@every_process
-def test_unpicklable_out_of_the_loop(kind: Kind) -> None:
+def test_unpicklable_out_of_the_loop() -> None:
     """What cannot be pickled comes out of the loop as a WorkerError with text and traceback."""
     with (
-        kind.start(lambda: Raising(lambda: Untravelled("why", token=1), 0), 4) as m,
+        FIRST_PROCESS.start(lambda: Raising(lambda: Untravelled("why", token=1), 0), 4) as m,
         pytest.raises(cseq.WorkerError, match=r"Untravelled: why") as caught,
     ):
         list(m)
@@ -287,10 +286,9 @@ class Unwritable:
         return {"fine": indices, "bad": [1, (i for i in range(3))]}
 
 
-@every_process
-def test_a_batch_that_cannot_be_pickled(kind: Kind) -> None:
+def test_a_batch_that_cannot_be_pickled() -> None:
     """A batch with something in it that cannot travel is a TypeError that says where it is."""
-    with kind.start(Unwritable, 4) as m, pytest.raises(TypeError, match=r"'bad'.*\[1\]"):
+    with FIRST_PROCESS.start(Unwritable, 4) as m, pytest.raises(TypeError, match=r"'bad'.*\[1\]"):
         list(m)
 
 

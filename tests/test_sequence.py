@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from indexers import Broken, Indices1, Nested, Rows
-from kinds import FIRST_PROCESS, KINDS, PARALLEL, PROCESSES, THREAD, Kind, assert_same, by_name
+from kinds import FEW, FIRST_PROCESS, PARALLEL, PROCESSES, THREAD, Kind, assert_same, by_name
 
 import cseq
 from cseq import MPSequence, MSequence, MTSequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 every_class = pytest.mark.parametrize("make", [MSequence, MPSequence, MTSequence])
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 
 NO_TORCH = """
 import sys
@@ -302,7 +302,7 @@ def test_samples_of_every_kind(samples: Any) -> None:
 
 def test_more_samples_in_a_batch_than_there_are() -> None:
     """A batch_size far above dset_size costs no memory and gives one batch."""
-    for kind in KINDS:
+    for kind in FEW:
         with kind.start(Indices1, 5, batch_size=2**31, num_workers=1) as m:
             assert [sorted(batch) for batch in m] == [[0, 1, 2, 3, 4]]
 
@@ -681,12 +681,9 @@ def test_no_cuda_is_said_once(
     assert len([r for r in caplog.records if "CUDA" in r.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+@pytest.mark.parametrize("kind", PROCESSES[:2], ids=by_name)
 def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
     """Workers do not import torch for cseq's sake, whatever the out_type."""
-    if kind.name == "fork":
-        pytest.skip("a forked worker has all that the trainer has")
-
     class Modules:
         def __getitem__(self, indices: Any) -> Any:
             return indices, sorted(name for name in sys.modules if name == "torch")

@@ -34,6 +34,10 @@
 #define RESTARTS DEATHS /* a death beyond these is an error that the trainer must hear of */
 #endif
 
+#if defined(COARSE) && defined(PINNED)
+#error "COARSE takes any ticket, also out of order"
+#endif
+
 #define FREE 0
 #define POSTED 1
 #define INDEXING 2

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,8 +78,8 @@ class Killer(threading.Thread):
             if keeper is None:
                 continue
             ward = keeper._wards.get(self.rng.randint(1, self.workers))
-            if ward is None:
-                continue
+            if ward is None or (not ward.state and self.rng.random() < 0.9):
+                continue  # mostly those that work: killing is quicker than starting
             if self.rng.random() < 0.6:
                 ward.child.kill()
                 self.count["kills"] += 1
@@ -115,12 +116,10 @@ class Trial:
 
     def manager(self) -> cseq.MSequence:
         """Make it."""
-        from functools import partial
-
         rng = self.rng
         options: dict[str, Any] = {}
         if self.processes:
-            options["start_method"] = rng.choice(["fork", "fork", "forkserver", "spawn"])
+            options["start_method"] = rng.choice(["fork"] * 4 + ["forkserver", "spawn"])
         return cseq.MSequence(
             partial(Worker, self.rows, self.micros), self.n, num_workers=self.workers,
             batch_size=self.batch_size, buffer=rng.choice([1, 2, 5, 16]), seed=self.seed,
