@@ -74,7 +74,9 @@ TARGETS := x86_64-windows-gnu aarch64-windows-gnu x86_64-macos aarch64-macos \
 cross: $(VENV)/.dev
 	mkdir -p build/cross
 	for target in $(TARGETS); do \
-		$(ZIG_CC) -target $$target -c tests/c/headers.c -o build/cross/$$target.o || exit 1; \
+		for mode in -UCSEQ_DEBUG -DCSEQ_DEBUG; do \
+			$(ZIG_CC) -target $$target $$mode -c tests/c/headers.c -o build/cross/$$target.o || exit 1; \
+		done; \
 	done
 	for machine in x86_64,_M_X64 aarch64,_M_ARM64; do \
 		$(ZIG_CC) -target $${machine%,*}-windows-gnu $(AS_MSVC) -D$${machine#*,} \

@@ -1,4 +1,4 @@
-"""cseq feeds training loops: in order, each sample once, the same stream every time.
+"""Feeds training loops: in order, each sample once, the same stream every time.
 
 The journey of a batch::
 

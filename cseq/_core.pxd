@@ -122,3 +122,4 @@ cdef class Memory:
     cdef char* data
     cdef Py_ssize_t size  # bytes
     cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1
+    cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1

@@ -131,31 +131,34 @@ cdef class Memory:
         PyArray_SetBaseObject(array, self)
         return array
 
-    def store(self, Py_ssize_t offset, cnp.ndarray array not None):
-        """Copy a C- or Fortran-contiguous array's bytes, as they lie, to `offset`."""
-        cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(array)
-        cdef char* source = <char*>cnp.PyArray_DATA(array)
-        if not (cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
-            raise ValueError("array is not contiguous; copy it with numpy.copyto on a view instead")
+    cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
+        """Copy to `offset`; without the GIL if it is much."""
         self.inside(offset, nbytes)
+        CSEQ_POINT("encode")
         if nbytes < LARGE:
             memcpy(self.data + offset, source, nbytes)
         else:
             with nogil:
                 memcpy(self.data + offset, source, nbytes)
+        return 0
 
-    def store_bytes(self, Py_ssize_t offset, const unsigned char[::1] source not None):
+    def store(self, Py_ssize_t offset, cnp.ndarray array not None):
+        """Copy a C- or Fortran-contiguous array's bytes, as they lie, to `offset`."""
+        if not (cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
+            raise ValueError("array is not contiguous; copy it with numpy.copyto on a view instead")
+        self.put(offset, <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+
+    def store_bytes(self, Py_ssize_t offset, source not None):
         """Copy bytes to `offset`."""
-        cdef Py_ssize_t nbytes = source.shape[0]
-        self.inside(offset, nbytes)
-        if nbytes == 0:
+        cdef const unsigned char[::1] view
+        if type(source) is bytes:  # no memoryview: one of these goes with every batch
+            self.put(offset, <const char*><bytes>source, len(<bytes>source))
             return
-        CSEQ_POINT("encode")
-        if nbytes < LARGE:
-            memcpy(self.data + offset, &source[0], nbytes)
+        view = source
+        if view.shape[0]:
+            self.put(offset, <const char*>&view[0], view.shape[0])
         else:
-            with nogil:
-                memcpy(self.data + offset, &source[0], nbytes)
+            self.inside(offset, 0)
 
     def load_bytes(self, Py_ssize_t offset, Py_ssize_t nbytes):
         """A copy of the bytes [offset, offset + nbytes)."""
@@ -452,7 +455,7 @@ def permutation(n, seed, epoch=0):
     cdef uint64_t start = 0, end
     cseq_derive(natural(seed, "seed", <uint64_t>-1), natural(epoch, "epoch", <uint64_t>-1),
                 CSEQ_PURPOSE_SHUFFLE, state, 4)
-    cdef cnp.ndarray result = numpy.zeros(size, numpy.uint32 if width == 4 else numpy.int64)
+    cdef cnp.ndarray result = numpy.empty(size, numpy.uint32 if width == 4 else numpy.int64)
     cdef void* data = cnp.PyArray_DATA(result)
     if size <= BRIEF:
         cseq_permute(data, width, size, 0, size, state)

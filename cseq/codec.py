@@ -33,6 +33,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+
+from cseq import payload
 from numpy import copyto, ndarray
 
 if TYPE_CHECKING:
@@ -607,9 +609,7 @@ def _dumps(value: Any) -> tuple[bytes, list[memoryview]]:
     try:
         return _dumps_by(pickle.dumps, value)
     except NAMELESS:
-        import cloudpickle
-
-        return _dumps_by(cloudpickle.dumps, value)
+        return _dumps_by(payload.dump_by_value, value)
 
 
 def _dumps_by(dumps: Callable[..., bytes], value: Any) -> tuple[bytes, list[memoryview]]:

@@ -1,4 +1,4 @@
-"""How a batch crosses from one runner to the next: as an object, or through a slot.
+"""How a batch crosses to the next runner: as an object, or through a slot.
 
 Threads hand over the object itself (`Objects`); processes write it into the ticket's slot of shared
 memory (`SlotWriter`), where the trainer finds it (`SlotReader`). A runner holds the edge it fills,
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     Fields = tuple[int, ...]
 
-__all__ = ["NO_SLOT", "Inlet", "Objects", "Outlet", "SlotReader", "SlotSource", "SlotWriter", "Source"]
+__all__ = [
+    "NO_SLOT",
+    "Inlet",
+    "Objects",
+    "Outlet",
+    "SlotReader",
+    "SlotSource",
+    "SlotWriter",
+    "Source",
+]
 
 NO_SLOT = 0xFFFFFFFF  # a ticket whose batch lies in no slot
 
@@ -222,4 +231,4 @@ class SlotSource:
         writer, record = self._writer, seat.record
         writer.begin(seat.slot, seat.capacity)
         writer.resume(codec.used(record))
-        return codec.decode(writer.memory, record)
+        return codec.decode(writer.loan(), record)

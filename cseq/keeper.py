@@ -1,4 +1,4 @@
-"""Keeps worker processes alive: starts them, hears from them, replaces the dead, ends them all.
+"""Keeps worker processes alive: starts, hears, replaces and ends them.
 
 A thread sleeps on the workers' sockets. What arrives there is, first, one message (ready, or the
 exception that kept the worker from getting ready), then the text of stacks that were asked for; the
@@ -9,7 +9,6 @@ touched.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import signal
 import socket
@@ -133,11 +132,11 @@ class Keeper:
     def stack(self, owner: int) -> str:
         """Return where a worker is, as it writes it itself: also when its interpreter is stuck."""
         ward = self._wards.get(owner)
-        if ward is None or not ward.state or STACK_SIGNAL is None or ward.child.pid is None:
+        if ward is None or not ward.state or STACK_SIGNAL is None:
             return "(its stack cannot be asked for)\n"
         ward.heard = 0.0
         del ward.buffer[:]
-        os.kill(ward.child.pid, STACK_SIGNAL)
+        ward.child.send_signal(STACK_SIGNAL)
         begun = time.monotonic()
         quiet = threading.Event()  # nobody sets it: a pause that other threads can use
         while time.monotonic() - begun < STACK_SECONDS:

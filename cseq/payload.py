@@ -380,11 +380,38 @@ def _dump_by_value(obj: object, sink: _Sink, modules: _Modules) -> None:
 def _cloudpickled(obj: object) -> bytes:
     """Pickle with cloudpickle, or raise what pickle raises where there is no cloudpickle."""
     try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ModuleNotFoundError:
+        return dump_by_value(obj)
+    except ModuleNotFoundError as error:
+        if error.name != "cloudpickle":
+            raise
         return pickle.dumps(obj, protocol=5)
-    data: bytes = cloudpickle.dumps(obj, protocol=5)
-    return data
+
+
+def dump_by_value(
+    obj: object,
+    protocol: int = 5,
+    buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+) -> bytes:
+    """Pickle what has no name by value, and the rest by name: so it keeps its identity."""
+    file = io.BytesIO()
+    _named_first()(file, protocol, buffer_callback=buffer_callback).dump(obj)
+    return file.getvalue()
+
+
+@functools.cache
+def _named_first() -> Any:
+    """Make the pickler of `dump_by_value`; cloudpickle is imported here."""
+    cloudpickle = importlib.import_module("cloudpickle")
+
+    class NamedFirst(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, (type, types.FunctionType)):
+                home = sys.modules.get(obj.__module__ or "")
+                if home is not None and _lookup(home, obj.__qualname__) is obj:
+                    return NotImplemented
+            return super().reducer_override(obj)
+
+    return NamedFirst
 
 
 _Register: TypeAlias = Callable[[str], None]

@@ -246,6 +246,11 @@ class MSequence:
         workers = count("num_workers", num_workers, most=MOST_WORKERS)
         converters = self._count_converters(workers, num_converters)
         rank, world_size = resolve_shard(shard)
+        if seed is None and world_size > 1 and shuffle:
+            raise ValueError(
+                f"shard={shard!r} needs a seed: ranks that draw their own would go through different "
+                "orders; give all of them the same seed"
+            )
         self._drawn = seed is None
         self._sampler = Sampler(
             dset_size,
@@ -540,6 +545,8 @@ class MSequence:
         """
         with self._lock:
             epoch, consumed = self._check_state(state)
+            if state["seed"] != self._job.seed:
+                self._refuse_inside_with("load_state_dict")
             if self._run is not None:
                 self._run.interrupt()  # what is under way is not the place any more
             if state["seed"] != self._job.seed:

@@ -58,7 +58,9 @@ def by_name(kind: Kind) -> str:
     return kind.name
 
 
-def stream(kind: Kind, worker: Any, dset_size: Any, *, epochs: int = 1, **options: Any) -> list[Any]:
+def stream(
+    kind: Kind, worker: Any, dset_size: Any, *, epochs: int = 1, **options: Any
+) -> list[Any]:
     """Give all batches of some epochs."""
     with kind.start(worker, dset_size, **options) as manager:
         return [batch for _ in range(epochs) for batch in manager]

@@ -237,8 +237,9 @@ def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
     from functools import partial
 
     worker = partial(Fatal, str(tmp_path), leave, [1, 100, 200, 300])
-    with manager(worker, max_restarts=2).start() as m, pytest.raises(
-        cseq.WorkerDied, match="max_restarts=2"
+    with (
+        manager(worker, max_restarts=2).start() as m,
+        pytest.raises(cseq.WorkerDied, match="max_restarts=2"),
     ):
         list(m)
 
@@ -294,8 +295,9 @@ def test_a_worker_that_cannot_be_built_says_so(kind: str) -> None:
 
 def test_a_worker_that_dies_while_it_starts_is_not_started_for_ever() -> None:
     """Three in a row that never got ready are enough."""
-    with manager(leave, max_restarts=10**6).start() as m, pytest.raises(
-        cseq.WorkerDied, match="before they were ready"
+    with (
+        manager(leave, max_restarts=10**6).start() as m,
+        pytest.raises(cseq.WorkerDied, match="before they were ready"),
     ):
         list(m)
 
@@ -605,9 +607,7 @@ def test_a_forked_child_takes_no_batches(kind: str) -> None:
 
 
 @pytest.mark.parametrize("limit", ["0 B", "1 MiB", None])
-def test_keeping_every_batch_is_safe(
-    limit: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keeping_every_batch_is_safe(limit: str | None, caplog: pytest.LogCaptureFixture) -> None:
     """list(manager), slices of slices, after finish and without the manager: intact."""
     m = manager(memory_limit=limit, buffer=4)
     with caplog.at_level(logging.WARNING, "cseq"):
@@ -627,8 +627,10 @@ class Grows:
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 31, resource.RLIM_INFINITY))
-        return cseq.empty((1 << 32,), np.uint8)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + (1 << 26)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        return cseq.empty((1 << 27,), np.uint8)
 
 
 def test_want_of_memory_is_an_exception() -> None:
@@ -728,9 +730,7 @@ class Nested(Squares):
 
 def test_a_manager_inside_a_worker() -> None:
     """A worker may use a manager of processes of its own."""
-    m = cseq.MPSequence(
-        Nested, SAMPLES, batch_size=100, seed=11, out_type="null", num_workers=2
-    )
+    m = cseq.MPSequence(Nested, SAMPLES, batch_size=100, seed=11, out_type="null", num_workers=2)
     plain = cseq.MPSequence(Squares, SAMPLES, batch_size=100, seed=11, out_type="null")
     with m.start(), plain.start_test():
         assert digest(m) == digest(plain)

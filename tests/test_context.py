@@ -136,7 +136,10 @@ class Keeper:
 
 def test_empty_must_not_be_kept() -> None:
     """An indexer that keeps an array of `empty` in shared memory is told so, in the loop."""
-    with FIRST_PROCESS.start(Keeper, 10, batch_size=1) as m, pytest.raises(RuntimeError, match="copy"):
+    with (
+        FIRST_PROCESS.start(Keeper, 10, batch_size=1) as m,
+        pytest.raises(RuntimeError, match="copy"),
+    ):
         list(m)
 
 

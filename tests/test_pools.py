@@ -537,7 +537,8 @@ def resident_kib() -> int:
 
 SHAPES = st.fixed_dictionaries(
     {
-        "dset_size": st.integers(1, 90) | st.lists(st.integers(-5, 10**12), min_size=1, max_size=40),
+        "dset_size": st.integers(1, 90)
+        | st.lists(st.integers(-5, 10**12), min_size=1, max_size=40),
         "batch_size": st.integers(1, 100),
         "num_workers": st.integers(1, 5),
         "buffer": st.integers(1, 12),
@@ -671,7 +672,9 @@ show(lambda: Worker())
 show(local())
 show(Worker())
 """
-LINES = "[0, 3, 6, 9] text [1, 2, 3, 4]\n[12, 15, 18, 21] text [5, 6, 7, 8]\n[24, 27] text [9, 10]\n"
+LINES = (
+    "[0, 3, 6, 9] text [1, 2, 3, 4]\n[12, 15, 18, 21] text [5, 6, 7, 8]\n[24, 27] text [9, 10]\n"
+)
 
 
 @every_process

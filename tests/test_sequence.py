@@ -569,7 +569,12 @@ def assert_same_tensors(torch: Any, one: Any, other: Any) -> None:
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return "tensor", str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
+            return (
+                "tensor",
+                str(value.dtype),
+                tuple(value.shape),
+                value.contiguous().numpy().tobytes(),
+            )
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         if hasattr(value, "__dataclass_fields__"):
@@ -684,6 +689,7 @@ def test_no_cuda_is_said_once(
 @pytest.mark.parametrize("kind", PROCESSES[:2], ids=by_name)
 def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
     """Workers do not import torch for cseq's sake, whatever the out_type."""
+
     class Modules:
         def __getitem__(self, indices: Any) -> Any:
             return indices, sorted(name for name in sys.modules if name == "torch")

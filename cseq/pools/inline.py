@@ -1,4 +1,4 @@
-"""The inline pool: the caller makes each batch itself, when it asks for it. This is test mode."""
+"""The inline pool: the caller makes each batch itself. This is test mode."""
 
 from __future__ import annotations
 

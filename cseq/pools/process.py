@@ -1,4 +1,4 @@
-"""The process pool: indexers (and converters) in worker processes that are replaced when they die.
+"""The process pool: stages in worker processes, which are replaced when they die.
 
 ::
 
@@ -396,7 +396,9 @@ class Deaths:
             self.retries += len(held)
             return None
         place = f" while making {failure.where(*held[0])}" if held else ""
-        message = f"a worker process {describe_exit(exitcode)}{self._oom(exitcode)}{place}; {reason}"
+        message = (
+            f"a worker process {describe_exit(exitcode)}{self._oom(exitcode)}{place}; {reason}"
+        )
         return WorkerDied(message, epoch=epoch, batch=batch, indices=indices, exitcode=exitcode)
 
     def _too_many(self, held: list[tuple[int, int, list[int]]]) -> str | None:

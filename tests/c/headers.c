@@ -4,6 +4,8 @@
 #endif
 
 #include "cseq_atomic.h"
+#include "cseq_fault.h"
+#include "cseq_fault.h"
 #include "cseq_map.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"

@@ -398,7 +398,9 @@ born:
                 c++
             :: else -> c = 0; break
             od;
+#ifndef STOPS
             gone[me] = 1;
+#endif
             goto buried
         }
     };
@@ -467,8 +469,18 @@ end:
     od
 }
 
+#ifdef STOPS
+/* Stopped for ever (SIGSTOP, a debugger), in hand nothing, and nobody comes to know of it. */
+#define FREE_OF(who) (worked_by[0] != who && (CELLS < 2 || worked_by[CELLS - 1] != who))
+#define KILL(who, allowed) \
+    atomic { \
+        deaths < DEATHS && (allowed) && FREE_OF(who) && serving[who] && !dead[who] -> \
+        deaths++; dead[who] = 1; serving[who] = 0 \
+    }
+#else
 #define KILL(who, allowed) \
     atomic { deaths < DEATHS && (allowed) && serving[who] && !dead[who] -> deaths++; dead[who] = 1 }
+#endif
 
 proctype killer() {
 end:

@@ -1,0 +1,120 @@
+#!/bin/sh
+# Checks ring.pml with spin: the protocol must hold, and every mutant of it must be caught.
+#
+#   tests/model/run.sh [short | normal | long]
+#
+# short: seconds, small bounds; normal (the default): a minute or two; long: larger bounds as well,
+# up to 6 GB and half an hour. JOBS=n runs n checks at a time (default 2). Needs spin and a C
+# compiler ($CC). A failure leaves spin's trail in a folder that is named.
+
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+
+# set   expected     options
+table() {
+    cat <<'TABLE'
+# ── the protocol, without any timeout: no deadlock, in order, exactly once, nobody sleeps for ever
+short   holds        -DDEATHS=0 -DTICKETS=2
+short   holds        -DCOARSE -DTICKETS=2 -DGREEDY -DNEVER_LAZY
+short   holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DGREEDY
+short   holds        -DRUNNERS=1 -DPINNED -DTICKETS=2 -DHINT
+normal  holds        -DTICKETS=2
+normal  holds        -DCELLS=1 -DTICKETS=2 -DGREEDY
+normal  holds        -DCOARSE -DGREEDY
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DDEATHS=2
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DSTAGES=2
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DABANDON -DALWAYS_LAZY
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DRESTARTS=0
+normal  holds        -DCOARSE -DGREEDY -DUNORDERED -DALWAYS_LAZY
+normal  holds        -DGREEDY -DPINNED -DTICKETS=2 -DALWAYS_LAZY -DHINT
+normal  holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DDEATHS=2
+normal  holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DABANDON
+long    holds        -DCOARSE
+long    holds        -DCOARSE -DGREEDY -DDEATHS=2
+long    holds        -DCOARSE -DGREEDY -DCELLS=3 -DTICKETS=4 -DALWAYS_LAZY
+long    holds        -DCOARSE -DGREEDY -DSTAGES=2
+long    holds        -DCOARSE -DGREEDY -DSTAGES=2 -DRUNNERS=3 -DTICKETS=1 -DCELLS=1
+long    holds        -DCOARSE -DGREEDY -DABANDON -DALWAYS_LAZY
+long    holds        -DGREEDY
+long    holds        -DGREEDY -DPINNED -DALWAYS_LAZY
+long    holds        -DGREEDY -DTICKETS=2 -DSTAGES=2
+
+# ── every run ends (LTL, weak fairness): alarms without timeouts, timeouts without alarms or wake-ups
+short   ends         -DCOARSE -DGREEDY -DNEVER_LAZY -DTICKETS=1 -DCELLS=1
+short   ends         -DPARK -DM_NO_ALARM -DCOARSE -DGREEDY -DNEVER_LAZY -DTICKETS=1 -DCELLS=1
+normal  ends         -DPARK -DM_NO_ALARM -DCOARSE -DGREEDY -DTICKETS=1 -DCELLS=1 -DSTAGES=2
+normal  ends         -DPARK -DM_NO_WAKE -DCOARSE -DGREEDY -DTICKETS=2 -DRUNNERS=1
+short   runs-on      -DM_NO_ALARM -DCOARSE -DGREEDY -DNEVER_LAZY -DTICKETS=1 -DCELLS=1
+
+# ── what only a timeout ends: a runner that is stopped, not dead, between a swap and the wake-up
+short   fails        -DSTOPS -DCOARSE -DGREEDY -DTICKETS=2 -DNEVER_LAZY
+normal  ends         -DPARK -DSTOPS -DCOARSE -DGREEDY -DTICKETS=2 -DCELLS=1 -DNEVER_LAZY
+
+# ── mutants: each must fail
+short   fails        -DM_ENTER_ORDER -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_NO_SECOND_LOOK -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_KNOCK_ORDER -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_KNOCK_FIRST -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_NO_EVENT -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_NO_WAKE -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_NO_KNOCK -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_NO_FLAG -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_WANTED_LATE -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_CLOSE_NO_ALARM -DCOARSE -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_ALARM_ORDER -DCOARSE -DTICKETS=2
+short   fails        -DM_NO_ALARM -DCOARSE -DTICKETS=2 -DGREEDY
+short   fails        -DM_NO_ALARM_OUTPUT -DCOARSE -DTICKETS=2 -DGREEDY
+short   fails        -DM_SEEN_LATE -DCOARSE -DTICKETS=2 -DRUNNERS=1 -DRESTARTS=0
+short   fails        -DM_CLAIM_NO_CAS -DTICKETS=2 -DDEATHS=0
+short   fails        -DM_CLAIM_THEN_OWNER -DTICKETS=1
+short   fails        -DM_CANCEL_NO_CAS -DCOARSE -DTICKETS=2 -DDEATHS=0 -DGREEDY -DABANDON
+short   fails        -DM_REPOST_LIVING -DCOARSE -DTICKETS=2 -DDEATHS=0 -DGREEDY
+short   fails        -DM_PINNED_ONE_LOOK -DTICKETS=2 -DDEATHS=0 -DRUNNERS=1 -DPINNED
+TABLE
+}
+
+# One row of the table; its verdict is the exit status.
+check() {
+    expected=$2
+    shift 2
+    folder=$(mktemp -d "${TMPDIR:-/tmp}/ring.XXXXXX") || exit 2
+    cd "$folder" || exit 2
+    # The full search is bounded by memory (MB), not by depth: a cut search is a failure.
+    case $expected in
+        ends | runs-on) claim=-DLIVE flags="-DNFAIR=3" search="-a -f" ;;
+        *) claim= flags="-DSAFETY -DNOCLAIM" search= ;;
+    esac
+    spin -a $claim "$@" "$here/ring.pml" >spin.txt 2>&1 &&
+        ${CC:-cc} -O2 -w $flags -DCOLLAPSE -DMEMLIM="${MEMORY:-1900}" -o pan pan.c >cc.txt 2>&1 ||
+        { cat spin.txt cc.txt; exit 2; }
+    nice -n 10 ./pan $search -m2000000 >pan.txt 2>&1
+    errors=$(sed -n 's/.*errors: \([0-9]*\).*/\1/p' pan.txt)
+    states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' pan.txt)
+    cut=$(grep -c -E 'max search depth too small|reached -DMEMLIM|out of memory' pan.txt)
+    case $expected in
+        holds | ends) [ "$errors" = 0 ] && [ "$cut" = 0 ] ;;
+        fails) [ "${errors:-0}" -gt 0 ] && grep -q -E 'invalid end state|assertion violated' pan.txt ;;
+        runs-on) [ "${errors:-0}" -gt 0 ] && grep -q 'acceptance cycle' pan.txt ;;
+    esac
+    verdict=$?
+    found=$(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' pan.txt)
+    if [ $verdict = 0 ]; then
+        echo "ok      $expected: $* (${states:-?} states${found:+, $found})"
+        rm -rf "$folder"
+    else
+        echo "FAILED  not '$expected': $* (${found:-see} $folder)"
+        exit 1
+    fi
+}
+
+case ${1:-normal} in
+    --check) shift; check "$@"; exit ;;
+    short) sets='^short' ;;
+    normal) sets='^short|^normal' ;;
+    long) sets='^short|^normal|^long'; MEMORY=${MEMORY:-6000}; export MEMORY ;;
+    *) sed -n '2,/^$/p' "$0"; exit 2 ;;
+esac
+command -v spin >/dev/null || { echo "spin is not installed"; exit 2; }
+
+table | grep -E "$sets" | xargs -P "${JOBS:-2}" -L 1 "$0" --check || { echo "FAILED"; exit 1; }
+echo "all as expected"
