@@ -50,7 +50,7 @@ debug: export CSEQ_DEBUG = 1
 debug: build
 
 test: build
-	$(BIN)/pytest $(ARGS)
+	$(PY) -m pytest $(ARGS)
 
 demo: build $(VENV)/.demo
 	$(PY) examples/digits.py

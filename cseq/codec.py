@@ -33,9 +33,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy import copyto, ndarray
 
 from cseq import payload
-from numpy import copyto, ndarray
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -83,7 +83,7 @@ class Desk:
         """Return the batch's generator: the same object throughout the batch."""
         if self.ticket is None:
             raise RuntimeError(
-                "cseq.rng() belongs to a batch: call it in __getitem__, not where the indexer is made"
+                "cseq.rng() belongs to a batch: call it in __getitem__, not in __init__"
             )
         if self._rng is None:
             self._rng = generator(self.seed, self.ticket.epoch, self.ticket.start)

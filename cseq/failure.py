@@ -63,7 +63,7 @@ def _travelling(error: BaseException) -> bytes | None:
             data = payload.dumps(candidate)
             if type(payload.loads(data)) is type(error):
                 return data
-        except Exception:  # noqa: BLE001, PERF203 - anything may go wrong in the user's class
+        except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
             continue
     return None
 

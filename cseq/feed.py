@@ -1,8 +1,8 @@
 """Feeding a ring: an epoch's tickets in, its finished batches out.
 
 The trainer's side of the thread and the process pool. Only the consuming thread comes here; what
-other threads have to say (a worker that cannot be built, one that died too often) reaches it through
-`check`, which raises, and the ring's alarm.
+other threads have to say (a worker that cannot be built, one that died too often) reaches it
+through `check`, which raises, and the ring's alarm.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ touched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import signal
@@ -174,10 +175,9 @@ class Keeper:
         self._selector.register(child.sock, selectors.EVENT_READ, ward)
         if self._closing:
             child.kill()
-        try:
+        # Should it be dead already, its socket is about to say so.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._steward.greet(owner, child.sock)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it is dead already, which its socket is about to say
 
     def _hear(self, ward: _Ward) -> None:
         """Take in what a worker has sent, or its end."""

@@ -248,8 +248,8 @@ class MSequence:
         rank, world_size = resolve_shard(shard)
         if seed is None and world_size > 1 and shuffle:
             raise ValueError(
-                f"shard={shard!r} needs a seed: ranks that draw their own would go through different "
-                "orders; give all of them the same seed"
+                f"shard={shard!r} needs a seed: ranks that draw their own would go through "
+                "different orders; give all of them the same one"
             )
         self._drawn = seed is None
         self._sampler = Sampler(
@@ -365,8 +365,8 @@ class MSequence:
         """
         if compat is not None:
             compat = flag("compat", compat)
-        from cseq.pools.process import ProcessPool  # noqa: PLC0415 - with what processes need
-        from cseq.pools.thread import ThreadPool  # noqa: PLC0415
+        from cseq.pools.process import ProcessPool
+        from cseq.pools.thread import ThreadPool
 
         make: Callable[[Job], Pool] = ProcessPool if self._processes else ThreadPool
         return self._start("start", self._output, make, compat)
@@ -386,7 +386,7 @@ class MSequence:
         ValueError
             `test_mode` is unknown.
         """
-        from cseq.pools.inline import InlinePool  # noqa: PLC0415
+        from cseq.pools.inline import InlinePool
 
         output = converter.for_test(self._output, test_mode)
         return self._start("start_test", output, InlinePool, None)

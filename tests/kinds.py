@@ -1,4 +1,4 @@
-"""The kinds of pool that the contract holds for, and what it means that two batches are the same."""
+"""The kinds of pool that the contract holds for, and when two batches are the same."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import traceback
@@ -105,9 +106,9 @@ PLAIN: list[Callable[[], BaseException]] = [
     lambda: FileNotFoundError(2, "No such file", "name"),
     lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
     lambda: SystemExit(3),
-    lambda: KeyboardInterrupt(),
+    KeyboardInterrupt,
     lambda: StopIteration(5),
-    lambda: GeneratorExit(),
+    GeneratorExit,
     lambda: Coded(7, reason="wet"),
     lambda: Slotted("key"),
     lambda: Picky(1, two=2),
@@ -134,8 +135,12 @@ def test_a_group_arrives() -> None:
     """An exception group arrives with its members."""
     if sys.version_info < (3, 11):
         pytest.skip("no groups before Python 3.11")
-    got = there_and_back(ExceptionGroup("all", [ValueError(1), KeyError("a")]))
-    assert type(got) is ExceptionGroup
+    got = there_and_back(
+        ExceptionGroup(  # noqa: F821
+            "all", [ValueError(1), KeyError("a")]
+        )
+    )
+    assert type(got) is ExceptionGroup  # noqa: F821
     assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
 
 
@@ -240,7 +245,7 @@ MAKE: list[Callable[[], BaseException]] = [
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: type(make()).__name__)
 @every_kind
 def test_out_of_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
-    """What an indexer raises comes out of the loop at its batch, which it names; then it goes on."""
+    """What an indexer raises comes out of the loop at its batch, named; then the loop goes on."""
     with kind.start(lambda: Raising(make, 5), 12, batch_size=2, shuffle=False) as m:
         batches = iter(m)
         assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -329,10 +334,8 @@ def test_nothing_is_kept_alive(kind: Kind) -> None:
     gc.collect()
     gc.disable()
     try:
-        try:
+        with contextlib.suppress(Coded):
             list(manager)
-        except Coded:
-            pass
         del manager
         assert gone() is None
     finally:

@@ -33,7 +33,7 @@ class Both:
         raise AssertionError("an indexer is not called")
 
 
-WORKERS = [Indices1, Rows, Rows(), lambda: Rows(), functools.partial(Lasting, 5), Callable1(),
+WORKERS = [Indices1, Rows, Rows(), Rows, functools.partial(Lasting, 5), Callable1(),
            Both(), np.arange(3), np.memmap]  # fmt: skip
 
 

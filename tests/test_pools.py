@@ -551,7 +551,7 @@ BREAKS = st.lists(st.none() | st.integers(0, 12), max_size=4)
 
 
 def walk(manager: Any, breaks: list[int | None]) -> Iterator[list[Any]]:
-    """Go through some epochs, each left after so many batches (None: at its end), then a full one."""
+    """Go through some epochs, each left after so many batches (None: at its end), and one more."""
     for leave_at in [*breaks, None]:
         batches = []
         for k, batch in enumerate(manager):
@@ -591,8 +591,8 @@ def check_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None
             got = indices_of(batches)
             assert got == want[: len(got)]
             assert all(len(b) == size for b in batches[: end // size])
-            assert len(batches) == min(len(manager), (breaks + [None])[epoch] + 1
-                                       if (breaks + [None])[epoch] is not None
+            assert len(batches) == min(len(manager), ([*breaks, None])[epoch] + 1
+                                       if ([*breaks, None])[epoch] is not None
                                        else len(manager))  # fmt: skip
 
 

@@ -205,7 +205,7 @@ class Handle:
 
 @pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
 def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
-    """A worker that cannot travel is refused where the manager is made: which attribute, and why."""
+    """A worker that cannot travel is refused at construction: which attribute, and why."""
     with pytest.raises(TypeError, match=r"worker.*lock") as caught:
         kind.make(Handle(), 10)
     assert "lock" in str(caught.value)
@@ -247,7 +247,7 @@ def test_bad_epochs(value: Any, kind: type[Exception]) -> None:
 
 
 def test_numpys_numbers() -> None:
-    """numpy's integers and booleans serve wherever Python's do."""
+    """Numpy's integers and booleans serve wherever Python's do."""
     manager = MSequence(
         Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
         "thread", "null", np.uint64(2**64 - 1), drop_last=np.False_,
@@ -544,7 +544,7 @@ def test_tensors(no_cuda: Any, out_type: Any, dtype: Any, want: str) -> None:
 @pytest.mark.parametrize("out_type", ["cuda", "cpu", None, "null", "call"])
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
 def test_every_out_type_as_in_test_mode(no_cuda: Any, kind: Kind, out_type: Any) -> None:
-    """Whatever the out_type, start() gives what start_test() gives; leaves that are no arrays stay."""
+    """Whatever the out_type, start() gives what start_test() gives."""
     function = np.negative if out_type == "call" else out_type
     if out_type == "call":
         manager = kind.make(Rows, 30, out_type=function, batch_size=8)

@@ -1,4 +1,4 @@
-"""Workers killed and stopped at random under load, managers dropped, epochs broken off, batches held.
+"""Workers killed and stopped at random, managers dropped, epochs broken off, batches held.
 
     python tests/stress/stress.py [seconds] [seed]
 

@@ -1,0 +1,838 @@
+"""The core's door: memory, slots and ring, in Python; what they refuse, and what they keep alive.
+
+The shuffle has a file of its own. All of this runs a second time with the naps that stand in for
+the futex on systems that have none.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cseq import _core
+from cseq._core import (
+    FIELDS,
+    PARK_NS,
+    Block,
+    Lease,
+    Mapping,
+    Memory,
+    Ring,
+    Seat,
+    Slots,
+    Window,
+    address_of,
+    commit,
+    copy_of,
+    ring_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAP = os.environ.get("CSEQ_WAIT") == "nap"
+PAGE = 65536  # a multiple of every system's page size
+
+
+@contextmanager
+def file_of(nbytes: int) -> Iterator[int]:
+    """Open a file without a name."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(nbytes)
+        yield file.fileno()
+
+
+# -- memory
+
+
+def test_a_block_is_aligned() -> None:
+    """A block begins at a cache line, whatever its size; it is zero if that was asked for."""
+    blocks = [Block(n, zero=True) for n in (0, 1, 63, 1000, 10**6)]
+    assert {block.address % 64 for block in blocks} == {0}
+    assert [block.nbytes for block in blocks] == [0, 1, 63, 1000, 10**6]
+    assert not any(np.frombuffer(block, np.uint8).any() for block in blocks[1:])
+
+
+def test_a_block_of_nonsense() -> None:
+    """Negative sizes are refused, and ones that no machine has."""
+    with pytest.raises(ValueError, match="-1"):
+        Block(-1)
+    with pytest.raises(MemoryError, match=r"\d bytes"):
+        Block(2**62)
+    with pytest.raises(TypeError):
+        Block("1")  # type: ignore[arg-type]
+
+
+def test_a_view_is_no_copy_and_keeps_the_memory() -> None:
+    """A view lies in the memory, can be written to, and keeps it alive; so does a view of it."""
+    block = Block(1024, zero=True)
+    view = block.view(64, np.dtype("<i4"), (3, 5))
+    assert address_of(view) == block.address + 64
+    assert view.base is block
+    assert (view.flags.c_contiguous, view.flags.writeable, view.flags.owndata) == (True, True, False)
+    view[2, 4] = 7
+    assert block.load_bytes(64 + 14 * 4, 4) == b"\7\0\0\0"
+    part = view[2:, 3:]
+    del block, view
+    gc.collect()
+    assert part.tolist() == [[0, 7]]
+
+
+def test_a_view_in_fortran_order() -> None:
+    """A view can be column-major."""
+    block = Block(64, zero=True)
+    view = block.view(0, np.dtype("u1"), (2, 3), True)
+    view[1, 0] = 5
+    assert view.flags.f_contiguous
+    assert block.load_bytes(0, 3) == b"\0\5\0"
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0, 2), (1,) * 64])
+def test_views_of_little(shape: tuple[int, ...]) -> None:
+    """Views may have no dimension, no elements, or as many dimensions as numpy has."""
+    if len(shape) == 64 and int(np.__version__.split(".")[0]) < 2:
+        pytest.skip("numpy 1 has 32 dimensions")
+    assert Block(8).view(0, np.dtype("f8"), shape).shape == shape
+
+
+BAD_VIEWS = [
+    (0, "u1", (101,), IndexError),
+    (100, "u1", (1,), IndexError),
+    (-1, "u1", (1,), IndexError),
+    (101, "u1", (0,), IndexError),
+    (2**63 - 1, "u1", (2,), IndexError),
+    (0, "u1", (-1,), ValueError),
+    (0, "u1", (0, -5), ValueError),
+    (0, "f8", (2**40, 2**40), ValueError),
+    (0, "O", (1,), ValueError),
+    (0, [("a", "O")], (1,), ValueError),
+    (0, "u1", (1,) * 65, ValueError),
+    (0, "u1", ("a",), TypeError),
+]
+
+
+@pytest.mark.parametrize(("offset", "dtype", "shape", "kind"), BAD_VIEWS)
+def test_views_outside(offset: int, dtype: Any, shape: Any, kind: type[Exception]) -> None:
+    """A view that does not lie in the memory, or could not, is refused."""
+    with pytest.raises(kind):
+        Block(100).view(offset, np.dtype(dtype), shape)
+
+
+def test_bytes_in_and_out() -> None:
+    """What is stored is loaded, small and large, and compared."""
+    block = Block(200_000, zero=True)
+    for data in (b"", b"abc", os.urandom(70_000)):
+        block.store_bytes(5, data)
+        block.store_bytes(100_000, bytearray(data))
+        assert block.load_bytes(5, len(data)) == block.load_bytes(100_000, len(data)) == data
+        assert block.equals(5, data)
+        assert not block.equals(6, data + b"x")
+    assert not block.equals(5, b"\xff\xff\xff")
+
+
+def test_arrays_in() -> None:
+    """Arrays are stored as they lie, C- and Fortran-contiguous ones; others are refused."""
+    block = Block(200_000)
+    for array in (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.arange(20_000)):
+        block.store(8, array)
+        assert block.load_bytes(8, array.nbytes) == array.tobytes("A")
+    with pytest.raises(ValueError, match="contiguous"):
+        block.store(0, np.arange(6)[::2])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda b: b.store_bytes(98, b"abc"),
+        lambda b: b.store_bytes(-1, b"abc"),
+        lambda b: b.store(96, np.zeros(1)),
+        lambda b: b.load_bytes(0, 101),
+        lambda b: b.load_bytes(50, -1),
+        lambda b: b.load_bytes(-1, 1),
+        lambda b: b.equals(99, b"ab"),
+        lambda b: copy_of(b, 101),
+        lambda b: Block(101).copy_from(b),
+    ],
+)
+def test_outside(use: Callable[[Block], Any]) -> None:
+    """Nothing is read or written outside of a memory."""
+    with pytest.raises(IndexError, match="100 bytes"):
+        use(Block(100))
+
+
+def test_copies() -> None:
+    """`copy_of` and `copy_from` copy the beginning of a memory, small or large."""
+    block = Block(100_000)
+    view = block.view(0, np.dtype("u1"), (100_000,))
+    view[:] = np.arange(100_000) % 251
+    for n in (0, 10, 100_000):
+        copy = copy_of(block, n)
+        assert (copy.nbytes, copy.load_bytes(0, n)) == (n, view[:n].tobytes())
+    with pytest.raises(TypeError):
+        copy_of(None, 3)  # type: ignore[arg-type]
+
+
+def test_buffers() -> None:
+    """A memory exports its bytes, writable, and lives as long as they are used."""
+    block = Block(8, zero=True)
+    gone = weakref.ref(block) if hasattr(block, "__weakref__") else None
+    view = memoryview(block)
+    assert (view.format, view.nbytes, view.readonly) == ("B", 8, False)
+    view[3] = 9
+    del block
+    gc.collect()
+    assert bytes(view) == b"\0\0\0\x09\0\0\0\0"
+    assert gone is None
+
+
+def test_a_window() -> None:
+    """A window is the same bytes under another object, whose end can be seen."""
+    block = Block(16, zero=True)
+    window = Window(block)
+    gone = weakref.ref(window)
+    view = window.view(0, np.dtype("u1"), (16,))
+    view[0] = 3
+    assert block.load_bytes(0, 1) == b"\3"
+    assert (window.address, window.nbytes) == (block.address, 16)
+    del window
+    assert gone() is not None
+    del view
+    assert gone() is None
+    with pytest.raises(TypeError):
+        Window(None)  # type: ignore[arg-type]
+
+
+# -- mappings
+
+
+def test_mappings_share() -> None:
+    """Two mappings of the same part of a file have the same bytes."""
+    with file_of(3 * PAGE) as fd:
+        one, other = Mapping(fd, PAGE, PAGE), Mapping(fd, PAGE, 2 * PAGE, populate=True)
+    one.store_bytes(10, b"hello")
+    assert other.load_bytes(10, 5) == b"hello"
+    assert (one.nbytes, other.nbytes) == (PAGE, 2 * PAGE)
+    assert one.address % PAGE in range(PAGE)
+
+
+def test_a_mapping_lives_with_its_arrays() -> None:
+    """A mapping is gone when the last array on it is, not earlier and not later."""
+    with file_of(PAGE) as fd:
+        mapping = Mapping(fd, 0, PAGE)
+    address = mapping.address
+    view = mapping.view(0, np.dtype("u1"), (PAGE,))[5:]
+    del mapping
+    view[0] = 4
+    if Path("/proc/self/maps").exists():
+        assert f"{address:x}-" in Path("/proc/self/maps").read_text()
+        del view
+        assert f"\n{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_mappings_of_nonsense() -> None:
+    """No bytes, too many, a part that begins within a page, or no file: refused with the bytes."""
+    with file_of(PAGE) as fd:
+        for nbytes in (0, 2**63):
+            with pytest.raises(ValueError, match=str(nbytes)):
+                Mapping(fd, 0, nbytes)
+        with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
+            Mapping(fd, 1, PAGE)
+        with pytest.raises(MemoryError, match="bytes"):
+            Mapping(fd, 0, 2**60)
+        with pytest.raises(OverflowError):
+            Mapping(fd, -PAGE, PAGE)
+    with pytest.raises(MemoryError):
+        Mapping(-1, 0, PAGE)
+
+
+def test_commit() -> None:
+    """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4 * PAGE)
+        commit(file.fileno(), PAGE, PAGE)
+        assert os.fstat(file.fileno()).st_size == 4 * PAGE
+        if sys.platform == "linux":
+            assert os.fstat(file.fileno()).st_blocks * 512 >= PAGE
+    with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
+        commit(-1, 0, PAGE)
+
+
+def test_address_of() -> None:
+    """`address_of` is where an array's data begins; of arrays alone."""
+    array = np.arange(10)
+    assert address_of(array[3:]) == array.ctypes.data + 24
+    with pytest.raises(TypeError):
+        address_of([1])  # type: ignore[arg-type]
+
+
+def test_memory_itself_is_empty() -> None:
+    """The base class has no bytes."""
+    assert (Memory().nbytes, Memory().address) == (0, 0)
+
+
+# -- slots
+
+
+def test_the_lowest_free_slot() -> None:
+    """Slots are taken lowest first; -1 when none is free."""
+    slots = Slots(3)
+    assert [slots.acquire() for _ in range(4)] == [0, 1, 2, -1]
+    slots.release(1)
+    slots.release(0)
+    assert [slots.acquire() for _ in range(3)] == [0, 1, -1]
+    slots.extend(2)
+    assert (slots.capacity, slots.acquire()) == (5, 3)
+
+
+def test_many_slots() -> None:
+    """There can be thousands; no more than fit the table."""
+    slots = Slots()
+    assert (slots.capacity, slots.acquire()) == (0, -1)
+    slots.extend(3000)
+    assert [slots.acquire() for _ in range(3000)] == list(range(3000))
+    for count in (-1, 2**40):
+        with pytest.raises(ValueError, match="slots"):
+            slots.extend(count)
+
+
+def test_slots_are_not_released_twice() -> None:
+    """A slot that is not taken cannot be released or leased; one that does not exist neither."""
+    slots = Slots(2)
+    with file_of(PAGE) as fd:
+        mapping = Mapping(fd, 0, PAGE)
+    for use in (slots.release, lambda slot: slots.lease(slot, mapping)):
+        with pytest.raises(RuntimeError, match="slot 0"):
+            use(0)
+        for slot in (-1, 2, 2**40):
+            with pytest.raises(IndexError, match=str(slot)):
+                use(slot)
+    lease = slots.lease(slots.acquire(), mapping)
+    with pytest.raises(RuntimeError, match="not taken"):
+        slots.release(0)
+    with pytest.raises(RuntimeError, match="not taken"):
+        slots.lease(0, mapping)
+    del lease
+    with pytest.raises(TypeError):
+        slots.lease(slots.acquire(), None)  # type: ignore[arg-type]
+
+
+def test_a_lease_frees_its_slot() -> None:
+    """A slot is free again when the last view on its lease is gone, and counted until then."""
+    slots = Slots(2)
+    with file_of(PAGE) as fd:
+        mapping = Mapping(fd, 0, PAGE)
+    mapping.store_bytes(0, b"\7" * PAGE)
+    lease = slots.lease(slots.acquire(), mapping)
+    assert isinstance(lease, Lease)
+    view = lease.view(0, np.dtype("u1"), (PAGE,))
+    part = view[10:][::2][:3]
+    assert (slots.leased, slots.leased_bytes) == (1, PAGE)
+    del lease, view, mapping
+    assert (slots.leased, slots.acquire()) == (1, 1)
+    assert part.tolist() == [7, 7, 7]
+    del part
+    assert (slots.leased, slots.leased_bytes, slots.acquire()) == (0, 0, 0)
+
+
+def test_leases_outlive_the_slots() -> None:
+    """A lease keeps the table it belongs to, and its mapping."""
+    slots = Slots(1)
+    with file_of(PAGE) as fd:
+        lease = slots.lease(slots.acquire(), Mapping(fd, 0, PAGE))
+    del slots
+    gc.collect()
+    lease.store_bytes(0, b"x")
+    assert lease.load_bytes(0, 1) == b"x"
+
+
+def test_a_lease_is_not_made_by_hand() -> None:
+    """A lease that nobody granted has no bytes and frees nothing."""
+    assert Lease().nbytes == 0
+
+
+# -- the ring
+
+
+def make_ring(cells: int = 4, size: int = 2, runners: int = 3) -> Ring:
+    """Make a ring in private memory."""
+    return Ring(Block(ring_bytes(cells, size, runners), zero=True), cells, size, runners)
+
+
+def post(ring: Ring, *batches: int, owner: int = 0) -> list[int]:
+    """Post tickets; their number, index and slot are made from the batch's number."""
+    cells = []
+    for batch in batches:
+        cell = ring.vacant()
+        ring.indices(cell)[0] = batch
+        ring.post(cell, batch, 9, batch, 1, start=batch, slot=batch + 100, capacity=5, owner=owner)
+        cells.append(cell)
+    return cells
+
+
+def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Seat:
+    """Take a seat and a ticket."""
+    seat = Seat(ring, stage, owner, last=last)
+    assert seat.claim() is True
+    return seat
+
+
+def take(ring: Ring, *, ordered: bool = True) -> int | None:
+    """Take a ticket: the number of its batch."""
+    taken = ring.take(ordered)
+    return None if taken is None else ring.ticket(taken[0])[1]
+
+
+def test_a_tickets_journey() -> None:
+    """post, claim, publish, take: all that was given on one side is there on the other."""
+    ring = make_ring()
+    cell = ring.vacant()
+    ring.indices(cell)[:] = 7, -1
+    ring.post(cell, 3, 2**63, 2**50, 2, start=2**47, slot=6, capacity=4096)
+    assert ring.take() is None
+    seat = Seat(ring, 0, 2, last=True)
+    assert seat.claim() is True
+    assert (seat.cell, seat.epoch, seat.batch, seat.start) == (cell, 2**63, 2**50, 2**47)
+    assert (seat.slot, seat.capacity) == (6, 4096)
+    indices = seat.indices()
+    assert (indices.dtype, indices.tolist()) == (np.int64, [7, -1])
+    indices[:] = 0
+    assert seat.indices().tolist() == [7, -1]
+    assert ring.take() is None
+    record = tuple(range(2**63, 2**63 + FIELDS))
+    seat.publish(0, record, 8192)
+    assert ring.take() == (cell, 0, 6, 8192, record)
+    assert ring.ticket(cell) == (2**63, 2**50, 2)
+    assert ring.take() is None
+    assert (ring.taken_batches, ring.taken_samples) == (1, 2)
+
+
+def test_ticket_order_and_order_of_completion() -> None:
+    """Ordered, tickets come out as they were posted; unordered, as soon as they are ready."""
+    for ordered in (True, False):
+        ring = make_ring()
+        post(ring, 1, 2, 3)
+        seats = [claim(ring, owner) for owner in (1, 2, 3)]
+        assert [seat.batch for seat in seats] == [1, 2, 3]
+        seats[2].publish()
+        assert take(ring, ordered=ordered) == (None if ordered else 3)
+        seats[0].publish()
+        assert take(ring, ordered=ordered) == 1
+        seats[1].publish()
+        assert take(ring, ordered=ordered) == 2
+        assert take(ring, ordered=ordered) == (3 if ordered else None)
+
+
+def test_two_stages() -> None:
+    """Between the stages a record is kept until the second one has published its own."""
+    ring = make_ring()
+    post(ring, 1)
+    first = Seat(ring, 0, 1, last=False)
+    assert first.claim()
+    assert ring.depths() == (0, 0, 0)
+    first.publish(0, (1, 2, 3))
+    assert ring.depths() == (0, 1, 0)
+    assert ring.take() is None
+    second = claim(ring, 2, stage=1)
+    assert second.record == (1, 2, 3, 0, 0, 0)
+    assert ring.repost(2) == [second.cell]
+    again = claim(ring, 3, stage=1)
+    assert again.record == (1, 2, 3, 0, 0, 0)
+    again.publish(0, (4,))
+    assert ring.depths() == (0, 0, 1)
+    taken = ring.take()
+    assert taken is not None
+    assert taken[4] == (4, 0, 0, 0, 0, 0)
+
+
+def test_a_failure_skips_the_second_stage() -> None:
+    """A status other than 0 goes straight to the trainer."""
+    ring = make_ring()
+    post(ring, 1)
+    first = Seat(ring, 0, 1, last=False)
+    assert first.claim()
+    first.publish(1, (5,))
+    taken = ring.take()
+    assert taken is not None
+    assert (taken[1], taken[4][0]) == (1, 5)
+
+
+def test_a_full_ring() -> None:
+    """A ring has its cells and no more; a cell is free again when its ticket was taken."""
+    ring = make_ring(cells=2)
+    assert ring.capacity == 2
+    cells = post(ring, 1, 2)
+    assert (ring.vacant(), ring.outstanding_count) == (-1, 2)
+    with pytest.raises(RuntimeError, match="not free"):
+        ring.post(cells[0], 3, 0, 3, 0)
+    claim(ring).publish()
+    assert take(ring) == 1
+    assert (ring.vacant(), ring.outstanding_count) == (cells[0], 1)
+
+
+def test_a_ticket_for_one_runner() -> None:
+    """A ticket for one runner is claimed by that one alone, in the order of posting."""
+    ring = make_ring(cells=6)
+    post(ring, 1, owner=2)
+    post(ring, 2, 3, owner=1)
+    post(ring, 4)
+    assert [claim(ring, 2).batch for _ in range(2)] == [1, 4]
+    assert [claim(ring, 1).batch for _ in range(2)] == [2, 3]
+    assert ring.repost(1)
+    assert [claim(ring, 1).batch for _ in range(2)] == [2, 3]
+
+
+def test_what_a_dead_runner_held() -> None:
+    """`held` and `repost` know what a runner works on; it is posted again, oldest first."""
+    ring = make_ring()
+    post(ring, 1, 2, 3)
+    cells = [claim(ring, owner).cell for owner in (1, 1, 2)]
+    assert (ring.held(1), ring.held(2), ring.held(3)) == (cells[:2], cells[2:], [])
+    owner, since = ring.holder(cells[0])
+    assert owner == 1
+    assert 0 < since <= _core.now_ns()
+    assert sorted(ring.repost(1)) == cells[:2]
+    assert ring.repost(1) == []
+    assert ring.holder(cells[0]) == (0, 0)
+    seats = [claim(ring, 3) for _ in range(2)]
+    assert [seat.batch for seat in seats] == [1, 2]
+    for seat in seats:
+        seat.publish()
+    assert [take(ring), take(ring), take(ring)] == [1, 2, None]
+
+
+def test_abandoned_tickets() -> None:
+    """Given-up tickets are never taken; their cells come back when no runner works on them."""
+    ring = make_ring()
+    cells = post(ring, 1, 2, 3)
+    working, finished = claim(ring, 1), claim(ring, 2)
+    finished.publish()
+    ring.abandon()
+    assert (ring.outstanding_count, ring.abandoned_count) == (0, 3)
+    assert sorted(ring.sweep()) == [(cells[1], 102), (cells[2], 103)]
+    assert (ring.sweep(), ring.abandoned_count) == ([], 1)
+    post(ring, 7)
+    assert take(ring, ordered=False) is None
+    working.publish()
+    assert ring.take() is None
+    assert ring.sweep() == [(cells[0], 101)]
+    claim(ring).publish()
+    assert take(ring) == 7
+
+
+def test_a_detached_slot() -> None:
+    """A batch that has left its slot comes out without one."""
+    ring = make_ring()
+    post(ring, 1)
+    seat = claim(ring)
+    seat.detach()
+    seat.publish()
+    taken = ring.take()
+    assert taken is not None
+    assert taken[2] == 0xFFFFFFFF
+
+
+def test_nothing_to_claim() -> None:
+    """A claim with nothing to claim comes back after a while, and counts the time."""
+    ring = make_ring()
+    seat = Seat(ring, 0, 2, last=True)
+    assert seat.claim() is False
+    assert ring.idle_ns()[1] > 0
+    assert ring.idle_ns()[0] == 0
+
+
+def test_a_closed_ring() -> None:
+    """Closing ends claims, also one that another thread waits in, and wakes the trainer."""
+    ring = make_ring()
+    results: list[bool | None] = []
+
+    def run() -> None:
+        seat = Seat(ring, 0, 1, last=True)
+        while (result := seat.claim()) is not None:
+            results.append(result)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert not ring.closed
+    ring.close()
+    thread.join()
+    assert ring.closed
+    assert True not in results
+    post(ring, 1)
+    assert Seat(ring, 0, 2, last=True).claim() is None
+
+
+def test_waiting_for_a_ticket() -> None:
+    """The trainer sleeps until a ticket is ready: thousands of times, none is missed."""
+    ring = make_ring()
+    ring.wake_at = 1
+
+    def run(owner: int) -> None:
+        seat = Seat(ring, 0, owner, last=True)
+        while (claimed := seat.claim()) is not None:
+            if claimed:
+                seat.publish(0, (seat.batch,))
+
+    threads = [threading.Thread(target=run, args=(owner,)) for owner in (1, 2)]
+    for thread in threads:
+        thread.start()
+    got: list[int | None] = []
+    total = 300 if NAP else 3000
+    for batch in range(total):
+        while ring.vacant() < 0:
+            got.append(wait_and_take(ring))
+        post(ring, batch)
+    while len(got) < total:
+        got.append(wait_and_take(ring))
+    ring.close()
+    for thread in threads:
+        thread.join()
+    assert got == list(range(total))
+    assert sum(ring.batches()) == total
+    assert ring.waited_ns > 0
+
+
+def wait_and_take(ring: Ring) -> int | None:
+    """Take the next ticket, sleeping as long as there is none."""
+    while True:
+        seen = ring.alarms()
+        batch = take(ring)
+        if batch is not None:
+            return batch
+        ring.wait(seen)
+
+
+def test_an_alarm_is_not_missed() -> None:
+    """An alarm between the look at `alarms` and the sleep ends the sleep at once."""
+    ring = make_ring()
+    post(ring, 1)
+    for raise_alarm in (ring.alarm, ring.close, lambda: ring.repost(1)):
+        seen = ring.alarms()
+        raise_alarm()
+        assert ring.alarms() != seen
+        ring.wait(seen, ns=2**63)  # it would sleep for centuries
+
+
+def test_a_wait_is_bounded() -> None:
+    """A wait ends after the given time, with nothing to take."""
+    ring = make_ring()
+    post(ring, 1)
+    for ordered in (True, False):
+        ring.wait(ring.alarms(), ordered, 1000)
+    assert ring.take() is None
+    assert PARK_NS == 100_000_000
+
+
+def test_a_ring_in_shared_memory() -> None:
+    """Another process's ring object on the same memory is the same ring."""
+    nbytes = ring_bytes(3, 2, 2)
+    with file_of(nbytes) as fd:
+        ours, theirs = Mapping(fd, 0, nbytes), Mapping(fd, 0, nbytes)
+    ring = Ring(ours, 3, 2, 2)
+    attached = Ring(theirs)
+    assert (attached.capacity, attached.memory) == (3, theirs)
+    post(ring, 5)
+    seat = claim(attached, 2)
+    assert (seat.batch, seat.indices().tolist(), seat.ring) == (5, [5], attached)
+    seat.publish()
+    assert take(ring) == 5
+
+
+def test_a_ring_keeps_its_memory() -> None:
+    """Indices, seats and the ring keep the memory they lie on."""
+    ring = make_ring()
+    room, seat = ring.indices(0), Seat(ring, 0, 1, last=True)
+    assert room.shape == (2,)
+    del ring
+    gc.collect()
+    room[:] = 4
+    assert seat.ring.indices(0).tolist() == [4, 4]
+
+
+def test_the_spin_can_be_set() -> None:
+    """How often an idle runner looks before it sleeps is shared by all."""
+    ring = make_ring()
+    assert ring.spin == 0
+    ring.spin = 12
+    assert Ring(ring.memory).spin == 12
+    assert Seat(ring, 0, 1, last=True).claim() is False
+
+
+BAD_RINGS: list[Callable[[], Any]] = [
+    lambda: Ring(Block(10), 4, 2, 3),
+    lambda: Ring(Block(ring_bytes(4, 2, 3) - 1, zero=True), 4, 2, 3),
+    lambda: Ring(Block(10**7, zero=True), 4, 2, 70_000),
+    lambda: Ring(Block(10)),
+    lambda: Ring(Block(10**5, zero=True)),
+    lambda: Seat(make_ring(), 2, 1, last=True),
+    lambda: Seat(make_ring(), 0, 0, last=True),
+    lambda: Seat(make_ring(), 0, 4, last=True),
+    lambda: make_ring(size=2).post(0, 1, 1, 1, 3),
+]
+
+
+@pytest.mark.parametrize("make", BAD_RINGS)
+def test_bad_rings(make: Callable[[], Any]) -> None:
+    """Rings that do not fit, owners and stages that do not exist, tickets too large: refused."""
+    with pytest.raises(ValueError, match=r"\d|no ring"):
+        make()
+
+
+def test_bad_cells() -> None:
+    """Cells that do not exist are refused everywhere."""
+    ring = make_ring(cells=4)
+    for use in (
+        ring.indices,
+        ring.holder,
+        ring.ticket,
+        lambda cell: ring.post(cell, 1, 1, 1, 0),
+    ):
+        with pytest.raises(IndexError, match="cell 4"):
+            use(4)
+        with pytest.raises(OverflowError):
+            use(-1)
+    for make in (lambda: Ring(None), lambda: Seat(None, 0, 1, last=True)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            make()
+
+
+def test_a_seat_has_one_ticket() -> None:
+    """A second claim before the publish is refused; so is everything without a ticket in hand."""
+    ring = make_ring()
+    post(ring, 1, 2)
+    seat = claim(ring)
+    with pytest.raises(RuntimeError, match="in hand"):
+        seat.claim()
+    seat.publish()
+    for use in (seat.publish, seat.indices, seat.detach, lambda: seat.batch, lambda: seat.record):
+        with pytest.raises(RuntimeError, match="no ticket"):
+            use()
+
+
+@pytest.mark.parametrize("record", [(0,) * (FIELDS + 1), [1], None])
+def test_bad_records(record: Any) -> None:
+    """A record is a tuple of a few numbers."""
+    ring = make_ring()
+    post(ring, 1)
+    with pytest.raises(ValueError, match="record"):
+        claim(ring).publish(0, record)
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 3)), max_size=60)
+
+
+@given(STEPS, st.booleans(), st.integers(1, 4))
+@settings(max_examples=150)
+def test_any_history(steps: list[tuple[int, int]], ordered: bool, cells: int) -> None:
+    """Whatever happens, a posted ticket is taken once or abandoned, and in its order."""
+    ring = make_ring(cells=cells)
+    seats: dict[int, Seat] = {}
+    posted: list[int] = []
+    taken: list[int] = []
+    batch = 0
+    for step, owner in steps:
+        if step <= 1 and ring.vacant() >= 0:
+            post(ring, batch)
+            posted.append(batch)
+            batch += 1
+        elif step <= 3 and owner not in seats and ring.depths()[0]:
+            seats[owner] = claim(ring, owner)
+        elif step == 4 and owner in seats:
+            seats.pop(owner).publish()
+        elif step == 5 and owner in seats:
+            assert len(ring.repost(seats.pop(owner).owner)) == 1
+        elif step == 6 and (got := take(ring, ordered=ordered)) is not None:
+            taken.append(got)
+        elif step == 7 and owner == 1:
+            ring.abandon()
+            ring.sweep()
+            posted = list(taken)
+        assert ring.outstanding_count == len(posted) - len(taken)
+        assert ring.outstanding_count + ring.abandoned_count <= cells
+    assert (taken == posted[: len(taken)]) if ordered else (set(taken) <= set(posted))
+    assert len(set(taken)) == len(taken)
+    for seat in seats.values():
+        seat.publish()
+    while ring.depths()[0]:
+        claim(ring).publish()
+    while (got := take(ring, ordered=ordered)) is not None:
+        taken.append(got)
+    ring.sweep()
+    assert sorted(taken) == posted
+    assert (ring.outstanding_count, ring.abandoned_count, ring.vacant() >= 0) == (0, 0, True)
+
+
+# -- the end of a process
+
+
+@pytest.mark.skipif(os.name == "nt", reason="descriptors are not inherited like this")
+def test_a_hangup_ends_the_process() -> None:
+    """`exit_on_hangup` ends its process as soon as the other end of its socket is gone."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        source = (
+            "import sys, threading; from cseq._core import exit_on_hangup\n"
+            "threading.Thread(target=exit_on_hangup, args=(int(sys.argv[1]),), daemon=True).start()\n"
+            "print('here', flush=True); threading.Event().wait()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", source, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(_core.__file__).parents[1])},
+        ) as process:
+            theirs.close()
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
+            assert process.poll() is None
+            ours.close()
+            assert process.wait() == 1
+
+
+# -- without the futex
+
+
+@pytest.mark.skipif(NAP, reason="this is that run")
+def test_all_this_with_naps() -> None:
+    """Where there is no futex, naps do: every test of this file passes with them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__,
+         "-k", "wait or claim or clos or alarm or order or stage or any_history"],
+        env=os.environ
+        | {"CSEQ_WAIT": "nap", "PYTHONPATH": str(Path(_core.__file__).parents[1])},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(NAP, reason="this is that run")
+def test_a_sequence_with_naps(run_script: Any) -> None:
+    """Pools give the same stream with naps as with the futex."""
+    done = run_script(
+        "import cseq, numpy as np\n"
+        "for make in cseq.MTSequence, cseq.MPSequence:\n"
+        "    m = make(np.arange(100) * 2, 100, 2, batch_size=3, out_type='null', seed=1)\n"
+        "    want = (cseq.permutation(100, 1).astype(int) * 2).tolist()\n"
+        "    with m.start() as s:\n"
+        "        assert [int(i) for b in s for i in b] == want\n"
+        "print('same')",
+        CSEQ_WAIT="nap",
+    )
+    assert (done.stdout, done.stderr) == ("same\n", "")
