@@ -1,5 +1,6 @@
 # make test     build into .venv and run every test
 # make demo     train a small network on handwritten digits (examples/digits.py)
+# make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
 # make dist     sdist and wheel, built from one another and tested without torch
@@ -12,6 +13,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
+SECONDS ?= 60
+SEED ?=
 
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
@@ -19,7 +22,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test lint cross demo dist clean distclean
+.PHONY: build debug test stress lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -51,6 +54,9 @@ debug: build
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+stress: build
+	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
 
 demo: build $(VENV)/.demo
 	$(PY) examples/digits.py

@@ -231,6 +231,8 @@ class Keeper:
         if not self._launcher.close(time.monotonic() + LAST_GRACE):
             raise RuntimeError("worker processes were killed and do not end")
         self._thread.join(LAST_GRACE)
+        for ward in self._wards.values():  # if the thread broke, it has buried nobody
+            ward.child.sock.close()
         self._selector.close()
         self._bell.close()
         self._ear.close()

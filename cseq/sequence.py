@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import logging
 import os
 import secrets
@@ -25,9 +26,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from typing_extensions import Self
+    from typing_extensions import Self, TypedDict, Unpack
 
     from cseq.pools import Pool
+
+    class Options(TypedDict, total=False):
+        """The keywords of `MSequence` behind `seed`, for the type checker."""
+
+        dtype: Any
+        drop_last: bool
+        ordered: bool
+        start_method: str | None
+        shard: tuple[int, int] | str | None
+        on_error: str
+        max_restarts: int
+        timeout: float | None
+        on_timeout: str
+        memory_limit: int | str | None
+
 
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
 
@@ -611,7 +627,7 @@ class MPSequence(MSequence):
         shuffle: bool = True,  # noqa: FBT001, FBT002 - the position is fixed
         out_type: Any = "cuda",
         seed: int | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             worker, dset_size, num_workers, num_converters, batch_size, buffer, shuffle,
@@ -636,9 +652,21 @@ class MTSequence(MSequence):
         shuffle: bool = True,  # noqa: FBT001, FBT002 - the position is fixed
         out_type: Any = "cuda",
         seed: int | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             worker, dset_size, num_workers, num_converters, batch_size, buffer, shuffle,
             "thread", out_type, seed, **options,
         )  # fmt: skip
+
+
+def _signature_without(name: str) -> inspect.Signature:
+    """Return the signature of `MSequence` without one parameter, for help and completion."""
+    signature = inspect.signature(MSequence)
+    return signature.replace(
+        parameters=[p for p in signature.parameters.values() if p.name != name]
+    )
+
+
+for _kind in (MPSequence, MTSequence):
+    setattr(_kind, "__signature__", _signature_without("thread_type"))  # noqa: B010 - for mypy

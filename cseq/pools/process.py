@@ -176,6 +176,11 @@ class ProcessPool:
     """Worker processes behind a ring and slots in shared memory."""
 
     def __init__(self, job: Job) -> None:
+        if not hasattr(socket, "send_fds"):
+            raise OSError(
+                "worker processes need file descriptors to be sent over a socket, which this "
+                "system's Python cannot do; use thread_type='thread', or MTSequence"
+            )
         self._job = job
         self._closed = False
         self._failure: BaseException | None = None

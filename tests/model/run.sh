@@ -18,17 +18,22 @@ short   holds        -DDEATHS=0 -DTICKETS=2
 short   holds        -DCOARSE -DTICKETS=2 -DGREEDY -DNEVER_LAZY
 short   holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DGREEDY
 short   holds        -DRUNNERS=1 -DPINNED -DTICKETS=2 -DHINT
-normal  holds        -DTICKETS=2
+normal  holds        -DTICKETS=2 -DGREEDY
+long    holds        -DTICKETS=2
 normal  holds        -DCELLS=1 -DTICKETS=2 -DGREEDY
 normal  holds        -DCOARSE -DGREEDY
-normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DDEATHS=2
-normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DSTAGES=2
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DDEATHS=2 -DNEVER_LAZY
+long    holds        -DCOARSE -DGREEDY -DTICKETS=2 -DDEATHS=2
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DSTAGES=2 -DALWAYS_LAZY
+long    holds        -DCOARSE -DGREEDY -DTICKETS=2 -DSTAGES=2
 normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DABANDON -DALWAYS_LAZY
 normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DRESTARTS=0
-normal  holds        -DCOARSE -DGREEDY -DUNORDERED -DALWAYS_LAZY
+normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DUNORDERED -DALWAYS_LAZY
+long    holds        -DCOARSE -DGREEDY -DUNORDERED -DALWAYS_LAZY
 normal  holds        -DGREEDY -DPINNED -DTICKETS=2 -DALWAYS_LAZY -DHINT
 normal  holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DDEATHS=2
-normal  holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DABANDON
+normal  holds        -DRUNNERS=1 -DCELLS=2 -DTICKETS=4 -DABANDON
+long    holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DABANDON
 long    holds        -DCOARSE
 long    holds        -DCOARSE -DGREEDY -DDEATHS=2
 long    holds        -DCOARSE -DGREEDY -DCELLS=3 -DTICKETS=4 -DALWAYS_LAZY

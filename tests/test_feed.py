@@ -1,0 +1,348 @@
+"""The trainer's side of a ring: tickets in, batches out, whatever comes between."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cseq._core import Block, Ring, Seat, now_ns, ring_bytes
+from cseq.edge import Objects
+from cseq.feed import Feed, wake_at
+from cseq.sampler import Sampler
+from cseq.stage import INDEXER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Broken(Exception):
+    """What an indexer raises here."""
+
+
+class Stage:
+    """A feed with runners that work whenever the feed is about to sleep, in the feed's thread."""
+
+    def __init__(
+        self,
+        samples: int = 10,
+        batch_size: int = 2,
+        buffer: int = 3,
+        runners: int = 2,
+        ordered: bool = True,
+        skip_errors: bool = False,
+    ) -> None:
+        memory = Block(ring_bytes(buffer, batch_size, runners), zero=True)
+        self.ring = Ring(memory, buffer, batch_size, runners)
+        self.edge = Objects(buffer)
+        self.seats = [Seat(self.ring, INDEXER, k + 1, last=True) for k in range(runners)]
+        self.raising: set[int] = set()
+        self.act: Callable[[], None] = self.work
+        self.checks = 0
+        sampler = Sampler(samples, batch_size=batch_size, shuffle=False, seed=0, drop_last=False)
+        self.feed = Feed(
+            self.ring, sampler, self.edge,
+            ordered=ordered, skip_errors=skip_errors, check=self.check,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Be called before every sleep."""
+        self.checks += 1
+        self.act()
+
+    def claim(self, runner: int = 0) -> Seat:
+        """Claim a ticket."""
+        seat = self.seats[runner]
+        assert seat.claim() is True
+        return seat
+
+    def finish(self, seat: Seat) -> None:
+        """Publish the batch of a ticket, its indices, or an exception."""
+        batch = seat.indices()
+        if self.raising & set(batch.tolist()):
+            self.edge.fail(seat, Broken(batch.tolist()))
+        else:
+            self.edge.publish(seat, self.edge.write(seat, batch))
+
+    def work(self) -> None:
+        """Do one ticket, if there is one."""
+        if self.ring.depths()[0]:
+            self.finish(self.claim())
+
+    def drain(self) -> list[list[int]]:
+        """Take all batches that are left."""
+        batches = []
+        while True:
+            try:
+                batches.append(self.feed.next().tolist())
+            except StopIteration:
+                return batches
+
+
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "workers", "tickets"), [(10, 4, 5), (10, 8, 2), (1, 1, 1), (2, 8, 1), (100, 1, 50)]
+)
+def test_wake_at(buffer: int, workers: int, tickets: int) -> None:
+    """Workers are woken for several tickets at once, while enough batches are ready."""
+    assert wake_at(buffer, workers) == tickets
+
+
+def test_an_epoch() -> None:
+    """All batches come out once, in order, then StopIteration, again and again."""
+    stage = Stage()
+    stage.feed.begin(0)
+    assert stage.drain() == PAIRS
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            stage.feed.next()
+    stage.feed.begin(1)
+    assert stage.drain() == PAIRS
+
+
+def test_never_more_than_the_buffer() -> None:
+    """No more tickets are posted than there are cells; each batch taken makes room for one."""
+    stage = Stage(samples=20, buffer=3)
+    stage.feed.begin(0)
+    assert stage.ring.depths() == (3, 0, 0)
+    for taken in range(1, 11):
+        stage.feed.next()
+        assert sum(stage.ring.depths()) == min(3, 10 - taken)
+        assert stage.feed.done == taken
+
+
+def test_unordered() -> None:
+    """Unordered, the batch that is finished first comes first."""
+    stage = Stage(ordered=False)
+    stage.feed.begin(0)
+    slow = stage.claim(1)
+
+    def late() -> None:
+        if stage.ring.depths()[0]:
+            stage.work()
+        elif slow.cell >= 0:
+            stage.finish(slow)
+
+    stage.act = late
+    assert stage.drain() == [*PAIRS[1:], PAIRS[0]]
+
+
+def test_a_new_epoch_gives_up_the_old_one() -> None:
+    """Tickets posted, in work and finished are given up; their cells are used again."""
+    stage = Stage(samples=40, buffer=3)
+    stage.feed.begin(0)
+    working = stage.claim(1)
+    stage.work()
+    stage.feed.begin(1)
+    assert stage.ring.abandoned_count == 1
+    stage.finish(working)  # for nobody
+    assert stage.drain() == [[2 * k, 2 * k + 1] for k in range(20)]
+    assert stage.ring.abandoned_count == 0
+    assert stage.ring.vacant() >= 0
+
+
+def test_all_cells_in_work_for_an_old_epoch() -> None:
+    """If every cell is in work for an old epoch, the new one begins when the first is free."""
+    stage = Stage(buffer=2)
+    stage.feed.begin(0)
+    old = [stage.claim(0), stage.claim(1)]
+    stage.feed.begin(1)
+    assert stage.ring.depths() == (0, 0, 0)
+
+    def act() -> None:
+        if old:
+            stage.finish(old.pop())
+        else:
+            stage.work()
+
+    stage.act = act
+    assert stage.drain() == PAIRS
+
+
+def test_numbers_on_a_ticket() -> None:
+    """A ticket carries the epoch, the batch's number and its place, also after a resume."""
+    stage = Stage()
+    stage.feed.begin(7, consumed=4)
+    seat = stage.claim()
+    assert (seat.epoch, seat.batch, seat.start) == (7, 2, 4)
+    assert seat.indices().tolist() == [4, 5]
+    stage.finish(seat)
+    assert stage.drain() == PAIRS[2:]
+    assert stage.feed.done == 3
+
+
+def test_an_exception() -> None:
+    """What an indexer raised is raised at its batch; the next call goes on behind it."""
+    stage = Stage()
+    stage.raising = {5}
+    stage.feed.begin(0)
+    assert [stage.feed.next().tolist() for _ in range(2)] == PAIRS[:2]
+    with pytest.raises(Broken) as caught:
+        stage.feed.next()
+    assert caught.value.args == ([4, 5],)
+    assert getattr(caught.value, "__notes__", ["epoch 0, batch 2, indices [4, 5]"])[0].endswith(
+        "epoch 0, batch 2, indices [4, 5]"
+    )
+    assert stage.feed.done == 2
+    assert stage.drain() == PAIRS[3:]
+    assert (stage.feed.done, stage.feed.skipped) == (5, [])
+
+
+def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors that are to be skipped are logged and noted down, at the beginning and end, too."""
+    stage = Stage(skip_errors=True)
+    stage.raising = {0, 4, 9}
+    stage.feed.begin(3)
+    assert stage.drain() == [PAIRS[1], PAIRS[3]]
+    assert [(epoch, batch) for epoch, batch, _ in stage.feed.skipped] == [(3, 0), (3, 2), (3, 4)]
+    assert "Broken([4, 5])" in stage.feed.skipped[1][2]
+    assert [r.levelno for r in caplog.records] == [logging.ERROR] * 3
+    assert "epoch 3, batch 2, indices [4, 5]" in caplog.text
+    assert stage.feed.done == 5
+
+
+def test_what_is_not_skipped() -> None:
+    """SystemExit and its like are no errors of a batch: they are raised in any case."""
+    stage = Stage(skip_errors=True)
+    stage.feed.begin(0)
+    seat = stage.claim()
+    stage.edge.fail(seat, SystemExit(3))
+    with pytest.raises(SystemExit):
+        stage.feed.next()
+    assert stage.drain() == PAIRS[1:]
+
+
+def test_a_check_that_raises() -> None:
+    """What goes wrong elsewhere is raised, every time; what is ready comes out before it."""
+    stage = Stage()
+    stage.feed.begin(0)
+    stage.work()
+
+    def act() -> None:
+        raise Broken
+
+    stage.act = act
+    assert stage.feed.next().tolist() == PAIRS[0]
+    for _ in range(2):
+        with pytest.raises(Broken):
+            stage.feed.next()
+    stage.act = stage.work
+    assert stage.drain() == PAIRS[1:]
+
+
+def test_interrupted() -> None:
+    """An interrupted wait raises InterruptedError, until the next epoch begins."""
+    stage = Stage()
+    stage.feed.begin(0)
+    stage.act = stage.feed.interrupt
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            while True:
+                stage.feed.next()
+    stage.act = stage.work
+    with pytest.raises(InterruptedError):
+        stage.feed.next()
+    stage.feed.begin(1)
+    assert stage.drain() == PAIRS
+
+
+def test_an_exception_on_the_way_out_loses_nothing() -> None:
+    """A batch whose taking out is interrupted (by Ctrl-C, say) comes out with the next call."""
+    stage = Stage()
+    stage.feed.begin(0)
+    collect = stage.edge.collect
+
+    def interrupted(*args: Any) -> Any:
+        stage.edge.collect = collect  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    stage.edge.collect = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stage.feed.next()
+    assert stage.drain() == PAIRS
+    stage.edge.collect = interrupted  # type: ignore[method-assign]
+    stage.feed.begin(1)
+    with pytest.raises(KeyboardInterrupt):
+        stage.feed.next()
+    stage.feed.begin(2)  # or it is given up with its epoch
+    assert stage.drain() == PAIRS
+
+
+def test_in_work() -> None:
+    """Who works on the awaited batch, since when, and which it is; unordered: on any batch."""
+    for ordered, owners in ((True, [2]), (False, [2, 1])):
+        stage = Stage(ordered=ordered)
+        stage.feed.begin(4)
+        assert stage.feed.in_work() == []
+        before = now_ns()
+        seats = [stage.claim(1), stage.claim(0)]
+        found = stage.feed.in_work()
+        assert [owner for owner, _, _ in found] == owners
+        assert found[0][2] == "epoch 4, batch 0, indices [0, 1]"
+        assert all(before <= since <= now_ns() for _, since, _ in found)
+        for seat in seats:
+            stage.finish(seat)
+        assert stage.feed.in_work() == []
+
+
+def test_stats() -> None:
+    """Batches, samples and skips are counted over all epochs."""
+    stage = Stage(samples=9, skip_errors=True)
+    stage.raising = {2}
+    for epoch in range(2):
+        stage.feed.begin(epoch)
+        stage.drain()
+    stats = stage.feed.stats(2)
+    assert stats.skips == 2
+    assert stats.depths == (0, 0, 0)
+
+
+@given(
+    st.integers(1, 30), st.integers(1, 7), st.integers(1, 6), st.booleans(),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2)), max_size=5),
+)  # fmt: skip
+def test_any_epochs(
+    samples: int, size: int, buffer: int, ordered: bool, history: list[tuple[int, int]]
+) -> None:
+    """However often an epoch is left, with tickets in whatever state: each is complete by itself."""
+    stage = Stage(samples, size, buffer, 3, ordered)
+    want = [list(range(k, min(k + size, samples))) for k in range(0, samples, size)]
+    held: list[Seat] = []
+    for epoch, (take, hold) in enumerate(history):
+        stage.feed.begin(epoch)
+        for runner in range(hold):
+            if stage.seats[runner + 1].cell < 0 and stage.ring.depths()[0]:
+                held.append(stage.claim(runner + 1))
+        got = []
+
+        def act() -> None:
+            while stage.ring.depths()[0]:
+                stage.work()
+            while held:
+                stage.finish(held.pop())
+
+        stage.act = act
+        for _ in range(min(take, len(want))):
+            got.append(stage.feed.next().tolist())  # noqa: PERF401 - it may raise
+        assert (got == want[: len(got)]) if ordered else all(b in want for b in got)
+        assert len({b[0] for b in got}) == len(got)
+    stage.feed.begin(99)
+    got = stage.drain()
+    assert (got if ordered else sorted(got)) == want
+
+
+def test_indices_are_in_the_ring() -> None:
+    """A ticket's indices lie in its cell, where a worker that takes over finds them again."""
+    stage = Stage()
+    stage.feed.begin(0)
+    seat = stage.claim(1)
+    seat.indices()[:] = -1
+    stage.ring.repost(2)
+    assert stage.claim(0).indices().tolist() == [0, 1]
+    assert stage.ring.indices(seat.cell).dtype == np.int64
