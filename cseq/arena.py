@@ -25,7 +25,7 @@ import re
 import tempfile
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -356,6 +356,16 @@ def _room(needed: int, capacity: int, width: int) -> int:
 # -- the trainer's side -------------------------------------------------------------------------
 
 
+class Locks(Protocol):
+    """Whoever page-locks the mappings for a device."""
+
+    def register(self, memory: Memory, /) -> bool:
+        """Page-lock a mapping."""
+
+    def unregister(self, memory: Memory, /) -> None:
+        """Unlock a mapping before it is let go."""
+
+
 class Arena:
     """All slots, as the trainer sees them.
 
@@ -366,6 +376,8 @@ class Arena:
     memory_limit : int, str or None
         Most bytes of slots that may be in the user's hands; further batches are copied out of
         their slots. See `memory_limit_of`.
+    locks : Locks, optional
+        Told of every mapping that is made, and of every one that a larger one replaces.
 
     Attributes
     ----------
@@ -377,7 +389,8 @@ class Arena:
         Batches copied because too many were held; small ones, which always are, do not count.
     """
 
-    def __init__(self, memory_limit: int | str | None = None) -> None:
+    def __init__(self, memory_limit: int | str | None = None, locks: Locks | None = None) -> None:
+        self._locks = locks
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots()
         self.copies = 0
@@ -488,7 +501,11 @@ class Arena:
         mapping = self._mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             segment = self.segment
+            if mapping is not None and self._locks is not None:
+                self._locks.unregister(mapping)  # its last batch is gone, or it were not taken
             mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
+            if self._locks is not None:
+                self._locks.register(mapping)
             self._mapped[slot] = mapping
         return mapping
 

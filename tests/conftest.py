@@ -99,15 +99,21 @@ def pids() -> frozenset[int]:
 
 
 def descriptors() -> Iterator[tuple[int, str]]:
-    """Open descriptors and what each stands for."""
+    """Open descriptors and what each stands for; a driver's devices are the driver's."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that listed the folder
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+            what = os.readlink(f"/proc/self/fd/{name}")
+            if not what.startswith("/dev/nvidia"):
+                yield int(name), what
 
 
 def shared_mappings() -> frozenset[str]:
     """Shared mappings of nameless memory: a slot of the arena, a ring, a torn-off file."""
-    return frozenset(line.decode() for line in SHARED.findall((PROC / "maps").read_bytes()))
+    maps = (PROC / "maps").read_bytes()
+    lines = SHARED.findall(maps)
+    if b" /dev/nvidia" in maps:  # a CUDA driver keeps page-locked memory, which is /dev/zero
+        lines = [line for line in lines if b" /dev/zero" not in line]
+    return frozenset(line.decode() for line in lines)
 
 
 def shm_names() -> frozenset[str]:
@@ -204,6 +210,15 @@ def pytest_runtest_makereport(
     if call.excinfo is not None:
         item.stash[RAISED] = True
     return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_started(request: pytest.FixtureRequest) -> None:
+    """Start CUDA, if a test will use it, before anything is counted: it stays until the end."""
+    torch = sys.modules.get("torch")
+    wanted = any("gpu" in item.path.parts for item in request.session.items)
+    if wanted and torch is not None and torch.cuda.is_available():
+        torch.zeros(1, device="cuda").cpu()
 
 
 @pytest.fixture(autouse=True)

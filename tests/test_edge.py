@@ -153,11 +153,11 @@ def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.Mon
 
 
 def test_a_kept_array_is_told(bench: Bench) -> None:
-    """An indexer that kept an array of the slot is refused at publish; the ticket can still fail."""
+    """An indexer that kept an array of the slot is refused at publish; its ticket can fail."""
     bench.post()
     kept = bench.writer.empty(10)
     record = bench.inlet.write(bench.seat, np.arange(3))
-    with pytest.raises(RuntimeError, match="cseq.empty"):
+    with pytest.raises(RuntimeError, match=r"cseq\.empty"):
         bench.inlet.publish(bench.seat, record)
     bench.inlet.fail(bench.seat, RuntimeError("kept"))
     assert type(bench.receive()) is RuntimeError

@@ -310,25 +310,25 @@ def test_stats() -> None:
 def test_any_epochs(
     samples: int, size: int, buffer: int, ordered: bool, history: list[tuple[int, int]]
 ) -> None:
-    """However often an epoch is left, with tickets in whatever state: each is complete by itself."""
+    """However often an epoch is left, with tickets in whatever state: each one is complete."""
     stage = Stage(samples, size, buffer, 3, ordered)
     want = [list(range(k, min(k + size, samples))) for k in range(0, samples, size)]
     held: list[Seat] = []
+
+    def act() -> None:
+        while stage.ring.depths()[0]:
+            stage.work()
+        while held:
+            stage.finish(held.pop())
+
+    stage.act = act
     for epoch, (take, hold) in enumerate(history):
         stage.feed.begin(epoch)
-        for runner in range(hold):
-            if stage.seats[runner + 1].cell < 0 and stage.ring.depths()[0]:
-                held.append(stage.claim(runner + 1))
+        idle = [k for k in range(1, hold + 1) if stage.seats[k].cell < 0]
+        held.extend(stage.claim(k) for k in idle[: stage.ring.depths()[0]])
         got = []
 
-        def act() -> None:
-            while stage.ring.depths()[0]:
-                stage.work()
-            while held:
-                stage.finish(held.pop())
-
-        stage.act = act
-        for _ in range(min(take, len(want))):
+       for _ in range(min(take, len(want))):
             got.append(stage.feed.next().tolist())  # noqa: PERF401 - it may raise
         assert (got == want[: len(got)]) if ordered else all(b in want for b in got)
         assert len({b[0] for b in got}) == len(got)

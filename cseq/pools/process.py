@@ -29,6 +29,7 @@ from cseq.converter import (
     Converter,
     CudaConverter,
     Output,
+    PageLocks,
     Receiver,
     cast_dtype,
     converter_kind,
@@ -194,14 +195,22 @@ class ProcessPool:
         self._ring = Ring(Mapping(self._segment.fd, 0, size), job.buffer, job.room, runners)
         self._ring_bytes = size
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
-        self._arena = Arena(job.memory_limit)
+        # Converter threads copy to the device from where a batch lies.
+        on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
+        self._locks = PageLocks(job.output.device) if on_cuda and not in_processes else None
+        self._arena = Arena(job.memory_limit, self._locks)
         self._crew = Crew(self._ring)
+        self._receiver = Receiver(job.output) if in_processes else None
+        self._unpack = self._make_unpack()
+        outlet = self._start_threads(in_processes)
         launcher = make_launcher(job.start_method, preload=["torch"] if in_processes else [])
         launcher.prepare()
-        # Pickled once, and put where every worker process can read it.
-        self._payload_fd = -1 if launcher.takes_objects else payload.dump(job.worker).share()
-        self._unpack = self._make_unpack(in_processes)
-        outlet = self._start_threads(in_processes)
+        try:  # pickled once, and put where every worker process can read it
+            self._payload_fd = -1 if launcher.takes_objects else payload.dump(job.worker).share()
+        except BaseException:
+            self._ring.close()
+            launcher.close(time.monotonic())
+            raise
         self.feed = Feed(
             self._ring,
             job.sampler,
@@ -212,10 +221,10 @@ class ProcessPool:
         )
         self._keeper = Keeper(launcher, self, range(1, self._owners + 1), job.worker)
 
-    def _make_unpack(self, in_processes: bool) -> Callable[[Any], Any] | None:  # noqa: FBT001
+    def _make_unpack(self) -> Callable[[Any], Any] | None:
         """Return what the trainer does to a batch that came out of the ring."""
-        if in_processes:
-            return Receiver(self._job.output).unpack
+        if self._receiver is not None:
+            return self._receiver.unpack
         if self._job.num_converters:
             return receive
         if self._job.output.kind == "null":
@@ -355,9 +364,13 @@ class ProcessPool:
             threading.Thread(target=self.close, name="cseq-closer").start()
             return
         self._closed = True
+        if self._receiver is not None:  # before the processes go whose memory it may still read
+            self._receiver.close()
         self._ring.close()
         self._keeper.close()
         self._crew.join(time.monotonic() + 1.0)
+        if self._locks is not None:
+            self._locks.close()
         self._arena.close()
         self._segment.close()
         if self._payload_fd >= 0:
