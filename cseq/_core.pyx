@@ -407,7 +407,7 @@ ALGORITHM = "fisher-yates-v1"
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
     """An argument as an integer in [0, most]."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, (bool, numpy.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} is not an integer; give one in [0, {most}]")
     number = int(value.__index__())
     if not 0 <= number <= most:

@@ -788,8 +788,8 @@ def test_a_hangup_ends_the_process() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         source = (
-            "import sys, threading; from cseq._core import exit_on_hangup\n"
-            "threading.Thread(target=exit_on_hangup, args=(int(sys.argv[1]),), daemon=True).start()\n"
+            "import sys, threading; from cseq._core import exit_on_hangup as run\n"
+            "threading.Thread(target=run, args=(int(sys.argv[1]),), daemon=True).start()\n"
             "print('here', flush=True); threading.Event().wait()"
         )
         with subprocess.Popen(

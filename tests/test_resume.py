@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cseq
 from cseq.context import generator
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SAMPLES = 101
 
@@ -170,8 +172,9 @@ def test_loading_interrupts_what_runs() -> None:
         m.load_state_dict(manager().state_dict())
         with pytest.raises(InterruptedError):
             next(iterator)
-        assert stream(m)[0] == head(o := manager(), 1)[0]
-        o.finish()
+        other = manager()
+        assert stream(m)[0] == head(other, 1)[0]
+        other.finish()
 
 
 def test_an_unordered_place_cannot_be_said() -> None:

@@ -1,0 +1,249 @@
+/* The two parties at the ring, as _core.pyx plays them, with a payload that can be checked.
+ *
+ *   trainer_…   the class Ring: post, take, abandon, sweep, wait; and the loop of feed.py
+ *   runner_…    the class Seat: claim, work, publish
+ *
+ * The payload is a pure function of the ticket, in plain words: the trainer writes indices, the
+ * indexer makes `record` of them, the converter makes `converted` of that. Whoever reads a word
+ * that was not made for this ticket, or twice, or half, reports it.
+ */
+#ifndef CSEQ_PARTIES_H
+#define CSEQ_PARTIES_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "points.h"
+
+enum { MOST_CELLS = 16, MOST_RUNNERS = 8, BATCH = 4 };
+#define TICKET_MASK (((uint64_t)1 << 40) - 1)
+
+/* Prints what went wrong and where, and ends the program. */
+static void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+
+#define REQUIRE(condition, ...) \
+    do {                        \
+        if (!(condition)) fail(__VA_ARGS__); \
+    } while (0)
+
+/* ── random numbers: splitmix64 ─────────────────────────────────────────────────────────── */
+
+CSEQ_INLINE uint64_t draw(uint64_t *state) {
+    uint64_t z = *state += UINT64_C(0x9E3779B97F4A7C15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return z ^ (z >> 31);
+}
+CSEQ_INLINE uint32_t below(uint64_t *state, uint32_t range) {
+    return (uint32_t)(((draw(state) >> 32) * range) >> 32);
+}
+
+/* ── payload ────────────────────────────────────────────────────────────────────────────── */
+
+CSEQ_INLINE uint64_t index_of(uint64_t ticket, uint64_t k) { return ticket * 1000003 + k * 17 + 1; }
+CSEQ_INLINE uint64_t field_of(uint64_t ticket, uint64_t k) { return index_of(ticket, k % BATCH) ^ (k << 32); }
+
+/* ── runner ─────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    cseq_ring *ring;
+    uint32_t stage, owner;
+    int last;          /* no stage follows */
+    uint64_t *latest;  /* 1 + the pinned ticket that this owner has claimed last */
+} seat;
+
+/* A cell, CSEQ_NONE after a sleep, CSEQ_CLOSED. */
+static int runner_claim(const seat *s, uint64_t ns) {
+    if (cseq_ring_closed(s->ring)) return CSEQ_CLOSED;
+    int cell = cseq_ring_claim(s->ring, s->stage, s->owner);
+    if (cell < 0) cell = cseq_ring_await(s->ring, s->stage, s->owner, ns);
+    if (cell >= 0)
+        (cseq_store_rlx_u64)(&cseq_ring_cell(s->ring, (uint32_t)cell)->started_ns, 1);
+    return cell;
+}
+
+static void runner_work(const seat *s, uint32_t cell) {
+    cseq_cell *c = cseq_ring_cell(s->ring, cell);
+    uint64_t word = (cseq_load_rlx_u64)(&c->word), ticket = CSEQ_TICKET(word);
+    REQUIRE(CSEQ_OWNER(word) == s->owner, "cell %u is worked on by %u and owned by %u", cell,
+            s->owner, CSEQ_OWNER(word));
+    if (word & CSEQ_PINNED) { /* again only after a death, and otherwise in order */
+        uint64_t before = *s->latest;
+        REQUIRE(!before || before == ticket + 1 || cseq_before(before - 1, ticket),
+                "ticket %llu is pinned to %u, which has done %llu already",
+                (unsigned long long)ticket, s->owner, (unsigned long long)before - 1);
+        *s->latest = ticket + 1;
+    }
+    const int64_t *indices = cseq_ring_indices(s->ring, cell);
+    REQUIRE(c->batch == ticket && c->count == 1 + ticket % BATCH, "cell %u: ticket %llu has batch %llu",
+            cell, (unsigned long long)ticket, (unsigned long long)c->batch);
+    for (uint64_t k = 0; k < c->count; k++)
+        REQUIRE((uint64_t)indices[k] == index_of(ticket, k), "cell %u: index %d of ticket %llu is wrong",
+                cell, (int)k, (unsigned long long)ticket);
+    for (uint64_t k = 0; k < CSEQ_FIELDS; k++) {
+        uint64_t made = field_of(ticket, k);
+        if (s->stage == 1) {
+            REQUIRE(c->record[k] == made, "cell %u: field %d of ticket %llu is wrong", cell, (int)k,
+                    (unsigned long long)ticket);
+            c->converted[k] = ~made;
+        } else {
+            c->record[k] = made;
+        }
+    }
+    c->status = 0;
+    c->stage = s->stage;
+}
+
+CSEQ_INLINE void runner_publish(const seat *s, uint32_t cell) {
+    cseq_ring_publish(s->ring, cell, s->last ? CSEQ_READY : CSEQ_INDEXED);
+}
+
+/* ── trainer ────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    cseq_ring *ring;
+    uint32_t order[MOST_CELLS], first, outstanding;
+    uint32_t abandoned[MOST_CELLS], abandoned_count;
+    uint32_t next_cell, unwoken, wake_at;
+    int ordered;
+    uint32_t pins;              /* pinned in turn to the owners 1 … pins; 0: not pinned */
+    uint64_t posted, next, end; /* tickets: to be posted, awaited first, not to be posted */
+    uint64_t delivered;
+    uint64_t seen[MOST_CELLS];  /* unordered: tickets delivered beyond `next`, as 1 + ticket */
+} trainer;
+
+static int trainer_vacant(const trainer *t) {
+    uint32_t c = t->next_cell, n = t->ring->capacity;
+    for (uint32_t k = 0; k < n; k++, c = c + 1 == n ? 0 : c + 1)
+        if (cseq_ring_state(t->ring, c) == CSEQ_FREE) return (int)c;
+    return -1;
+}
+
+static void trainer_wake(trainer *t) {
+    t->unwoken = 0;
+    cseq_gate_knock(&t->ring->gate[0]);
+}
+
+static void trainer_post(trainer *t, uint32_t cell) {
+    cseq_cell *c = cseq_ring_cell(t->ring, cell);
+    uint64_t ticket = t->posted & TICKET_MASK;
+    int64_t *indices = cseq_ring_indices(t->ring, cell);
+    c->epoch = 0;
+    c->batch = ticket;
+    c->count = (uint32_t)(1 + ticket % BATCH);
+    for (uint64_t k = 0; k < c->count; k++) indices[k] = (int64_t)index_of(ticket, k);
+    (cseq_store_rlx_u64)(&c->started_ns, 0);
+    c->stage = c->status = 0;
+    if (!t->outstanding) cseq_ring_begin(t->ring, cell);
+    t->order[(t->first + t->outstanding) % t->ring->capacity] = cell;
+    t->outstanding++;
+    t->next_cell = (cell + 1) % t->ring->capacity;
+    cseq_ring_post(t->ring, cell, ticket, t->pins ? 1 + (uint32_t)(ticket % t->pins) : 0);
+    t->posted++;
+    if (++t->unwoken >= t->wake_at) trainer_wake(t);
+}
+
+static void trainer_sweep(trainer *t) {
+    uint32_t kept = 0;
+    for (uint32_t k = 0; k < t->abandoned_count; k++) {
+        uint32_t cell = t->abandoned[k];
+        if (cseq_ring_cancel(t->ring, cell)) {
+            cseq_ring_cell(t->ring, cell)->record[0] = 0; /* the trainer's now: nobody reads it */
+            cseq_ring_retire(t->ring, cell);
+        } else {
+            t->abandoned[kept++] = cell;
+        }
+    }
+    t->abandoned_count = kept;
+}
+
+static void trainer_refill(trainer *t) {
+    int cell;
+    if (t->abandoned_count) trainer_sweep(t);
+    while (t->posted != t->end && (cell = trainer_vacant(t)) >= 0) trainer_post(t, (uint32_t)cell);
+}
+
+/* Nobody wants what is outstanding: the next ticket delivered is the next one posted. */
+static void trainer_abandon(trainer *t) {
+    for (uint32_t k = 0; k < t->outstanding; k++)
+        t->abandoned[t->abandoned_count++] = t->order[(t->first + k) % t->ring->capacity];
+    t->outstanding = t->unwoken = 0;
+    t->next = t->posted;
+    memset(t->seen, 0, sizeof t->seen);
+}
+
+/* A ticket is delivered: it must be the next one, or (unordered) one that was not yet. */
+static void trainer_account(trainer *t, uint64_t ticket) {
+    uint64_t behind = (ticket - t->next) & TICKET_MASK;
+    t->delivered++;
+    if (t->ordered) {
+        REQUIRE(behind == 0, "ticket %llu came, not %llu", (unsigned long long)ticket,
+                (unsigned long long)(t->next & TICKET_MASK));
+        t->next++;
+        return;
+    }
+    REQUIRE(t->next + behind < t->posted, "ticket %llu was delivered twice or never posted",
+            (unsigned long long)ticket);
+    uint32_t room = 0;
+    for (uint32_t k = 0; k < MOST_CELLS; k++) {
+        REQUIRE(t->seen[k] != ticket + 1, "ticket %llu came twice", (unsigned long long)ticket);
+        if (!t->seen[k]) room = k;
+    }
+    t->seen[room] = ticket + 1;
+    for (uint32_t k = 0; k < MOST_CELLS; k++) /* `next` moves on over what has come */
+        if (t->seen[k] == (t->next & TICKET_MASK) + 1) {
+            t->seen[k] = 0;
+            t->next++;
+            k = UINT32_MAX;
+        }
+}
+
+/* 1 if a ticket was taken. */
+static int trainer_take(trainer *t) {
+    uint32_t n = t->ring->capacity, k = 0, upto = t->ordered && t->outstanding ? 1 : t->outstanding;
+    while (k < upto && !cseq_ring_ready(t->ring, t->order[(t->first + k) % n])) k++;
+    if (k == upto) return 0;
+    uint32_t cell = t->order[(t->first + k) % n];
+    for (; k > 0; k--) t->order[(t->first + k) % n] = t->order[(t->first + k - 1) % n];
+    t->first = (t->first + 1) % n;
+    t->outstanding--;
+    cseq_cell *c = cseq_ring_cell(t->ring, cell);
+    uint64_t ticket = c->batch;
+    REQUIRE(CSEQ_TICKET((cseq_load_rlx_u64)(&c->word)) == ticket, "cell %u holds another ticket", cell);
+    trainer_account(t, ticket);
+    for (uint64_t f = 0; f < CSEQ_FIELDS; f++)
+        REQUIRE((c->stage ? ~c->converted[f] : c->record[f]) == field_of(ticket, f),
+                "field %d of ticket %llu is wrong", (int)f, (unsigned long long)ticket);
+    memset(c->record, 0, sizeof c->record);
+    memset(c->converted, 0, sizeof c->converted);
+    cseq_ring_retire(t->ring, cell);
+    return 1;
+}
+
+static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
+    int cell = -1;
+    if (t->unwoken) trainer_wake(t);
+    if (t->ordered && t->outstanding) cell = (int)t->order[t->first];
+    cseq_ring_doze(t->ring, cell, seen, ns);
+}
+
+CSEQ_INLINE int trainer_finished(const trainer *t) {
+    return t->posted == t->end && !t->outstanding && !t->abandoned_count;
+}
+
+/* Take one ticket, or, with `failed` and it not 0, return 0; also 0 when all is done. */
+static int trainer_next(trainer *t, const uint32_t *failed, uint64_t ns) {
+    trainer_refill(t);
+    while (!trainer_take(t)) {
+        uint32_t seen = cseq_ring_alarms(t->ring);
+        if (failed && (cseq_load_acq_u32)(failed)) return 0;
+        trainer_refill(t);
+        if (trainer_finished(t)) return 0;
+        if (trainer_take(t)) return 1;
+        trainer_wait(t, seen, ns);
+    }
+    return 1;
+}
+
+#endif
