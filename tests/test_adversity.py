@@ -621,6 +621,63 @@ def test_keeping_every_batch_is_safe(limit: str | None, caplog: pytest.LogCaptur
     assert (said, copies > 0) == ((0, False) if limit is None else (1, True))
 
 
+LIFETIMES = """
+import pickle, random, sys
+import numpy as np
+import cseq
+from cseq import _core
+try:
+    import torch
+except ImportError:
+    torch = None
+
+class Worker:
+    def __getitem__(self, indices):
+        return {"a": np.repeat(indices[:, None], 6000, axis=1), "b": np.repeat(indices, 4000)}
+
+def derive(rng, value):
+    ways = [
+        lambda v: v[1:], lambda v: v[..., ::2], lambda v: v.T, lambda v: v.reshape(-1),
+        lambda v: v.view(np.uint64), lambda v: np.asarray(memoryview(v)), np.from_dlpack,
+        lambda v: pickle.loads(pickle.dumps(v)), lambda v: v[rng.randrange(len(v)):],
+    ]
+    if torch is not None:
+        ways += [lambda v: torch.from_numpy(v)[1:].numpy(),
+                 lambda v: torch.utils.dlpack.from_dlpack(v).numpy()]
+    try:
+        return rng.choice(ways)(value)
+    except (ValueError, TypeError, RuntimeError, BufferError):
+        return value  # this way is closed to this layout
+
+rng = random.Random(int(sys.argv[1]))
+assert _core.DEBUG
+m = cseq.MPSequence(Worker, 400, batch_size=4, num_workers=2, out_type="null", seed=1, buffer=4)
+held = []
+with m.start():
+    for _ in range(3):
+        for batch in m:
+            value = batch[rng.choice("ab")]
+            for _ in range(rng.randrange(4)):
+                if value.size > 8 and len(value) > 1:
+                    value = derive(rng, value)
+            held.append((value, value.copy()))
+            rng.shuffle(held)
+            del held[12:]
+            for value, copy in held:
+                assert np.array_equal(value, copy), "a held view has changed"
+for value, copy in held:
+    assert np.array_equal(value, copy), "a held view has changed after finish"
+print(m.stats().batches)
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_views_of_views_never_change(run_script: RunScript, debug_build: Path, seed: str) -> None:
+    """Slices, tensors, DLPack exports and pickles hold while slots are used again and poisoned."""
+    done = run_script(LIFETIMES, seed, PYTHONPATH=str(debug_build))
+    assert (done.returncode, done.stdout) == (0, "300\n"), done.stderr
+
+
 class Grows:
     """Asks for more address space than its process may have."""
 

@@ -16,7 +16,7 @@
 
 #include "points.h"
 
-enum { MOST_CELLS = 16, MOST_RUNNERS = 8, BATCH = 4 };
+enum { MOST_CELLS = 16, MOST_RUNNERS = 8, MOST_TICKETS = 4096, BATCH = 4 };
 #define TICKET_MASK (((uint64_t)1 << 40) - 1)
 
 /* Prints what went wrong and where, and ends the program. */
@@ -108,10 +108,20 @@ typedef struct {
     uint32_t next_cell, unwoken, wake_at;
     int ordered;
     uint32_t pins;              /* pinned in turn to the owners 1 … pins; 0: not pinned */
-    uint64_t posted, next, end; /* tickets: to be posted, awaited first, not to be posted */
-    uint64_t delivered;
-    uint64_t seen[MOST_CELLS];  /* unordered: tickets delivered beyond `next`, as 1 + ticket */
+    uint64_t start, posted, end;        /* tickets: the first, the next to post, the one after the last */
+    uint64_t next;                      /* nothing before this one may come any more */
+    uint64_t delivered, given_up;       /* tickets */
+    uint8_t came[MOST_TICKETS];         /* by ticket - start */
 } trainer;
+
+static void trainer_init(trainer *t, cseq_ring *ring, uint64_t start, uint32_t tickets) {
+    memset(t, 0, sizeof *t);
+    t->ring = ring;
+    t->start = t->posted = t->next = start;
+    t->end = start + tickets;
+    t->wake_at = 1;
+    t->ordered = 1;
+}
 
 static int trainer_vacant(const trainer *t) {
     uint32_t c = t->next_cell, n = t->ring->capacity;
@@ -168,35 +178,30 @@ static void trainer_refill(trainer *t) {
 static void trainer_abandon(trainer *t) {
     for (uint32_t k = 0; k < t->outstanding; k++)
         t->abandoned[t->abandoned_count++] = t->order[(t->first + k) % t->ring->capacity];
+    t->given_up += t->outstanding;
     t->outstanding = t->unwoken = 0;
     t->next = t->posted;
-    memset(t->seen, 0, sizeof t->seen);
 }
 
-/* A ticket is delivered: it must be the next one, or (unordered) one that was not yet. */
+/* A ticket is delivered: it must be the next one, or (unordered) one that has not come yet. */
 static void trainer_account(trainer *t, uint64_t ticket) {
-    uint64_t behind = (ticket - t->next) & TICKET_MASK;
+    uint64_t whole = t->start + ((ticket - t->start) & TICKET_MASK);
+    REQUIRE(whole >= t->next && whole < t->posted && (!t->ordered || whole == t->next),
+            "ticket %llu came while %llu was awaited", (unsigned long long)ticket,
+            (unsigned long long)(t->next & TICKET_MASK));
+    REQUIRE(!t->came[whole - t->start], "ticket %llu came twice", (unsigned long long)ticket);
+    t->came[whole - t->start] = 1;
     t->delivered++;
-    if (t->ordered) {
-        REQUIRE(behind == 0, "ticket %llu came, not %llu", (unsigned long long)ticket,
-                (unsigned long long)(t->next & TICKET_MASK));
-        t->next++;
-        return;
-    }
-    REQUIRE(t->next + behind < t->posted, "ticket %llu was delivered twice or never posted",
-            (unsigned long long)ticket);
-    uint32_t room = 0;
-    for (uint32_t k = 0; k < MOST_CELLS; k++) {
-        REQUIRE(t->seen[k] != ticket + 1, "ticket %llu came twice", (unsigned long long)ticket);
-        if (!t->seen[k]) room = k;
-    }
-    t->seen[room] = ticket + 1;
-    for (uint32_t k = 0; k < MOST_CELLS; k++) /* `next` moves on over what has come */
-        if (t->seen[k] == (t->next & TICKET_MASK) + 1) {
-            t->seen[k] = 0;
-            t->next++;
-            k = UINT32_MAX;
-        }
+    if (t->ordered) t->next++;
+}
+
+/* To be called when all is over. */
+static void trainer_check(const trainer *t) {
+    REQUIRE(t->delivered + t->given_up == t->end - t->start, "%llu tickets came and %llu were given up, of %llu",
+            (unsigned long long)t->delivered, (unsigned long long)t->given_up,
+            (unsigned long long)(t->end - t->start));
+    for (uint32_t c = 0; c < t->ring->capacity; c++)
+        REQUIRE(cseq_ring_state(t->ring, c) == CSEQ_FREE, "cell %u is not free at the end", c);
 }
 
 /* 1 if a ticket was taken. */
@@ -232,7 +237,7 @@ CSEQ_INLINE int trainer_finished(const trainer *t) {
     return t->posted == t->end && !t->outstanding && !t->abandoned_count;
 }
 
-/* Take one ticket, or, with `failed` and it not 0, return 0; also 0 when all is done. */
+/* Take one ticket; 0 when all is done, or when something `failed`. */
 static int trainer_next(trainer *t, const uint32_t *failed, uint64_t ns) {
     trainer_refill(t);
     while (!trainer_take(t)) {
