@@ -1,6 +1,7 @@
 # make test     build into .venv and run every test
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
+# make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
 # make dist     sdist and wheel, built from one another and tested without torch
@@ -22,7 +23,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test stress lint cross demo dist clean distclean
+.PHONY: build debug test stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -57,6 +58,17 @@ test: build
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
+
+# The model needs spin; without it that part is left out, and says so.
+sanitize:
+	mkdir -p build/sanitize
+	for kind in thread address,undefined; do \
+		$(CC) -std=c11 -O1 -g -Wall -Wextra -Werror -fsanitize=$$kind -Icseq/include \
+			tests/c/threads.c -o build/sanitize/$$kind -pthread || exit 1; \
+		for seed in 1 2 3; do build/sanitize/$$kind $$seed 1000 || exit 1; done; \
+		build/sanitize/$$kind 4 50 nap || exit 1; \
+	done
+	if command -v spin; then tests/model/run.sh normal; else echo "no spin: the model is left out"; fi
 
 demo: build $(VENV)/.demo
 	$(PY) examples/digits.py

@@ -242,7 +242,7 @@ static int trainer_next(trainer *t, const uint32_t *failed, uint64_t ns) {
     trainer_refill(t);
     while (!trainer_take(t)) {
         uint32_t seen = cseq_ring_alarms(t->ring);
-        if (failed && (cseq_load_acq_u32)(failed)) return 0;
+        if (failed && cseq_load_acq_u32(failed)) return 0;
         trainer_refill(t);
         if (trainer_finished(t)) return 0;
         if (trainer_take(t)) return 1;

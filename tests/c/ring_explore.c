@@ -312,7 +312,6 @@ static void watcher_body(void) {
             gone[f] = 0;
             if (deaths > plan.restarts) {
                 left[f] = 1;
-                (cseq_store_rel_u64)((uint64_t[1]){0}, 0);
                 failed = 1;
                 cseq_gate_alarm(&boss.ring->gate[2]);
             } else {
@@ -359,20 +358,9 @@ static void play(void) {
     begin_fiber(count - 1, watcher_body);
     now = TRAINER;
     switch (_setjmp(outside)) {
-    case 0:
-        now = count - 1;
-        fibers[now].is = OVER; /* go_to shall not save this stack as a fiber's */
-        {
-            condition watcher = CAN_RUN;
-            uint32_t first = searching ? TRAINER : below(&rng, count - 1);
-            fibers[count - 1].is = watcher;
-            now = first;
-            fibers[first].begun = 1;
-            setcontext(&fibers[first].begin);
-        }
-        break;
+    case 0: fibers[TRAINER].begun = 1, setcontext(&fibers[TRAINER].begin); break;
     case 1: schedule(); break; /* a fiber has ended */
-    default: break;
+    default: break;            /* all have */
     }
 }
 

@@ -242,6 +242,13 @@ inline grab() {
     begin_work()
 }
 
+/* Later than what was seen first: that one was cancelled in between, so look again. */
+#if defined(PINNED) && !defined(M_PINNED_ONE_LOOK) && !defined(M_PINNED_LATER)
+#define NOT_LATER (t <= first_seen)
+#else
+#define NOT_LATER true
+#endif
+
 /* A cell in `got`, or NONE. */
 #ifdef COARSE
 inline claim() {
@@ -260,9 +267,11 @@ inline claim() {
         :: atomic { seen_at != NONE -> skip }
         fi;
 #if defined(PINNED) && !defined(M_PINNED_ONE_LOOK)
-        look(); /* one scan is no snapshot: what was posted before what I saw is there now */
+        /* One scan is no snapshot; but what was posted before what I saw is there in the next. */
+        first_seen = t;
+        look();
         if
-        :: atomic { seen_at == NONE -> t = 0; seen_at = 0; break }
+        :: atomic { seen_at == NONE -> t = 0; seen_at = 0; first_seen = 0; break }
         :: atomic { seen_at != NONE -> skip }
         fi;
 #endif
@@ -271,17 +280,25 @@ inline claim() {
 #ifdef M_CLAIM_NO_CAS
             :: true ->
 #else
-            :: state[seen_at] == OPEN(me) && ticket[seen_at] == t ->
+            :: state[seen_at] == OPEN(me) && ticket[seen_at] == t && NOT_LATER ->
 #endif
                 got = seen_at;
                 seen_at = 0;
+#ifdef PINNED
+                first_seen = 0;
+#endif
 #ifdef M_CLAIM_THEN_OWNER
                 state[got] = OPEN(me) + 1;
 #else
                 grab();
 #endif
                 break
-            :: else -> t = 0; seen_at = 0
+            :: else ->
+                t = 0;
+                seen_at = 0;
+#ifdef PINNED
+                first_seen = 0
+#endif
             fi
         }
     od
@@ -358,6 +375,9 @@ inline publish() {
 
 proctype runner(byte me) {
     byte got = NONE, seen_at, c, k, t, i;
+#ifdef PINNED
+    byte first_seen;
+#endif
     bit old;
 born:
     {
@@ -386,6 +406,9 @@ born:
     } unless {
         atomic {
             dead[me] ->
+#ifdef PINNED
+            first_seen = 0;
+#endif
             got = NONE; seen_at = 0; c = 0; k = 0; t = 0; i = 0; old = 0;
             fresh[me] = 0;
             sleeping[me] = 0;
