@@ -294,7 +294,7 @@ def test_a_worker_that_cannot_be_built_says_so(kind: str) -> None:
 
 
 def test_a_worker_that_dies_while_it_starts_is_not_started_for_ever() -> None:
-    """Three in a row that never got ready are enough."""
+    """Workers that never get ready are given up after three rounds."""
     with (
         manager(leave, max_restarts=10**6).start() as m,
         pytest.raises(cseq.WorkerDied, match="before they were ready"),

@@ -56,7 +56,7 @@ __all__ = ["ProcessPool", "main"]
 
 log = logging.getLogger("cseq")
 
-TRIES = 3  # deaths that one batch may cause, or that come before any worker got ready
+TRIES = 3  # deaths that one batch may cause, or each worker before it is ready
 LENGTH = struct.Struct("<Q")
 
 
@@ -185,7 +185,7 @@ class ProcessPool:
         self._job = job
         self._closed = False
         self._failure: BaseException | None = None
-        self._deaths = Deaths(job.max_restarts)
+        self._deaths = Deaths(job.max_restarts, job.num_workers)
         in_processes = job.num_converters > 0 and converter_kind(job.compat, os.name) == "process"
         self._owners = job.num_workers + (job.num_converters if in_processes else 0)
         runners = job.num_workers + job.num_converters
@@ -381,8 +381,9 @@ class ProcessPool:
 class Deaths:
     """How often workers died in this epoch, and when that is too often."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, num_workers: int) -> None:
         self._budget = budget
+        self._starts = TRIES * num_workers  # all of them may be struck at once while they start
         self._deaths = 0
         self._unready = 0
         self._by_batch: Counter[tuple[int, int]] = Counter()
@@ -423,8 +424,11 @@ class Deaths:
         """Say why this death is one too many, if it is."""
         if held and self._by_batch[held[0][:2]] >= TRIES:
             return f"this batch has ended {TRIES} workers: look at what it does with these indices"
-        if self._unready >= TRIES:
-            return f"{TRIES} workers in a row died before they were ready: look at how they start"
+        if self._unready >= self._starts:
+            return (
+                f"{self._unready} workers in a row died before they were ready: look at how they "
+                "start"
+            )
         if self._deaths > self._budget:
             return (
                 f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows "

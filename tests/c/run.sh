@@ -1,0 +1,97 @@
+#!/bin/sh
+# The core's headers, compiled alone, under sanitizers, killed, and interleaving by interleaving.
+#
+#   tests/c/run.sh [SECONDS [CHECK...]]
+#
+# Each check runs SECONDS long (default 10; those without a clock as long as they take). All checks
+# by default, or some of: shuffle explore all stress tsan asan kill mutants.
+# SEED=n repeats a run; CC, INCLUDE (of the headers) may be given. For Linux.
+# Exit status: 0 all passed, 1 one failed, 77 none failed but one could not run here.
+
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+include=${INCLUDE:-$here/../../cseq/include}
+seconds=${1:-10}
+[ $# -gt 0 ] && shift
+[ $# -gt 0 ] || set -- shuffle explore all stress tsan asan kill mutants
+seed=${SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
+build=$(mktemp -d "${TMPDIR:-/tmp}/cseq-c.XXXXXX") || exit 2
+trap 'rm -rf "$build"' EXIT
+result=0
+
+PLAIN="-O2"
+TSAN="-O1 -fsanitize=thread"
+ASAN="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
+
+# compile PROGRAM FLAGS...
+compile() {
+    program=$1
+    shift
+    ${CC:-cc} -std=gnu11 -g -Wall -Wextra -Werror -pthread -I"$include" "$@" \
+        -o "$build/$program" "$here/$program.c"
+}
+
+# Whether programs with these flags can be linked and run; some kernels need a fixed layout of memory.
+can_run() {
+    echo 'int main(void) { return 0; }' >"$build/probe.c"
+    under=
+    ${CC:-cc} "$@" -pthread -o "$build/probe" "$build/probe.c" 2>/dev/null || return 1
+    "$build/probe" 2>/dev/null && return 0
+    under="setarch -R"
+    $under "$build/probe" 2>/dev/null
+}
+
+# check NAME PROGRAM "FLAGS" ARGUMENTS...
+check() {
+    name=$1 program=$2 flags=$3
+    shift 3
+    echo "== $name: $program $*"
+    if ! can_run $flags; then
+        echo "skipped: ${CC:-cc} cannot build or run programs with $flags"
+        [ $result = 0 ] && result=77
+    elif ! compile "$program" $flags || ! $under "$build/$program" "$@"; then
+        echo "FAILED: $name"
+        result=1
+    fi
+}
+
+# mutant PROGRAM "FLAGS" NAME: must be caught, and within the seconds that it takes.
+mutant() {
+    can_run $2 || { echo "skipped: mutant $3"; [ $result = 0 ] && result=77; return; }
+    compile "$1" $2 "-DM_$3" || { result=1; return; }
+    case $1 in
+        ring_explore) set -- "$@" random ;;
+    esac
+    program=$1 name=$3
+    shift 3
+    if $under "$build/$program" "$@" 1 30 >"$build/out" 2>&1; then
+        echo "FAILED: $program has not caught the mutant $name"
+        result=1
+    else
+        echo "caught: $name: $(grep -m1 -E 'FAILED|WARNING: Thread' "$build/out")"
+    fi
+}
+
+for name; do
+    case $name in
+        shuffle) check shuffle shuffle_sanitize "$ASAN" "$seed" ;;
+        explore) check explore ring_explore "$PLAIN" random "$seed" "$seconds" ;;
+        all) check all ring_explore "$PLAIN" all 1 0 && check all ring_explore "$PLAIN" all 0 1 ;;
+        stress) check stress ring_stress "$PLAIN" "$seed" "$seconds" ;;
+        tsan) check tsan ring_stress "$TSAN" "$seed" "$seconds" ;;
+        asan) check asan ring_stress "$ASAN" "$seed" "$seconds" ;;
+        kill) check kill process_kill "$PLAIN" "$seed" "$seconds" ;;
+        mutants)
+            for weakness in NO_FLAG PLAIN_FLAG PLAIN_PUBLISH KNOCK_ORDER NO_EVENT NO_WAKE NO_ALARM \
+                NO_CAS NO_OWNER; do
+                mutant ring_explore "$PLAIN" "$weakness"
+            done
+            for weakness in RELAXED_PUBLISH RELAXED_CLAIM RELAXED_LOAD; do
+                mutant ring_stress "$TSAN" "$weakness"
+            done
+            ;;
+        *) sed -n '2,/^$/p' "$0"; exit 2 ;;
+    esac
+done
+exit $result

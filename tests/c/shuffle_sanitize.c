@@ -1,0 +1,130 @@
+/* cseq_shuffle.h for AddressSanitizer and UndefinedBehaviorSanitizer.
+ *
+ *   shuffle_sanitize SEED
+ *
+ * Tables, tags and results are allocated to the byte, at all sizes around the edges of pages and of
+ * the look-ahead, in both widths. Orders are walked in random portions, broken off, begun again,
+ * and over the wrap of the generation, and compared with the plain algorithm.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "cseq_shuffle.h"
+
+#define REQUIRE(condition) \
+    do {                   \
+        if (!(condition)) { \
+            fprintf(stderr, "FAILED: %s (line %d, n=%llu, width=%u)\n", #condition, __LINE__, \
+                    (unsigned long long)at_n, at_width); \
+            abort(); \
+        } \
+    } while (0)
+
+static uint64_t at_n, rng[4], orders;
+static uint32_t at_width;
+
+static uint64_t below(uint64_t range) { return cseq_bounded(rng, range); }
+
+static void *bytes(uint64_t count) {
+    void *p = calloc(1, count ? count : 1);
+    if (!p) abort();
+    return p;
+}
+
+/* The plain algorithm: an identity, swapped from the front. */
+static uint64_t *expected(uint64_t n, uint64_t seed, uint64_t epoch) {
+    uint64_t *table = bytes(n * 8), state[4];
+    cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, state, 4);
+    for (uint64_t i = 0; i < n; i++) table[i] = i;
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t j = i + cseq_bounded(state, n - i), held = table[j];
+        table[j] = table[i];
+        table[i] = held;
+    }
+    return table;
+}
+
+/* Walks to `upto` in random portions and compares what has become final. */
+static void walk(cseq_order *order, const uint64_t *right, uint64_t upto) {
+    uint64_t done = 0;
+    while (done < upto) {
+        uint64_t count = 1 + below(upto - done), most = 1 + below(2 * CSEQ_AHEAD);
+        uint64_t goal = done + count + (below(4) == 0 ? below(2000) : 0); /* also beyond n */
+        while (cseq_order_advance(order, goal, most)) {
+        }
+        int64_t *out = bytes(count * 8);
+        cseq_order_read(order, done, count, out);
+        for (uint64_t k = 0; k < count; k++) REQUIRE((uint64_t)out[k] == right[done + k]);
+        free(out);
+        done += count;
+    }
+}
+
+static void one_order(uint64_t n, uint32_t width, uint32_t generation) {
+    at_n = n;
+    at_width = width;
+    uint64_t pages = cseq_table_pages(n, width);
+    cseq_order order;
+    void *table = bytes(pages * CSEQ_PAGE);
+    uint32_t *tags = bytes(pages * sizeof *tags);
+    cseq_order_init(&order, n, width, table, tags);
+    for (uint64_t epoch = 0; epoch < 5; epoch++) {
+        uint64_t seed = below(3) ? below(1000) : cseq_next(rng);
+        cseq_order_begin(&order, seed, epoch);
+        if (epoch == 1) { /* an old table that stands just before the wrap */
+            for (uint64_t p = 0; generation && p < pages; p++)
+                if (tags[p] == order.generation) tags[p] = generation;
+            if (generation) order.generation = generation;
+        }
+        uint64_t *right = expected(n, seed, epoch);
+        walk(&order, right, below(2) ? n : below(n + 1));
+        free(right);
+        orders++;
+    }
+    REQUIRE(order.stale <= pages);
+    free(table);
+    free(tags);
+}
+
+/* At once, in random portions, in a result of exactly n entries. */
+static void one_permutation(uint64_t n, uint32_t width) {
+    at_n = n;
+    at_width = width;
+    uint64_t seed = cseq_next(rng), state[4], start = 0;
+    void *result = bytes(n * width);
+    uint64_t *right = expected(n, seed, 9);
+    cseq_derive(seed, 9, CSEQ_PURPOSE_SHUFFLE, state, 4);
+    while (start < n) {
+        uint64_t end = start + 1 + below(n - start);
+        cseq_permute(result, width, n, start, end, state);
+        start = end;
+    }
+    for (uint64_t k = 0; k < n; k++) REQUIRE(cseq_entry(result, width, k) == right[k]);
+    free(result);
+    free(right);
+    orders++;
+}
+
+int main(int argc, char **argv) {
+    static const uint64_t edges[] = {0, 1, 2, 3, 31, CSEQ_AHEAD, 2 * CSEQ_AHEAD, 512, 1024, 1536, 2048, 4096, 5000};
+    uint64_t seed = argc > 1 ? strtoull(argv[1], 0, 0) : 1;
+    printf("shuffle_sanitize: seed %llu\n", (unsigned long long)seed);
+    cseq_derive(seed, 0, 99, rng, 4);
+    for (uint32_t width = 4; width <= 8; width += 4)
+        for (size_t e = 0; e < sizeof edges / sizeof *edges; e++)
+            for (uint64_t n = edges[e] ? edges[e] - 1 : 0; n <= edges[e] + 1; n++) {
+                one_order(n, width, 0);
+                one_order(n, width, UINT32_MAX - (uint32_t)below(4));
+                one_permutation(n, width);
+            }
+    for (int shift = 31; shift < 48; shift++) /* sizes without a table */
+        for (uint64_t n = ((uint64_t)1 << shift) - 1; n <= ((uint64_t)1 << shift) + 1; n++) {
+            at_n = n;
+            REQUIRE(cseq_table_width(n) == (n <= (uint64_t)1 << 32 ? 4 : 8));
+            REQUIRE(cseq_table_pages(n, 8) == (n + 511) / 512 && cseq_table_pages(n, 4) == (n + 1023) / 1024);
+            for (int k = 0; k < 100; k++) REQUIRE(below(n) < n);
+        }
+    REQUIRE(below(UINT64_MAX) < UINT64_MAX);
+    printf("ok: %llu orders\n", (unsigned long long)orders);
+    return 0;
+}
