@@ -61,13 +61,7 @@ stress: build
 
 # The model needs spin; without it that part is left out, and says so.
 sanitize:
-	mkdir -p build/sanitize
-	for kind in thread address,undefined; do \
-		$(CC) -std=c11 -O1 -g -Wall -Wextra -Werror -fsanitize=$$kind -Icseq/include \
-			tests/c/threads.c -o build/sanitize/$$kind -pthread || exit 1; \
-		for seed in 1 2 3; do build/sanitize/$$kind $$seed 1000 || exit 1; done; \
-		build/sanitize/$$kind 4 50 nap || exit 1; \
-	done
+	tests/c/run.sh $(SECONDS)
 	if command -v spin; then tests/model/run.sh normal; else echo "no spin: the model is left out"; fi
 
 demo: build $(VENV)/.demo

@@ -84,6 +84,7 @@ class Feed:
         self._ready: list[Any] = []  # and out of its slot
         self.done = 0  # the same, but a batch that raised counts only when the loop went on
         self._sweeping = False
+        self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
         self._interrupted = False
         self.skipped: list[tuple[int, int, str]] = []
 
@@ -131,8 +132,9 @@ class Feed:
 
     def _sweep(self) -> None:
         """Clear the cells of given-up tickets that no runner works on any more."""
-        for cell, slot in self._ring.sweep():
-            self._outlet.drop(cell, slot)
+        self._swept += self._ring.sweep()
+        while self._swept:
+            self._outlet.drop(*self._swept.pop())
         self._sweeping = self._ring.abandoned_count > 0
 
     def next(self) -> Any:

@@ -215,9 +215,14 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     uint64_t w = 0;
     int c;
     while ((c = cseq_ring_look(r, stage, owner, &w)) != CSEQ_NONE) {
-        /* One scan is no snapshot: a ticket of mine posted behind it in time may lie before it in
-         * the ring. Every earlier ticket was posted before the one seen, so a second scan finds it. */
-        if ((w & CSEQ_PINNED) && (c = cseq_ring_look(r, stage, owner, &w)) == CSEQ_NONE) break;
+        if (w & CSEQ_PINNED) {
+            /* One scan is no snapshot: a ticket of mine posted behind it in time may lie before it
+             * in the ring. Every earlier ticket was posted before the one seen, so a second scan
+             * finds it; if that finds only a later one, the one seen was cancelled meanwhile. */
+            uint64_t seen = CSEQ_TICKET(w);
+            if ((c = cseq_ring_look(r, stage, owner, &w)) == CSEQ_NONE) break;
+            if (cseq_before(seen, CSEQ_TICKET(w))) continue;
+        }
         uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (uint64_t)(open + 1));
         if (cseq_cas_sc_u64(&cseq_ring_cell(r, (uint32_t)c)->word, w, mine)) {
             CSEQ_POINT("claim");
