@@ -35,3 +35,11 @@ def test_the_headers_alone(check: str) -> None:
     """No race, no bad access, no lost wake-up, each ticket once, whoever dies at whatever step."""
     done = run("2", check)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("weakness", ["NO_FLAG", "PLAIN_PUBLISH", "NO_OWNER", "RELAXED_PUBLISH"])
+def test_a_weakened_ring_is_caught(weakness: str) -> None:
+    """The checks can fail: a ring without one of its steps or memory orders does not pass them."""
+    done = run("2", f"mutant-{weakness}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"caught: {weakness}" in done.stdout
