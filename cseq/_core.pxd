@@ -61,7 +61,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t batch_size  # samples
         uint32_t runners
         uint32_t closed
-        uint32_t spin        # looks at the ring before a runner sleeps
+        uint32_t spin        # ns that a runner looks at the ring before it sleeps
         cseq_gate* gate
 
     uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
@@ -78,7 +78,7 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket, uint32_t owner) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_closed(const cseq_ring* r) noexcept
-    void cseq_ring_set_spin(cseq_ring* r, uint32_t looks) noexcept
+    void cseq_ring_set_spin(cseq_ring* r, uint32_t ns) noexcept
     int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept

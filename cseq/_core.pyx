@@ -544,31 +544,46 @@ cdef class Order:
             if not left:
                 return 0
 
-    def read_into(self, uint64_t start, uint64_t count, int64_t[::1] out not None):
-        """Write the samples at positions [start, start + count) into `out`, from its beginning."""
-        cdef uint64_t k
+    cdef int inside(self, uint64_t start, uint64_t count) except -1:
         if start > self.n or count > self.n - start:
             raise IndexError(f"positions [{start}, {start + count}) exceed {self.n} samples")
-        if count > <uint64_t>out.shape[0]:
-            raise ValueError(f"{count} samples do not fit into {out.shape[0]}")
-        if count == 0:
-            return
-        if self.shuffle:
-            if self.table == NULL:
-                raise RuntimeError("begin an epoch first")
-            self.advance(start + count)
-            cseq_order_read(&self.order, start, count, &out[0])
-        else:
+        return 0
+
+    cdef int write(self, uint64_t start, uint64_t count, int64_t* out) except -1:
+        """The samples at positions [start, start + count), as they stand in the order."""
+        cdef uint64_t k
+        if not self.shuffle:
             for k in range(count):
                 out[k] = <int64_t>(start + k)
+        elif self.table == NULL:
+            raise RuntimeError("begin an epoch first")
+        elif count:
+            self.advance(start + count)
+            cseq_order_read(&self.order, start, count, out)
+        return 0
+
+    def read_into(self, uint64_t start, uint64_t count, cnp.ndarray out not None):
+        """Write the samples at positions [start, start + count) into `out`, from its beginning."""
+        self.inside(start, count)
+        if (cnp.PyArray_NDIM(out) != 1 or cnp.PyArray_TYPE(out) != cnp.NPY_INT64
+                or not cnp.PyArray_ISCARRAY(out)):
+            raise ValueError(f"out is {out.ndim}-dimensional {out.dtype}; give writable, "
+                             "contiguous int64")
+        if count > <uint64_t>cnp.PyArray_DIM(out, 0):
+            raise ValueError(f"{count} samples do not fit into {out.shape[0]}")
+        self.write(start, count, <int64_t*>cnp.PyArray_DATA(out))
         if self.indices is not None:
-            chosen = numpy.asarray(out)[:count]
+            chosen = out[:count]
             chosen[...] = self.indices[chosen]
 
     def read(self, uint64_t start, uint64_t count):
         """The samples at positions [start, start + count): a fresh int64 array."""
-        out = numpy.empty(count, numpy.int64)
-        self.read_into(start, count, out)
+        cdef cnp.npy_intp size = <cnp.npy_intp>count
+        self.inside(start, count)
+        out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT64, 0)
+        self.write(start, count, <int64_t*>cnp.PyArray_DATA(out))
+        if self.indices is not None:
+            out[...] = self.indices[out]
         return out
 
 
@@ -666,12 +681,12 @@ cdef class Ring:
 
     @property
     def spin(self):
-        """How often an idle runner looks at the ring before it sleeps."""
+        """Nanoseconds that an idle runner looks at the ring before it sleeps."""
         return self.r.spin
 
     @spin.setter
-    def spin(self, uint32_t looks):
-        cseq_ring_set_spin(self.r, looks)
+    def spin(self, uint32_t ns):
+        cseq_ring_set_spin(self.r, ns)
 
     def indices(self, uint32_t cell):
         """The cell's room for indices: an int64 array on the ring's memory."""

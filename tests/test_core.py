@@ -667,7 +667,7 @@ def test_a_ring_keeps_its_memory() -> None:
 
 
 def test_the_spin_can_be_set() -> None:
-    """How often an idle runner looks before it sleeps is shared by all."""
+    """How long an idle runner looks at the ring before it sleeps is shared by all."""
     ring = make_ring()
     assert ring.spin == 0
     ring.spin = 12

@@ -100,8 +100,11 @@ typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
     char pad[CSEQ_LINE - 24];
     uint32_t closed; /* written by the trainer, once */
-    uint32_t spin;   /* looks at the ring before a runner sleeps */
+    uint32_t spin;   /* ns that a runner looks at the ring before it sleeps */
     char pad1[CSEQ_LINE - 8];
+    uint32_t spinner[2]; /* per stage: the owner that does so now, or 0. One is enough to catch the
+                            next ticket, more would only take its core. Advisory */
+    char pad4[CSEQ_LINE - 8];
     uint32_t hint[2]; /* per stage: where to look first. Advisory, written by whoever claims */
     char pad2[CSEQ_LINE - 8];
     cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer */
@@ -110,7 +113,7 @@ typedef struct {
 typedef char cseq_check_gate[sizeof(cseq_gate) == CSEQ_LINE ? 1 : -1];
 typedef char cseq_check_runner[sizeof(cseq_runner) == CSEQ_LINE ? 1 : -1];
 typedef char cseq_check_cell[sizeof(cseq_cell) == 2 * CSEQ_LINE ? 1 : -1];
-typedef char cseq_check_ring[sizeof(cseq_ring) == 6 * CSEQ_LINE ? 1 : -1];
+typedef char cseq_check_ring[sizeof(cseq_ring) == 7 * CSEQ_LINE ? 1 : -1];
 
 /* ── layout: ring | cells | runners | indices ─────────────────────────────────────────── */
 
@@ -241,16 +244,31 @@ CSEQ_INLINE void cseq_pause(void) {
 #endif
 }
 
+/* Claim, looking again and again for as long as `spin` says: a cell, or CSEQ_NONE.
+ * To sleep and to be woken costs both sides some microseconds; looking for about as long costs at
+ * most twice of what the better of the two would have. */
+CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
+    const uint32_t limit = cseq_load_rlx_u32(&r->spin);
+    uint32_t *spinner = &r->spinner[stage];
+    int cell = CSEQ_NONE;
+    if (!limit || cseq_load_rlx_u32(spinner)) return cell;
+    cseq_store_rlx_u32(spinner, owner);
+    const uint64_t begun = cseq_now_ns();
+    while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < limit) {
+        cseq_pause();
+        cell = cseq_ring_claim(r, stage, owner);
+    }
+    cseq_store_rlx_u32(spinner, 0);
+    return cell;
+}
+
 /* Claim; sleep up to `ns` if there is nothing. A cell, CSEQ_NONE, or CSEQ_CLOSED. */
 CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
     cseq_gate *g = &r->gate[stage];
-    for (uint32_t k = cseq_load_rlx_u32(&r->spin); k; k--) {
-        int cell = cseq_ring_claim(r, stage, owner);
-        if (cell >= 0) return cell;
-        cseq_pause();
-    }
+    int cell = cseq_ring_spin(r, stage, owner);
+    if (cell >= 0) return cell;
     uint32_t seen = cseq_gate_enter(g);
-    int cell = cseq_ring_claim(r, stage, owner);
+    cell = cseq_ring_claim(r, stage, owner);
     if (cell >= 0) return cell;
     if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
     uint64_t before = cseq_now_ns();
@@ -299,8 +317,8 @@ CSEQ_INLINE int cseq_ring_closed(const cseq_ring *r) {
     return (int)cseq_load_acq_u32(&r->closed);
 }
 
-CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t looks) {
-    cseq_store_rlx_u32(&r->spin, looks);
+CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns) {
+    cseq_store_rlx_u32(&r->spin, ns);
 }
 
 CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
@@ -347,6 +365,8 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         }
         held[count++] = c;
     }
+    for (int s = 0; s < 2; s++)
+        if (cseq_load_rlx_u32(&r->spinner[s]) == owner) cseq_store_rlx_u32(&r->spinner[s], 0);
     for (int g = 0; g < 3; g++) cseq_gate_alarm(&r->gate[g]); /* its last knock may be missing */
     return count;
 }

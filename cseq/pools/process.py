@@ -57,6 +57,7 @@ __all__ = ["ProcessPool", "main"]
 log = logging.getLogger("cseq")
 
 TRIES = 3  # deaths that one batch may cause, or each worker before it is ready
+SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep costs both sides
 LENGTH = struct.Struct("<Q")
 
 
@@ -195,6 +196,7 @@ class ProcessPool:
         self._ring = Ring(Mapping(self._segment.fd, 0, size), job.buffer, job.room, runners)
         self._ring_bytes = size
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
+        self._ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
         # Converter threads copy to the device from where a batch lies.
         on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
         self._locks = PageLocks(job.output.device) if on_cuda and not in_processes else None
