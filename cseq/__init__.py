@@ -29,7 +29,7 @@ The modules; imports point down::
     ├── payload.py      the user's worker, as bytes for every worker process
     ├── stats.py        what was done so far, and who waits for whom
     ├── check.py        checks of arguments
-    ├── _core.pyx       the nogil core: ring, shuffle, slices, slots
+    ├── _core.pyx       the core: ring, shuffle, slices, slots, placement
     └── errors.py       every error, drawn as a tree
 """
 

@@ -118,6 +118,35 @@ cdef extern from "cseq_map.h" nogil:
     void cseq_await_hangup(intptr_t socket) noexcept
 
 
+cdef extern from "cseq_place.h":
+    ctypedef struct cseq_region:
+        char* base
+        uint64_t size        # bytes
+        uint64_t live        # pieces that were not given back
+
+    ctypedef struct cseq_place:
+        void* ctx
+        void* (*malloc)(void* ctx, size_t size) noexcept
+        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
+        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
+        void (*free)(void* ctx, void* p, size_t size) noexcept
+        void (*release)(void* owner) noexcept
+        int aimed
+        cseq_region at
+        uint64_t used        # bytes
+        uint32_t count       # large allocations of this ticket
+        uint64_t wanted      # bit k: number k was part of the last batch
+        uint32_t retired_count
+
+    void* cseq_place_malloc(void* ctx, size_t size) noexcept
+    void* cseq_place_calloc(void* ctx, size_t count, size_t size) noexcept
+    void* cseq_place_realloc(void* ctx, void* p, size_t size) noexcept
+    void cseq_place_free(void* ctx, void* p, size_t size) noexcept
+    void cseq_place_aim(cseq_place* p, void* base, uint64_t size) noexcept
+    void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept
+    int cseq_place_part(cseq_place* p, void* owner) noexcept
+
+
 cdef class Memory:
     cdef char* data
     cdef Py_ssize_t size  # bytes

@@ -9,6 +9,8 @@ into exceptions.
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport errno
 from libc.string cimport memcmp, memcpy, memset
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
@@ -25,13 +27,27 @@ cnp.import_array()
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         pass
-    void Py_INCREF(object o)
 
 cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(
         PyTypeObject* subtype, cnp.dtype descr, int nd, cnp.npy_intp* dims,
         cnp.npy_intp* strides, void* data, int flags, void* obj)
     int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
+
+    ctypedef struct PyDataMemAllocator:
+        void* ctx
+        void* (*malloc)(void* ctx, size_t size) noexcept
+        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
+        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
+        void (*free)(void* ctx, void* p, size_t size) noexcept
+
+    ctypedef struct PyDataMem_Handler:
+        char name[127]
+        uint8_t version
+        PyDataMemAllocator allocator
+
+    object PyDataMem_SetHandler(object handler)
+    object PyDataMem_GetHandler()
 
 cdef extern from *:
     """
@@ -394,6 +410,113 @@ cdef class Lease(Memory):
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
         cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
         cseq_store_rel_u8(self.slots.at(self.slot), FREE)  # SYNC: last view of slot is gone
+
+
+# ── arrays made in place ───────────────────────────────────────────────────────────────────
+
+
+cdef cseq_place place_here  # one for the process: arrays that outlive everything point to it
+cdef PyDataMem_Handler place_handler
+cdef bint place_installed = False
+
+
+cdef void place_release(void* owner) noexcept:
+    """Nothing is in use any more where this `Mapping` lies."""
+    Py_DECREF(<object>owner)
+
+
+@cython.final
+@cython.no_gc
+cdef class Placement:
+    """Lets numpy make the arrays of a batch where the batch is going to lie: see cseq_place.h.
+
+    For the thread and context that make it, until the process ends: a worker process has one.
+    """
+
+    def __cinit__(self):
+        global place_installed
+        cdef PyDataMem_Handler* present
+        if not place_installed:
+            present = <PyDataMem_Handler*>PyCapsule_GetPointer(PyDataMem_GetHandler(), "mem_handler")
+            place_here.ctx = present.allocator.ctx
+            place_here.malloc = present.allocator.malloc
+            place_here.calloc = present.allocator.calloc
+            place_here.realloc = present.allocator.realloc
+            place_here.free = present.allocator.free
+            place_here.release = place_release
+            memcpy(place_handler.name, b"cseq", 5)
+            place_handler.version = 1
+            place_handler.allocator.ctx = &place_here
+            place_handler.allocator.malloc = cseq_place_malloc
+            place_handler.allocator.calloc = cseq_place_calloc
+            place_handler.allocator.realloc = cseq_place_realloc
+            place_handler.allocator.free = cseq_place_free
+            place_installed = True
+        PyDataMem_SetHandler(PyCapsule_New(&place_handler, "mem_handler", NULL))
+
+    @property
+    def count(self):
+        """Large allocations since `aim`."""
+        return place_here.count
+
+    @property
+    def used(self):
+        """Bytes of the slot that are given out."""
+        return place_here.used
+
+    @used.setter
+    def used(self, uint64_t nbytes):
+        place_here.used = nbytes
+
+    @property
+    def aimed(self):
+        """Whether allocations are looked at."""
+        return bool(place_here.aimed)
+
+    @property
+    def live(self):
+        """Arrays that lie in the slot."""
+        return place_here.at.live
+
+    @property
+    def retired(self):
+        """Slots' addresses that are private by now, and still in use."""
+        return place_here.retired_count
+
+    def aim(self, Mapping slot not None):
+        """Look at what is allocated from now on; what is wanted goes into this slot."""
+        if place_here.at.live:
+            raise RuntimeError(f"{place_here.at.live} arrays lie in the slot before")
+        cseq_place_aim(&place_here, slot.data, slot.size)
+
+    def rest(self):
+        """Look no more."""
+        place_here.aimed = 0
+
+    def learn(self, list arrays not None):
+        """Want again what these arrays of the batch lie in."""
+        cdef uint64_t wanted = 0
+        cdef cnp.ndarray array
+        for array in arrays:
+            cseq_place_learn(&place_here, cnp.PyArray_DATA(array), &wanted)
+        place_here.wanted = wanted
+
+    def part(self, Mapping slot not None):
+        """Make the slot's addresses private, with what they show, for those who hold arrays there.
+
+        Raises
+        ------
+        MemoryError
+            There is no room for the copy.
+        """
+        cdef int error
+        if slot.data != place_here.at.base:
+            raise ValueError("this is not the slot that was aimed at")
+        error = cseq_place_part(&place_here, <void*>slot)
+        if error:
+            raise MemoryError(f"no room for {slot.size} bytes that the indexer keeps: "
+                              f"{os.strerror(error)}")
+        Py_INCREF(slot)  # place_release gives it back
 
 
 # ── the order of an epoch ──────────────────────────────────────────────────────────────────

@@ -34,6 +34,8 @@ from cseq._core import Block, Mapping, Memory, Slots, Window, address_of, commit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cseq._core import Placement
+
 Array: TypeAlias = np.ndarray[Any, Any]
 
 logger = logging.getLogger("cseq")
@@ -156,6 +158,8 @@ class Writer:
         Descriptor of the arena's file; stays the caller's.
     width : int
         Bytes from one slot to the next.
+    placement : Placement, optional
+        What makes large arrays of the indexer's lie in the slot without its asking for it.
 
     Attributes
     ----------
@@ -167,16 +171,20 @@ class Writer:
         Bytes of the slot that are committed; the trainer has to learn it.
     loaned : bool
         Whether arrays in this slot may have been given out: whether `find` can find anything.
+    watched : bool
+        Whether large arrays were made for this batch: whether `learn` can learn anything.
     """
 
     __slots__ = (
-        "_fd", "_loans", "_mapped", "_maps", "_slot", "_unchecked", "_width", "_window",
-        "capacity", "loaned", "memory", "used",
+        "_aimed", "_fd", "_loans", "_mapped", "_maps", "_placement", "_slot", "_unchecked",
+        "_width", "_window", "capacity", "loaned", "memory", "used", "watched",
     )  # fmt: skip
 
-    def __init__(self, fd: int, width: int) -> None:
+    def __init__(self, fd: int, width: int, placement: Placement | None = None) -> None:
         self._fd = fd
         self._width = width
+        self._placement = placement
+        self._aimed: Mapping | None = None  # where numpy may place arrays of this ticket
         self._mapped: dict[int, Mapping] = {}
         self._maps: list[Memory] = []  # the slot's mappings during this ticket, oldest first
         self._slot = -1
@@ -185,7 +193,7 @@ class Writer:
         self.memory: Memory = Block(0)
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
         self.used = self.capacity = 0
-        self.loaned = False
+        self.loaned = self.watched = False
 
     def begin(self, slot: int, capacity: int) -> None:
         """Turn to a slot of which `capacity` bytes are committed; nothing of it is used.
@@ -195,9 +203,14 @@ class Writer:
         MemoryError
             If it cannot be mapped.
         """
+        if self._aimed is not None:
+            self._leave()
         mapping = self._mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, capacity)
+        if self._placement is not None and mapping.nbytes > SMALL:
+            self._placement.aim(mapping)
+            self._aimed = mapping
         self._slot = slot
         self.memory = mapping
         self.capacity = mapping.nbytes
@@ -205,7 +218,48 @@ class Writer:
         self._maps = [mapping]
         self._window = None
         self._loans = []
-        self.loaned = False
+        self.loaned = self.watched = False
+
+    def settle(self) -> None:
+        """Place nothing any more: the indexer has returned."""
+        placement = self._placement
+        if self._aimed is not None and placement is not None:
+            placement.rest()
+            self.watched = placement.count > 0
+            if placement.live:
+                self.used = max(self.used, placement.used)
+                self.loaned = True
+
+    def learn(self, arrays: list[Array]) -> None:
+        """Place arrays like these of the batch in the next slot, if they were made for it."""
+        if self._placement is not None:
+            self._placement.learn(arrays)
+
+    def part(self) -> None:
+        """Give what is held of arrays in the slot a memory of its own; the slot is mapped anew.
+
+        Raises
+        ------
+        MemoryError
+            There is no room for it.
+        """
+        if self._aimed is None or self._placement is None or not self._placement.live:
+            return
+        self._placement.part(self._aimed)
+        self._mapped.pop(self._slot, None)
+        self._maps = [memory for memory in self._maps if memory is not self._aimed]
+        if self.memory is self._aimed:
+            self.memory = self._map(self._slot, self.capacity)
+            self._maps.append(self.memory)
+            self._window = None
+        self._aimed = None
+
+    def _leave(self) -> None:
+        """Be done with the last slot: nothing of it is in use, or it becomes private."""
+        if self._placement is not None:
+            self._placement.rest()
+        self.part()
+        self._aimed = None
 
     def resume(self, used: int) -> None:
         """Go on behind the `used` bytes that a stage before this one has filled."""
@@ -220,11 +274,15 @@ class Writer:
         MemoryError
             If there is no room for them; nothing has changed then.
         """
-        offset = (self.used + (ALIGNMENT - 1)) & -ALIGNMENT
+        placement = self._placement if self._aimed is not None else None
+        used = self.used if placement is None else max(self.used, placement.used)
+        offset = (used + (ALIGNMENT - 1)) & -ALIGNMENT
         end = offset + nbytes
         if end > self.capacity:
             self._grow(end)
         self.used = end
+        if placement is not None:
+            placement.used = end
         return offset
 
     def empty(
@@ -285,6 +343,8 @@ class Writer:
             If the indexer has kept an array from `cseq.empty`, or a view of one.
         """
         self._window = None
+        if self._aimed is not None:
+            self._leave()
         if self._loans and self._kept():
             gc.collect()  # it may be in a cycle that nobody holds
             if self._kept():
@@ -296,6 +356,7 @@ class Writer:
 
     def close(self) -> None:
         """Forget all mappings; each is gone with the last array on it."""
+        self._leave()
         self._mapped.clear()
         self._maps = []
         self._window = None

@@ -448,7 +448,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    if type(batch) is ndarray and not writer.used:
+    if type(batch) is ndarray and not writer.used and not writer.watched:
         # The short way, for an array just like the last batch.
         dtype, shape, wanted, view, record, end, blob = _again
         if (
@@ -475,6 +475,9 @@ def _encode(batch: Any, writer: Writer, cast: Dtype | None) -> Record:
     tree = survey.visit(batch, MAX_DEPTH)
     plan = _plan_for(batch, tree, survey, writer)
     sources = survey.arrays + survey.raws
+    if writer.watched:
+        plain = zip(sources, plan.hows, strict=True)
+        writer.learn([source for source, how in plain if not how & CONVERT])
     if survey.objects:
         return _write_objects(writer, plan, sources, *_pickled(batch, survey.objects))
     writer.place(plan.record.used - plan.base)
@@ -510,16 +513,25 @@ def _signature(
 ) -> list[Any]:
     """Say of every array all that decides how it comes into the slot: four values each."""
     signature: list[Any] = []
+    taken: list[tuple[int, int]] = []  # parts of the slot where arrays stay
     for array in arrays:
         dtype, flags, at = array.dtype, array.flags, -1
         how = 0 if flags.c_contiguous else FORTRAN if flags.f_contiguous else CONVERT
         if cast is not None and dtype is not cast and castable(dtype) and dtype != cast:
             how |= CONVERT | CAST
         elif find is not None and not how & CONVERT:
-            at = find(array)
+            at = _stay(find(array), array.nbytes, taken)
             how |= PLACED if at >= 0 else 0
         signature += (dtype, array.shape, how, at)
     return signature
+
+
+def _stay(at: int, nbytes: int, taken: list[tuple[int, int]]) -> int:
+    """Let an array stay where it lies, unless another one does: -1, as if it did not lie there."""
+    if at < 0 or any(at < end and at + nbytes > start for start, end in taken):
+        return -1
+    taken.append((at, at + nbytes))
+    return at
 
 
 def _make_plan(batch: Any, base: int, survey: _Survey, tree: Token, signature: list[Any]) -> _Plan:

@@ -152,6 +152,7 @@ class SlotWriter:
 
     def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Encode the batch."""
+        self._writer.settle()
         return codec.encode(batch, self._writer, self._cast)
 
     def publish(self, seat: Seat, record: tuple[int, ...]) -> None:

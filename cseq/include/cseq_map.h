@@ -6,6 +6,8 @@
 #ifndef CSEQ_MAP_H
 #define CSEQ_MAP_H
 
+#include <string.h>
+
 #include "cseq_atomic.h"
 
 #if defined(_WIN32)
@@ -59,6 +61,23 @@ CSEQ_INLINE void cseq_unmap(void *p, uint64_t nbytes) {
     UnmapViewOfFile(p);
 #else
     munmap(p, (size_t)nbytes);
+#endif
+}
+
+/* Put private memory in a mapping's place, with the same content in its first `used` bytes: 0, or an
+ * errno, and then nothing has changed. Whoever reads there sees no difference at any moment. */
+CSEQ_INLINE int cseq_privatize(void *p, uint64_t nbytes, uint64_t used) {
+#if defined(__linux__)
+    void *copy = mmap(0, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return errno;
+    memcpy(copy, p, (size_t)used);
+    if (mremap(copy, (size_t)nbytes, (size_t)nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, p) == p) return 0;
+    int error = errno;
+    munmap(copy, (size_t)nbytes);
+    return error;
+#else
+    (void)p, (void)nbytes, (void)used;
+    return ENOSYS;
 #endif
 }
 

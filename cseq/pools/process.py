@@ -16,6 +16,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,7 +24,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, failure, indexer, payload
-from cseq._core import Mapping, Ring, Seat, arm_fault, commit, exit_on_hangup, now_ns, ring_bytes
+from cseq._core import (
+    Mapping,
+    Placement,
+    Ring,
+    Seat,
+    arm_fault,
+    commit,
+    exit_on_hangup,
+    now_ns,
+    ring_bytes,
+)
 from cseq.arena import Arena, Segment, Writer
 from cseq.converter import (
     Converter,
@@ -98,11 +109,29 @@ def main(sock: socket.socket, local: Any = None) -> None:
     ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))
     os.close(ring_fd)
     seat = Seat(ring, setup.stage, setup.owner, last=setup.last)
-    writer = Writer(arena_fd, setup.width)
     if setup.stage == CONVERTER:
-        _convert(sock, setup, seat, writer)
+        _convert(sock, setup, seat, Writer(arena_fd, setup.width))
     else:
-        _index(sock, setup, seat, writer, payload_fd, local)
+        _index(sock, setup, seat, make_writer(arena_fd, setup.width), payload_fd, local)
+
+
+def make_writer(fd: int, width: int) -> Writer:
+    """Make an indexer's writer; large arrays lie in the slot from the first, where that is safe.
+
+    It is where an array that the indexer keeps can be taken out of the slot again.
+    """
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if sys.platform != "linux" or not gil:
+        return Writer(fd, width)
+    writer = Writer(fd, width, Placement())
+
+    def before_fork() -> None:
+        """Keep a process that the indexer forks from sharing the slot."""
+        if threading.current_thread() is threading.main_thread():
+            writer.part()
+
+    os.register_at_fork(before=before_fork)
+    return writer
 
 
 def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:

@@ -7,6 +7,7 @@
 #include "cseq_fault.h"
 #include "cseq_fault.h"
 #include "cseq_map.h"
+#include "cseq_place.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
 #include "cseq_wait.h"

@@ -1,0 +1,168 @@
+/* Arrays that are made where the batch is going to lie, without their maker's knowing.
+ *
+ * numpy lets its data allocator be replaced (NEP 49). In a worker process, the large allocations
+ * of one ticket are counted; those that were part of the last batch, by their number, are served
+ * from the ticket's slot. Everything else goes to numpy's own allocator.
+ *
+ * The guarantee: memory of a slot that was given out is counted until it is given back, so it is
+ * known when the indexer has kept some. Then the slot's pages at these addresses are replaced by a
+ * private copy (cseq_privatize) before anybody else writes to the slot: whoever holds the array
+ * sees no difference.
+ *
+ * One thread at a time, with the GIL.
+ */
+#ifndef CSEQ_PLACE_H
+#define CSEQ_PLACE_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "cseq_map.h"
+
+#define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not looked at */
+#define CSEQ_PLACE_SEEN 64u     /* of these, in one ticket; a word has as many bits */
+#define CSEQ_PLACE_ALIGN 64u    /* bytes */
+
+/* Part of the address space in which memory was given out. */
+typedef struct {
+    char *base;
+    uint64_t size;
+    uint64_t live; /* pieces that were not given back */
+    void *owner;   /* who unmaps it */
+} cseq_region;
+
+typedef struct {
+    /* numpy's own allocator */
+    void *ctx;
+    void *(*malloc)(void *ctx, size_t size);
+    void *(*calloc)(void *ctx, size_t count, size_t size);
+    void *(*realloc)(void *ctx, void *p, size_t size);
+    void (*free)(void *ctx, void *p, size_t size);
+
+    void (*release)(void *owner); /* a retired region is empty */
+
+    int aimed;       /* a ticket is in hand, and its indexer at work */
+    cseq_region at;  /* its slot */
+    uint64_t used;   /* bytes of that, from its beginning */
+    uint32_t count;  /* large allocations of this ticket */
+    uint64_t wanted; /* bit k: number k was part of the last batch */
+    struct {
+        char *p;
+        uint64_t size;
+    } seen[CSEQ_PLACE_SEEN];
+
+    cseq_region *retired; /* private by now, and still in use */
+    uint32_t retired_count, retired_room;
+} cseq_place;
+
+/* Memory of the slot, or NULL if there is no room. */
+CSEQ_INLINE void *cseq_place_take(cseq_place *p, uint64_t size) {
+    uint64_t offset = (p->used + (CSEQ_PLACE_ALIGN - 1)) & ~(uint64_t)(CSEQ_PLACE_ALIGN - 1);
+    if (offset > p->at.size || size > p->at.size - offset) return 0;
+    p->used = offset + size;
+    p->at.live++;
+    return p->at.base + offset;
+}
+
+/* The region that an address lies in, or NULL. */
+CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
+    const char *a = (const char *)address;
+    if (p->at.live && a >= p->at.base && a < p->at.base + p->at.size) return &p->at;
+    for (uint32_t k = 0; k < p->retired_count; k++) {
+        cseq_region *r = &p->retired[k];
+        if (a >= r->base && a < r->base + r->size) return r;
+    }
+    return 0;
+}
+
+static void *cseq_place_malloc(void *ctx, size_t size) {
+    cseq_place *p = (cseq_place *)ctx;
+    if (!p->aimed || size < CSEQ_PLACE_LEAST || p->count >= CSEQ_PLACE_SEEN)
+        return p->malloc(p->ctx, size);
+    uint32_t k = p->count++;
+    void *made = p->wanted >> k & 1 ? cseq_place_take(p, size) : 0;
+    if (!made) made = p->malloc(p->ctx, size);
+    p->seen[k].p = (char *)made;
+    p->seen[k].size = made ? size : 0;
+    return made;
+}
+
+static void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
+    cseq_place *p = (cseq_place *)ctx;
+    if (!p->aimed || (size && count > (size_t)-1 / size) || count * size < CSEQ_PLACE_LEAST)
+        return p->calloc(p->ctx, count, size);
+    void *made = cseq_place_malloc(ctx, count * size);
+    return made ? memset(made, 0, count * size) : 0;
+}
+
+static void cseq_place_free(void *ctx, void *address, size_t size) {
+    cseq_place *p = (cseq_place *)ctx;
+    cseq_region *r = cseq_place_find(p, address);
+    if (!r) {
+        p->free(p->ctx, address, size);
+        return;
+    }
+    r->live--;
+    if (r == &p->at) {
+        /* The last piece: a temporary, whose place the next one can have. */
+        if ((char *)address + size == r->base + p->used) p->used = (uint64_t)((char *)address - r->base);
+    } else if (!r->live) {
+        void *owner = r->owner;
+        *r = p->retired[--p->retired_count];
+        p->release(owner);
+    }
+}
+
+static void *cseq_place_realloc(void *ctx, void *address, size_t size) {
+    cseq_place *p = (cseq_place *)ctx;
+    cseq_region *r = cseq_place_find(p, address);
+    if (!r) return p->realloc(p->ctx, address, size);
+    void *made = p->malloc(p->ctx, size);
+    if (!made) return 0;
+    uint64_t behind = (uint64_t)(r->base + r->size - (char *)address); /* at least its own size */
+    memcpy(made, address, size < behind ? size : (size_t)behind);
+    cseq_place_free(ctx, address, 0);
+    return made;
+}
+
+/* Serve the next allocations from a slot of which nothing is used. Nothing may be live. */
+CSEQ_INLINE void cseq_place_aim(cseq_place *p, void *base, uint64_t size) {
+    p->at.base = (char *)base;
+    p->at.size = size;
+    p->used = 0;
+    p->count = 0;
+    p->aimed = 1;
+}
+
+/* Note that the batch holds this address: what it lies in is wanted next time. */
+CSEQ_INLINE void cseq_place_learn(cseq_place *p, const void *address, uint64_t *wanted) {
+    const char *a = (const char *)address;
+    for (uint32_t k = p->count; k-- > 0;) { /* the latest: an earlier one may have been freed */
+        if (a >= p->seen[k].p && a < p->seen[k].p + p->seen[k].size) {
+            *wanted |= (uint64_t)1 << k;
+            return;
+        }
+    }
+}
+
+/* Make the slot's addresses private, with what they show; the slot itself is nobody's any more.
+ * `owner` is released when all that was given out there is given back. 0, or an errno. */
+CSEQ_INLINE int cseq_place_part(cseq_place *p, void *owner) {
+    if (p->retired_count == p->retired_room) {
+        uint32_t room = p->retired_room ? 2 * p->retired_room : 16;
+        void *more = realloc(p->retired, room * sizeof(cseq_region));
+        if (!more) return ENOMEM;
+        p->retired = (cseq_region *)more;
+        p->retired_room = room;
+    }
+    int error = cseq_privatize(p->at.base, p->at.size, p->used);
+    if (error) return error;
+    p->retired[p->retired_count] = p->at;
+    p->retired[p->retired_count++].owner = owner;
+    memset(&p->at, 0, sizeof p->at);
+    p->aimed = 0;
+    p->used = 0;
+    return 0;
+}
+
+#endif

@@ -1,0 +1,388 @@
+"""Large arrays of the indexer's lie in the slot from the first, and may be kept all the same."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cseq import MPSequence, codec, empty
+from cseq._core import Mapping, Placement
+from cseq.arena import Arena, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take arrays back")
+
+SIZE = 1 << 18  # elements of float32: 1 MiB
+SOURCE = np.arange(SIZE, dtype=np.float32)
+
+
+class Bench:
+    """A worker's and a trainer's side of one slot, and numpy's allocator in between."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.placement = Placement()
+        self.writer = Writer(self.arena.segment.fd, self.arena.segment.width, self.placement)
+        self.slot = self.arena.acquire()
+        self.capacity = self.arena.capacity(self.slot)
+
+    def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
+        """Take one ticket through: what the trainer reads, on the slot itself."""
+        self.writer.begin(self.slot, self.capacity)
+        made = make()
+        self.writer.settle()
+        record = codec.encode(made, self.writer, cast)
+        del made
+        self.writer.end()
+        self.capacity = self.writer.capacity
+        return codec.decode(self.arena.look(self.slot, self.capacity), record)
+
+    def learn(self, make: Callable[[], Any], cast: Any = None) -> None:
+        """Let the slot grow, and what is made be known."""
+        for _ in range(2):
+            self.batch(make, cast)
+
+    def close(self) -> None:
+        """Let everything go."""
+        self.writer.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """A bench; numpy's allocator is replaced in the test's context alone."""
+    context = contextvars.copy_context()
+    bench = context.run(Bench)
+    bench.batch = functools.partial(context.run, bench.batch)  # type: ignore[method-assign]
+    yield bench
+    bench.close()
+
+
+def fresh() -> Any:
+    """Make an array in the usual way."""
+    return SOURCE + 1
+
+
+def test_what_was_in_the_last_batch_is_made_in_the_slot(bench: Bench) -> None:
+    """From the third batch on, an array is made where it is going to lie, and not copied."""
+    lives = []
+
+    def watched() -> Any:
+        made = fresh()
+        lives.append(bench.placement.live)
+        return made
+
+    for _ in range(4):
+        np.testing.assert_array_equal(bench.batch(watched), SOURCE + 1)
+    assert lives == [0, 0, 1, 1]
+    assert bench.placement.live == 0
+
+
+def test_an_array_may_be_kept(bench: Bench) -> None:
+    """What the indexer keeps does not change when its slot is written to again, nor by it."""
+    bench.learn(fresh)
+    kept: list[Any] = []
+
+    def keep() -> Any:
+        kept.append(fresh())
+        return kept[-1]
+
+    delivered = bench.batch(keep)
+    assert bench.placement.retired == 1
+    delivered[:] = -1
+    np.testing.assert_array_equal(kept[0], SOURCE + 1)
+    kept[0][:] = 5
+    assert delivered.max() == -1
+    bench.learn(lambda: SOURCE * 2)
+    assert kept[0].min() == kept[0].max() == 5
+
+
+def test_kept_arrays_leave_nothing_behind(bench: Bench) -> None:
+    """With the last array that was kept, its memory goes."""
+    bench.learn(fresh)
+    kept: list[Any] = []
+    for number in range(5):
+        bench.batch(lambda: kept.append(fresh()) or kept[-1])
+        assert bench.placement.retired == number + 1
+    while kept:
+        kept.pop()
+        assert bench.placement.retired == len(kept)
+
+
+def test_a_view_keeps_its_array(bench: Bench) -> None:
+    """A view of an array, or a tensor on it, is as good as the array."""
+    bench.learn(fresh)
+    kept: list[Any] = []
+
+    def keep() -> Any:
+        made = fresh()
+        kept.append(memoryview(made[10:20]))
+        return made
+
+    bench.batch(keep)
+    bench.learn(lambda: SOURCE * 2)
+    assert list(kept[0]) == list(range(11, 21))
+
+
+def test_temporaries_are_not_made_in_the_slot(bench: Bench) -> None:
+    """Only what ends up in the batch takes room in the slot."""
+
+    def with_temporaries() -> Any:
+        first = np.ones(SIZE, np.float64)
+        second = first * 2
+        return (second + first).astype(np.float32)
+
+    bench.learn(with_temporaries)
+    bench.writer.begin(bench.slot, bench.capacity)
+    bench.batch(with_temporaries)
+    assert SIZE * 4 <= bench.writer.used < SIZE * 4 + 4096
+
+
+def test_several_arrays(bench: Bench) -> None:
+    """Each array of a batch is placed, also with others in between."""
+    lives = []
+
+    def make() -> Any:
+        made = {"a": fresh(), "b": SOURCE.astype(np.float64)}
+        rubbish = np.empty(SIZE)
+        rubbish[:] = 3
+        made["c"] = np.zeros((512, 512), np.float32)
+        made["d"] = np.arange(7)
+        lives.append(bench.placement.live)
+        return made
+
+    for _ in range(4):
+        batch = bench.batch(make)
+        np.testing.assert_array_equal(batch["a"], SOURCE + 1)
+        np.testing.assert_array_equal(batch["b"], SOURCE)
+        assert batch["c"].shape == (512, 512)
+        assert not batch["c"].any()
+        assert batch["d"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert lives[-1] == 3
+
+
+def test_zeros_are_zero_in_a_used_slot(bench: Bench) -> None:
+    """`numpy.zeros` in a slot that held something else."""
+    bench.learn(fresh)
+    batch = bench.batch(lambda: np.zeros(SIZE, np.float32))
+    assert not batch.any()
+
+
+def test_an_array_in_two_places_arrives_as_two(bench: Bench) -> None:
+    """Arrays that share memory where they are made do not share it where they arrive."""
+
+    def twice() -> Any:
+        made = fresh()
+        return made, made, made[100:]
+
+    for _ in range(4):
+        first, second, part = bench.batch(twice)
+        first[:] = -1
+        np.testing.assert_array_equal(second, SOURCE + 1)
+        second[:] = -2
+        np.testing.assert_array_equal(part, SOURCE[100:] + 1)
+
+
+def test_an_array_that_is_resized(bench: Bench) -> None:
+    """An array that grows or shrinks in place leaves the slot, with its content."""
+
+    def resized(count: int) -> Any:
+        made = fresh()
+        made.resize(count, refcheck=False)
+        return made
+
+    bench.learn(fresh)
+    for count in (SIZE // 2, 2 * SIZE, SIZE):
+        batch = bench.batch(functools.partial(resized, count))
+        np.testing.assert_array_equal(batch[: min(count, SIZE)], (SOURCE + 1)[:count])
+
+
+def test_arrays_that_are_cast_are_not_made_in_the_slot(bench: Bench) -> None:
+    """What is cast on its way lies in the slot once, not twice."""
+
+    def wide() -> Any:
+        return SOURCE.astype(np.float64)
+
+    bench.learn(wide, np.dtype(np.float32))
+    batch = bench.batch(wide, np.dtype(np.float32))
+    np.testing.assert_array_equal(batch, SOURCE)
+    assert bench.writer.used < SIZE * 4 + 4096
+
+
+def test_beside_arrays_that_were_asked_for(bench: Bench) -> None:
+    """`Writer.empty` and numpy's own arrays share a slot without overlap."""
+
+    def mixed() -> Any:
+        first = bench.writer.empty(SIZE, np.float32)
+        second = fresh()
+        third = bench.writer.empty(SIZE, np.float32)
+        first[:], third[:] = 1, 3
+        return first, second, third
+
+    for _ in range(4):
+        first, second, third = bench.batch(mixed)
+        assert first.min() == first.max() == 1
+        np.testing.assert_array_equal(second, SOURCE + 1)
+        assert third.min() == third.max() == 3
+
+
+def test_batches_of_changing_size(bench: Bench) -> None:
+    """A batch larger than all before does not fit where the last one lay, and is copied there."""
+    for count in (1000, 70_000, SIZE, 10, 3 * SIZE, SIZE, 5 * SIZE):
+        batch = bench.batch(lambda count=count: np.arange(count))
+        np.testing.assert_array_equal(batch, np.arange(count))
+
+
+def test_an_exception_holds_arrays_of_the_slot(bench: Bench) -> None:
+    """Frames of a traceback keep their arrays while the error is written into the same slot."""
+    bench.learn(fresh)
+
+    def fails() -> Any:
+        made = fresh()
+        raise ValueError(made[3])
+
+    bench.writer.begin(bench.slot, bench.capacity)
+    context = contextvars.copy_context()
+    with pytest.raises(ValueError, match=r"4\.0") as caught:
+        context.run(Placement)  # as in the fixture's context
+        context.run(fails)
+    held = caught.traceback[-1].frame.f_locals["made"]
+    assert bench.placement.live == 1
+    bench.writer.begin(bench.slot, bench.capacity)
+    record = codec.encode(b"\xff" * SIZE, bench.writer)
+    np.testing.assert_array_equal(held, SOURCE + 1)
+    assert codec.decode(bench.arena.look(bench.slot, bench.capacity), record) == b"\xff" * SIZE
+
+
+def test_other_threads_allocate_as_ever(bench: Bench) -> None:
+    """Threads of the indexer's have contexts of their own."""
+    bench.learn(fresh)
+    made: list[Any] = []
+
+    def make() -> Any:
+        thread = threading.Thread(target=lambda: made.append(fresh()))
+        thread.start()
+        thread.join()
+        made.append(bench.placement.count)
+        return fresh()
+
+    bench.batch(make)
+    assert made[1] == 0
+
+
+def test_a_forked_process_does_not_share_the_slot(bench: Bench) -> None:
+    """`part`, before a fork, gives the arrays that exist a memory that is copied as usual."""
+    bench.learn(fresh)
+
+    def forks() -> Any:
+        made = fresh()
+        bench.writer.part()
+        child = os.fork()
+        if not child:
+            made[:] = 9
+            os._exit(int(made.min()) - 9)
+        assert os.waitpid(child, 0)[1] == 0
+        return made
+
+    np.testing.assert_array_equal(bench.batch(forks), SOURCE + 1)
+
+
+def test_a_slot_in_use_is_not_left(bench: Bench) -> None:
+    """While arrays lie in a slot, no other one is turned to, and no other one is made private."""
+    bench.learn(fresh)
+    mapping = Mapping(bench.arena.segment.fd, 0, 4096)
+    with pytest.raises(ValueError, match="not the slot"):
+        bench.placement.part(mapping)
+    kept: list[Any] = []
+
+    def keep() -> Any:
+        kept.append(fresh())
+        with pytest.raises(RuntimeError, match="1 arrays lie in the slot"):
+            bench.placement.aim(mapping)
+        return kept[0]
+
+    np.testing.assert_array_equal(bench.batch(keep), SOURCE + 1)
+
+
+# -- all of it ----------------------------------------------------------------------------------
+
+
+class Hoarder:
+    """Keeps every batch it ever made, and looks whether one has changed."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __getitem__(self, indices: Any) -> Any:
+        for number, array in self.kept:
+            assert array.min() == array.max() == number
+        made = np.full((len(indices), 20_000), indices[0], np.int64)
+        self.kept.append((indices[0], made))
+        if len(self.kept) % 3 == 0:
+            del self.kept[0]
+        return made
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_an_indexer_with_a_cache(start_method: str) -> None:
+    """Batches that the loop and the worker both keep and write to never change each other."""
+    manager = MPSequence(
+        Hoarder, 240, num_workers=2, batch_size=4, buffer=4, out_type="null", seed=1,
+        start_method=start_method,
+    )  # fmt: skip
+    with manager.start() as batches:
+        for _ in range(2):
+            firsts = set()
+            held = []
+            for batch in batches:
+                assert batch.min() == batch.max()
+                firsts.add(int(batch[0, 0]))
+                batch[:] += 1
+                held.append((int(batch[0, 0]), batch))
+            assert len(firsts) == 60
+            assert all(array.min() == array.max() == number for number, array in held)
+
+
+class Forker:
+    """Forks in every batch; the child outlives it, and says whether its array changed."""
+
+    def __init__(self) -> None:
+        self.children: list[int] = []
+
+    def __getitem__(self, indices: Any) -> Any:
+        made = np.full(100_000, indices[0], np.int64)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.read(reader, 1)  # until the worker says so, some batches later
+            os._exit(0 if made.min() == made.max() == indices[0] else 1)
+        os.close(reader)
+        self.children.append((child, writer))
+        if len(self.children) == 5:
+            assert [self.end(*entry) for entry in self.children] == [0] * 5
+            self.children.clear()
+        return made, empty(3)
+
+    def end(self, child: int, writer: int) -> int:
+        """Let a child end: its status."""
+        os.write(writer, b"!")
+        os.close(writer)
+        return os.waitpid(child, 0)[1]
+
+
+def test_an_indexer_that_forks() -> None:
+    """A child of the indexer sees the arrays it was forked with, whatever the slot holds now."""
+    manager = MPSequence(
+        Forker, 40, num_workers=1, batch_size=1, buffer=2, shuffle=False, out_type="null"
+    )
+    with manager.start() as batches:
+        assert [int(batch[0][0]) for batch in batches] == list(range(40))
