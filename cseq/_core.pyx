@@ -176,6 +176,11 @@ cdef class Memory:
         else:
             self.inside(offset, 0)
 
+    def store_from(self, Py_ssize_t offset, Memory source not None, Py_ssize_t nbytes):
+        """Copy the first `nbytes` of another memory to `offset`."""
+        source.inside(0, nbytes)
+        self.put(offset, source.data, nbytes)
+
     def load_bytes(self, Py_ssize_t offset, Py_ssize_t nbytes):
         """A copy of the bytes [offset, offset + nbytes)."""
         self.inside(offset, nbytes)
@@ -207,10 +212,10 @@ cdef class Block(Memory):
     def __dealloc__(self):
         PyMem_RawFree(self.raw)
 
-    cpdef copy_from(self, Memory source):
-        """Copy as many bytes as this block holds from the beginning of `source`."""
-        cdef char* bytes_from = source.data
-        source.inside(0, self.size)
+    cpdef copy_from(self, Memory source, Py_ssize_t offset=0):
+        """Copy as many bytes as this block holds from `source`, beginning at `offset`."""
+        cdef char* bytes_from = source.data + offset
+        source.inside(offset, self.size)
         if self.size < LARGE:
             memcpy(self.data, bytes_from, self.size)
         else:
@@ -218,10 +223,10 @@ cdef class Block(Memory):
                 memcpy(self.data, bytes_from, self.size)
 
 
-def copy_of(Memory source not None, Py_ssize_t nbytes):
-    """The first `nbytes` of a memory as a `Block` of their own."""
+def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
+    """The bytes [offset, offset + nbytes) of a memory as a `Block` of their own."""
     cdef Block block = Block(nbytes)
-    block.copy_from(source)
+    block.copy_from(source, offset)
     return block
 
 
@@ -899,17 +904,37 @@ cdef class Ring:
 
     # -- take
 
-    cdef int find(self, bint ordered) noexcept:
+    cdef int place(self, uint32_t cell) noexcept:
+        """Position in `order` of the ticket in a cell, or -1."""
+        cdef uint32_t k
+        for k in range(self.outstanding):
+            if self.order[(self.first + k) % self.r.capacity] == cell:
+                return <int>k
+        return -1
+
+    cdef void leave(self, uint32_t k) noexcept:
+        """Take the ticket at a position out of `order`."""
+        cdef uint32_t n = self.r.capacity
+        while k > 0:
+            self.order[(self.first + k) % n] = self.order[(self.first + k - 1) % n]
+            k -= 1
+        self.first = 0 if self.first + 1 == n else self.first + 1
+        self.outstanding -= 1
+
+    cdef int find(self, bint ordered, int cell) noexcept:
         """Position in `order` of a ticket that can be taken, or -1."""
         cdef uint32_t k
+        if cell >= 0:
+            return self.place(<uint32_t>cell) if cseq_ring_ready(self.r, <uint32_t>cell) else -1
         cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
         for k in range(upto):
             if cseq_ring_ready(self.r, self.order[(self.first + k) % self.r.capacity]):
                 return <int>k
         return -1
 
-    def take(self, bint ordered=True):
-        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one.
+    def take(self, bint ordered=True, int cell=-1):
+        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one, or
+        that in a given cell.
 
         Returns
         -------
@@ -917,19 +942,16 @@ cdef class Ring:
             (cell, status, slot, capacity, record): what the runners wrote. The cell is free; its
             ticket and indices can be read until the next `post` there. None: not yet finished.
         """
-        cdef int k = self.find(ordered)
-        cdef uint32_t n = self.r.capacity
-        cdef uint32_t cell
+        cdef int k
         cdef cseq_cell* c
         cdef uint64_t* f
+        if cell >= 0:
+            self.at(<uint32_t>cell)
+        k = self.find(ordered, cell)
         if k < 0:
             return None
-        cell = self.order[(self.first + <uint32_t>k) % n]
-        while k > 0:
-            self.order[(self.first + <uint32_t>k) % n] = self.order[(self.first + <uint32_t>k - 1) % n]
-            k -= 1
-        self.first = 0 if self.first + 1 == n else self.first + 1
-        self.outstanding -= 1
+        cell = <int>self.order[(self.first + <uint32_t>k) % self.r.capacity]
+        self.leave(<uint32_t>k)
         c = cseq_ring_cell(self.r, cell)
         f = c.converted if c.stage else c.record
         cseq_ring_retire(self.r, cell)
@@ -943,7 +965,7 @@ cdef class Ring:
         """How often the trainer was woken: for `wait`, taken before looking for failures."""
         return cseq_ring_alarms(self.r)
 
-    def wait(self, uint32_t seen, bint ordered=True, uint64_t ns=PARK_NS):
+    def wait(self, uint32_t seen, bint ordered=True, uint64_t ns=PARK_NS, int cell=-1):
         """Sleep until a ticket can be taken or an alarm is raised, at most `ns`; then run signal
         handlers.
 
@@ -955,12 +977,15 @@ cdef class Ring:
             Wait for the oldest ticket, not for any.
         ns : int
             Nanoseconds.
+        cell : int
+            Wait for the ticket in this cell.
         """
-        cdef int cell = -1
         cdef uint64_t before
         if self.unwoken:
             self.wake()
-        if ordered and self.outstanding:
+        if cell >= 0:
+            self.at(<uint32_t>cell)
+        elif ordered and self.outstanding:
             cell = <int>self.order[self.first]
         before = cseq_now_ns()
         with nogil:
@@ -981,9 +1006,18 @@ cdef class Ring:
 
     # -- give up
 
-    def abandon(self):
-        """Nobody wants the outstanding tickets any more; see `sweep`."""
+    def abandon(self, int cell=-1):
+        """Nobody wants the outstanding tickets any more, or that in a given cell; see `sweep`."""
         cdef uint32_t k
+        cdef int at
+        if cell >= 0:
+            at = self.place(<uint32_t>cell)
+            if at < 0:
+                raise RuntimeError(f"cell {cell} holds no outstanding ticket")
+            self.leave(<uint32_t>at)
+            self.abandoned[self.abandoned_count] = <uint32_t>cell
+            self.abandoned_count += 1
+            return
         for k in range(self.outstanding):
             self.abandoned[self.abandoned_count] = self.order[(self.first + k) % self.r.capacity]
             self.abandoned_count += 1

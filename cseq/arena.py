@@ -158,11 +158,11 @@ class Writer:
         Descriptor of the arena's file; stays the caller's.
     width : int
         Bytes from one slot to the next.
-    placement : Placement, optional
-        What makes large arrays of the indexer's lie in the slot without its asking for it.
 
     Attributes
     ----------
+    placement : Placement or None
+        What makes large arrays of the indexer's lie in the slot without its asking for it.
     memory : Memory
         The slot, from its beginning to `capacity`; another object when it has grown.
     used : int
@@ -176,14 +176,14 @@ class Writer:
     """
 
     __slots__ = (
-        "_aimed", "_fd", "_loans", "_mapped", "_maps", "_placement", "_slot", "_unchecked",
-        "_width", "_window", "capacity", "loaned", "memory", "used", "watched",
+        "_aimed", "_fd", "_loans", "_mapped", "_maps", "_slot", "_unchecked", "_width",
+        "_window", "capacity", "loaned", "memory", "placement", "used", "watched",
     )  # fmt: skip
 
-    def __init__(self, fd: int, width: int, placement: Placement | None = None) -> None:
+    def __init__(self, fd: int, width: int) -> None:
         self._fd = fd
         self._width = width
-        self._placement = placement
+        self.placement: Placement | None = None
         self._aimed: Mapping | None = None  # where numpy may place arrays of this ticket
         self._mapped: dict[int, Mapping] = {}
         self._maps: list[Memory] = []  # the slot's mappings during this ticket, oldest first
@@ -208,8 +208,8 @@ class Writer:
         mapping = self._mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, capacity)
-        if self._placement is not None and mapping.nbytes > SMALL:
-            self._placement.aim(mapping)
+        if self.placement is not None and mapping.nbytes > SMALL:
+            self.placement.aim(mapping)
             self._aimed = mapping
         self._slot = slot
         self.memory = mapping
@@ -222,7 +222,7 @@ class Writer:
 
     def settle(self) -> None:
         """Place nothing any more: the indexer has returned."""
-        placement = self._placement
+        placement = self.placement
         if self._aimed is not None and placement is not None:
             placement.rest()
             self.watched = placement.count > 0
@@ -232,8 +232,8 @@ class Writer:
 
     def learn(self, arrays: list[Array]) -> None:
         """Place arrays like these of the batch in the next slot, if they were made for it."""
-        if self._placement is not None:
-            self._placement.learn(arrays)
+        if self.placement is not None:
+            self.placement.learn(arrays)
 
     def part(self) -> None:
         """Give what is held of arrays in the slot a memory of its own; the slot is mapped anew.
@@ -243,9 +243,9 @@ class Writer:
         MemoryError
             There is no room for it.
         """
-        if self._aimed is None or self._placement is None or not self._placement.live:
+        if self._aimed is None or self.placement is None or not self.placement.live:
             return
-        self._placement.part(self._aimed)
+        self.placement.part(self._aimed)
         self._mapped.pop(self._slot, None)
         self._maps = [memory for memory in self._maps if memory is not self._aimed]
         if self.memory is self._aimed:
@@ -256,8 +256,8 @@ class Writer:
 
     def _leave(self) -> None:
         """Be done with the last slot: nothing of it is in use, or it becomes private."""
-        if self._placement is not None:
-            self._placement.rest()
+        if self.placement is not None:
+            self.placement.rest()
         self.part()
         self._aimed = None
 
@@ -274,7 +274,7 @@ class Writer:
         MemoryError
             If there is no room for them; nothing has changed then.
         """
-        placement = self._placement if self._aimed is not None else None
+        placement = self.placement if self._aimed is not None else None
         used = self.used if placement is None else max(self.used, placement.used)
         offset = (used + (ALIGNMENT - 1)) & -ALIGNMENT
         end = offset + nbytes

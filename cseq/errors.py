@@ -40,6 +40,8 @@ class WorkerDied(CseqError, RuntimeError):
         That batch's indices; empty if there was none.
     exitcode : int or None
         Exit code, or minus the signal's number; None if it could not be learnt.
+    worker : int or None
+        The worker's number, from 0.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class WorkerDied(CseqError, RuntimeError):
         batch: int | None = None,
         indices: list[int] | None = None,
         exitcode: int | None = None,
+        worker: int | None = None,
     ) -> None:
         super().__init__(message)
         self.epoch = epoch
         self.batch = batch
         self.indices = indices or []
         self.exitcode = exitcode
+        self.worker = worker
 
 
 class WorkerTimeout(CseqError, TimeoutError):
@@ -63,7 +67,15 @@ class WorkerTimeout(CseqError, TimeoutError):
 
 
 class RemoteTraceback(CseqError):
-    """Text of a traceback from another process; the ``__cause__`` of an error that came from it."""
+    """Text of a traceback from another process; the ``__cause__`` of an error that came from it.
+
+    Attributes
+    ----------
+    worker : int or None
+        The number of the worker that raised it, from 0, where that is known.
+    """
+
+    worker: int | None = None
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}" if self.args else ""

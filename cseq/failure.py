@@ -35,7 +35,7 @@ def pack_text(error: BaseException, limit: int = 1500) -> bytes:
     return pickle.dumps((None, name, message, text))
 
 
-def unpack(data: bytes) -> BaseException:
+def unpack(data: bytes, worker: int | None = None) -> BaseException:
     """Restore the exception; its ``__cause__`` shows the traceback of where it was raised."""
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
@@ -43,7 +43,8 @@ def unpack(data: bytes) -> BaseException:
         error = WorkerError(f"{name}: {message} (this exception could not be pickled)")
     else:
         error = _unpickled(pickled, f"{name}: {message}")
-    error.__cause__ = RemoteTraceback(text)
+    error.__cause__ = cause = RemoteTraceback(text)
+    cause.worker = worker
     return error
 
 
@@ -123,7 +124,7 @@ def deliver(error: BaseException, place: str) -> NoReturn:
     """Raise in the loop what an indexer raised, with its batch named."""
     try:
         if isinstance(error, StopIteration):  # the loop would end as if the epoch were over
-            stop = RuntimeError("the indexer raised StopIteration")
+            stop = RuntimeError("the worker raised StopIteration")
             stop.__cause__ = error.__cause__ or error
             error = stop
         _annotate(error, f"cseq: while making {place}")

@@ -52,8 +52,8 @@ class Steward(Protocol):
     def greet(self, owner: int, sock: socket.socket) -> None:
         """Tell a new worker what it has to know."""
 
-    def failed(self, packed: bytes) -> None:
-        """Learn that a worker could not get ready."""
+    def failed(self, owner: int, packed: bytes) -> None:
+        """Learn that a worker could not get ready, and the exception it packed."""
 
     def died(self, owner: int, exitcode: int | None, *, was_ready: bool) -> bool:
         """Learn that a worker is gone; return whether to replace it."""
@@ -190,7 +190,7 @@ class Keeper:
             return
         body = ward.feed(data)
         if body is not None and ward.state == FAILED:
-            self._steward.failed(body)
+            self._steward.failed(ward.owner, body)
 
     def _bury(self, ward: _Ward) -> None:
         """Make certain that a worker is gone; replace it if the steward says so."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
-import os
 import secrets
 import threading
 import warnings
@@ -19,6 +18,7 @@ from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, seconds
 from cseq.launcher import start_methods
 from cseq.pools import Job
+from cseq.run import Run
 from cseq.sampler import Sampler, resolve_shard
 from cseq.stats import Stats
 
@@ -55,7 +55,6 @@ MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 
 MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
 MOST_BUFFER = 2**20
 MOST_EPOCH = 2**64 - 1
-TURN_SECONDS = 5.0  # how long `finish` waits for a batch that another thread makes or takes out
 
 
 class State(enum.Enum):
@@ -81,64 +80,6 @@ ALLOWED = {
 }
 
 
-class Run:
-    """One start of a manager, up to its end: a pool, and whether it is still the present one."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.present = 0  # the generation of the one iterator that may go on
-        self.turn = threading.RLock()  # around every use of the pool but `interrupt`
-        self._pid = os.getpid()
-        _runs.add(self)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process started it, and is no fork of the one that did."""
-        return os.getpid() == self._pid
-
-    def interrupt(self) -> None:
-        """Let no iterator go on that was made so far, nor wait in another thread."""
-        self.present += 1
-        if self.is_ours:
-            self.pool.interrupt()
-
-    def disown(self) -> None:
-        """In a forked process: let no iterator go on; whoever held `turn` does not exist here."""
-        self.present += 1
-        self.turn = threading.RLock()
-
-    def begin(self, epoch: int, consumed: int) -> None:
-        """Begin an epoch in place of the one that is under way."""
-        self.interrupt()
-        with self.turn:
-            self.pool.begin(epoch, consumed)
-
-    def close(self) -> None:
-        """Interrupt the iterator and end the pool; a forked process has no pool to end."""
-        self.interrupt()
-        if not self.is_ours:
-            return
-        mine = self.turn.acquire(timeout=TURN_SECONDS)  # the inline pool cannot be interrupted
-        try:
-            self.pool.close()
-        finally:
-            if mine:
-                self.turn.release()
-
-
-_runs: weakref.WeakSet[Run] = weakref.WeakSet()
-
-
-def _interrupt_all() -> None:
-    """Keep a forked process from taking batches out of its parent's rings."""
-    for run in _runs:
-        run.disown()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_interrupt_all)
-
-
 class Epoch:
     """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it.
 
@@ -147,7 +88,7 @@ class Epoch:
 
     __slots__ = ("_generation", "_manager", "_next", "_run")
 
-    def __init__(self, manager: MSequence, run: Run) -> None:
+    def __init__(self, manager: MSequence, run: Run[Pool]) -> None:
         self._manager = manager  # keeps it, and with it the pool, alive
         self._run = run
         self._generation = run.present
@@ -300,7 +241,7 @@ class MSequence:
             payload.check(worker)
         self._state = State.IDLE
         self._lock = threading.RLock()  # around changes of state
-        self._run: Run | None = None
+        self._run: Run[Pool] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._epoch = 0
         self._begun = False  # _epoch has begun, so the next iter() takes the one after it
@@ -502,7 +443,9 @@ class MSequence:
                     "here, or make a manager of its own"
                 )
             epoch = self._epoch + 1 if self._begun else self._epoch
-            run.begin(epoch, self._consumed)
+            run.interrupt()
+            with run.turn:
+                run.pool.begin(epoch, self._consumed)
             self._epoch, self._begun, self._consumed = epoch, True, 0
             return Epoch(self, run)
 

@@ -68,9 +68,9 @@ class Steward:
             sock.sendall(self.orders.pop(0))
         self.note("greet", owner)
 
-    def failed(self, packed: bytes) -> None:
+    def failed(self, owner: int, packed: bytes) -> None:
         """Learn why one cannot get ready."""
-        self.note("failed", len(packed))
+        self.note("failed", owner, len(packed))
 
     def died(self, owner: int, exitcode: int | None, *, was_ready: bool) -> bool:
         """Learn of a death."""
@@ -157,7 +157,7 @@ def test_one_that_cannot_get_ready(keep: Any) -> None:
     """The reason arrives whole, however long it is, before the death of its worker."""
     steward = Steward(b"F3", replace=False)
     keep(steward)
-    assert steward.await_events(3)[1:] == [("failed", 200_000), ("died", 1, 3, False)]
+    assert steward.await_events(3)[1:] == [("failed", 1, 200_000), ("died", 1, 3, False)]
 
 
 def test_one_that_dies_while_it_speaks(keep: Any) -> None:

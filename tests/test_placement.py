@@ -30,8 +30,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.arena = Arena()
-        self.placement = Placement()
-        self.writer = Writer(self.arena.segment.fd, self.arena.segment.width, self.placement)
+        self.writer = Writer(self.arena.segment.fd, self.arena.segment.width)
+        self.writer.placement = self.placement = Placement()
         self.slot = self.arena.acquire()
         self.capacity = self.arena.capacity(self.slot)
 

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cseq
-import cseq.pools.process
+import cseq.staff
 from cseq.context import generator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Chance, not the data, kills here, and may well strike the same batch many times.
-cseq.pools.process.TRIES = 10**9
+cseq.staff.TRIES = 10**9
 
 
 class Worker:

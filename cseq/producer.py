@@ -1,0 +1,286 @@
+"""A worker's side of a stream: makes the items that tickets ask for.
+
+A ticket is for one worker. It asks for `count` items from the `start`-th of an epoch on, or for a
+call of a method. All that a worker must know to answer it is in shared memory: where it is told to
+be elsewhere than it is (it has just taken a dead one's place), it begins the epoch from the
+assignment that the ticket points to, and goes to `start`.
+
+::
+
+    ticket    epoch, kind, start, count      of the cell
+              call, assignment               two letters: six of the cell's words for each
+    letter    slot, bytes committed, record  something the trainer has laid into a slot
+    answer    record, ns, items and flags    one item as a batch; several behind one another,
+                                             each as a batch of its own, and a table of them
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from cseq import codec, context, failure, indexer, payload
+from cseq._core import Block, Seat, copy_of, now_ns
+from cseq.arena import Writer
+from cseq.edge import SlotWriter
+from cseq.keeper import FAILED, READY, send_state
+from cseq.staff import enter
+from cseq.stage import BATCH, INDEXER, run
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from cseq._core import Memory, Ring
+
+__all__ = [
+    "ASSIGNED",
+    "BEGIN",
+    "BROKEN",
+    "CALL",
+    "CALLED",
+    "ENTRY",
+    "ITEMS",
+    "MOST",
+    "Producer",
+    "Task",
+    "main",
+    "parse",
+]
+
+ENTRY = "cseq.producer:main"
+
+ITEMS, BEGIN, CALL = 0, 1, 2  # what a ticket asks for
+CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the letters among the cell's words
+MOST = 64  # items that one ticket can ask for; also the room for words in a cell
+ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; for the last of it is an exception
+ENTRY_WORDS = 5  # of a table: where an item begins, and its record
+SCRATCH = 1 << 16  # bytes
+INT64 = np.dtype(np.int64)
+
+
+class Producer(Protocol):
+    """What makes a worker's items, in the main thread of its process.
+
+    Other methods may be called by `Streams.ask`. If there is a method ``close``, it is called when
+    the worker ends.
+    """
+
+    def begin(self, assignment: Any, /) -> Any:
+        """Begin an epoch, whatever became of the last; the reply goes to `Streams.begin`."""
+
+    def items(self, start: int, /) -> Iterator[Any]:
+        """Return the items of the epoch from the `start`-th on.
+
+        `start` is 0 but in a process that replaces a dead one, which has been given the same
+        assignment: the items must be the same, by a leap or by making and dropping those before.
+        """
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker process is to know."""
+
+    number: int
+    num_workers: int
+
+
+def main(sock: socket.socket, local: Any = None) -> None:
+    """Run one worker process.
+
+    Parameters
+    ----------
+    sock : socket
+        To the trainer. When it ends, so does this process.
+    local : object, optional
+        What makes the producer, where it came by `os.fork` and not through a file.
+    """
+    entered = enter(sock)
+    task = entered.setup.task
+    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True)
+    context.enter(context.Desk(task.number, task.num_workers, 0))
+    try:
+        make = entered.read(local)
+        producer = make(task.number, task.num_workers)
+    except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
+        send_state(sock, FAILED, failure.pack(error))
+        return
+    send_state(sock, READY)
+    run(seat, Making(producer, entered.ring, entered.writer))
+    indexer.dispose(make, producer, copied=True)
+
+
+_END = object()
+
+
+class Making:
+    """The work on a ticket: what it asks for, made by the producer and laid into its slot."""
+
+    def __init__(self, producer: Producer, ring: Ring, writer: Writer) -> None:
+        self._producer = producer
+        self._ring = ring
+        self._writer = writer
+        self._scratch = Scratch()
+        self._inlet = SlotWriter(writer, None)
+        self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
+        self._epoch = 0  # the one the producer is in; the trainer counts them from 1
+        self._over = 0  # the one of which nothing follows
+        self._items: Iterator[Any] | None = None
+        self._at = 0  # which item comes next
+
+    def __call__(self, seat: Seat) -> None:
+        """Make what the ticket in hand asks for; whatever is raised goes the same way."""
+        epoch, kind, count = self._ring.ticket(seat.cell)
+        try:
+            if kind == ITEMS:
+                self._make(seat, epoch, count)
+            else:
+                self._answer(seat, epoch, kind)
+        except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
+            self._end(epoch)
+            self._inlet.fail(seat, error)
+
+    def _end(self, epoch: int) -> None:
+        """Nothing more comes in this epoch."""
+        self._over = epoch
+        self._items = None
+
+    def _begin(self, seat: Seat, epoch: int) -> Any:
+        """Begin an epoch."""
+        self._end(epoch)  # unless it begins
+        self._epoch = epoch
+        reply = self._producer.begin(self._read(seat, ASSIGNED))
+        self._over = 0
+        return reply
+
+    def _read(self, seat: Seat, which: slice) -> Any:
+        """Read a letter: a copy, since its slot has an end."""
+        slot, capacity, *record = self._rooms[seat.cell][which].tolist()
+        self._writer.begin(slot, capacity)
+        memory = copy_of(self._writer.memory, codec.used(record))
+        return payload.load(*codec.decode(memory, record))
+
+    def _answer(self, seat: Seat, epoch: int, kind: int) -> None:
+        """Call a method, and lay down what it returns."""
+        if kind == BEGIN:
+            reply = self._begin(seat, epoch)
+        else:
+            if epoch not in (0, self._epoch):
+                self._begin(seat, epoch)
+            method, args = self._read(seat, CALLED)
+            reply = getattr(self._producer, method)(*args)
+        self._writer.begin(seat.slot, seat.capacity)
+        seat.publish(BATCH, codec.encode(reply, self._writer), self._writer.capacity)
+
+    def _make(self, seat: Seat, epoch: int, count: int) -> None:
+        """Make the next items."""
+        if epoch != self._epoch:
+            self._begin(seat, epoch)
+        self._writer.begin(seat.slot, seat.capacity)
+        if self._over == epoch:
+            seat.publish(BATCH, (0, 0, 0, 0, 0, ENDED), self._writer.capacity)
+            return
+        items = self._go_to(seat.start)
+        if count == 1:
+            self._make_one(seat, items)
+        else:
+            self._make_some(seat, items, count)
+
+    def _go_to(self, start: int) -> Iterator[Any]:
+        """Be where the ticket begins."""
+        if self._items is None or self._at != start:
+            self._items = None
+            self._items = iter(self._producer.items(start))
+            self._at = start
+        return self._items
+
+    def _make_one(self, seat: Seat, items: Iterator[Any]) -> None:
+        """Lay one item into the slot."""
+        begun = now_ns()
+        item = next(items, _END)
+        if item is _END:
+            self._end(self._epoch)
+            seat.publish(BATCH, (0, 0, 0, 0, 0, ENDED))
+            return
+        writer = self._writer
+        record = codec.encode(item, writer)
+        self._at += 1
+        seat.publish(BATCH, (*record, now_ns() - begun, 1 << 2), writer.capacity)
+
+    def _make_some(self, seat: Seat, items: Iterator[Any], count: int) -> None:
+        """Lay several items into the slot, each before the next is made.
+
+        An exception behind the first of them is laid down like an item.
+        """
+        table = array("q")
+        made = flags = slowest = 0
+        while made < count and not flags:
+            begun = now_ns()
+            try:
+                item = next(items, _END)
+                if item is _END:
+                    flags = ENDED
+                    break
+                table.extend(self._lay(item))
+            except BaseException as error:
+                if not made:
+                    raise
+                table.extend(self._lay(failure.pack(error)))
+                flags = ENDED | BROKEN
+                break
+            made += 1
+            slowest = max(slowest, now_ns() - begun)
+        self._at += made
+        if flags:
+            self._end(self._epoch)
+        writer, nbytes = self._writer, len(table) * table.itemsize
+        offset = writer.place(nbytes)
+        writer.memory.store_bytes(offset, table.tobytes())
+        record = (offset, nbytes, 0, 0, slowest, made << 2 | flags)
+        seat.publish(BATCH, record, writer.capacity)
+
+    def _lay(self, item: Any) -> tuple[int, ...]:
+        """Lay an item behind the others, as if it lay at the beginning of a slot."""
+        scratch, writer = self._scratch, self._writer
+        scratch.clear()
+        record = codec.encode(item, scratch)
+        offset = writer.place(scratch.used)
+        writer.memory.store_from(offset, scratch.memory, scratch.used)
+        return offset, *record
+
+
+class Scratch(Writer):
+    """Private memory with the manners of a slot, for items so small that a copy is nothing."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(-1, 0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.used = 0
+        if self.capacity != SCRATCH:
+            self.memory = Block(SCRATCH)
+            self.capacity = SCRATCH
+
+    def _grow(self, needed: int) -> None:
+        """Move to a larger memory."""
+        smaller = self.memory
+        self.capacity = 2 * needed
+        self.memory = Block(self.capacity)
+        self.memory.store_from(0, smaller, self.used)
+
+
+def parse(memory: Memory, record: tuple[int, ...]) -> list[Any]:
+    """Read the items of an answer that has a table; each has memory of its own."""
+    words = memory.view(record[0], INT64, (record[1] // 8,)).tolist()
+    items = []
+    for at in range(0, len(words), ENTRY_WORDS):
+        entry = words[at + 1 : at + ENTRY_WORDS]
+        items.append(codec.decode(copy_of(memory, codec.used(entry), words[at]), entry))
+    return items

@@ -1,0 +1,86 @@
+"""One start of a manager, up to its end: its pool, and who may use it.
+
+A number says which iterator is the present one; changing it ends all others, in other threads and
+in processes that are forked off, too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, Generic, Protocol, TypeVar
+
+__all__ = ["Run"]
+
+TURN_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
+
+
+class Interruptible(Protocol):
+    """What a run needs of its pool."""
+
+    def interrupt(self) -> None:
+        """Let whoever waits in another thread raise InterruptedError."""
+
+    def close(self) -> None:
+        """End everything that was started; returns within a bounded time. Twice is fine."""
+
+
+P = TypeVar("P", bound=Interruptible)
+
+
+class Run(Generic[P]):
+    """One start of a manager, up to its end: a pool, and whether it is still the present one.
+
+    Parameters
+    ----------
+    pool : Pool
+    """
+
+    def __init__(self, pool: P) -> None:
+        self.pool = pool
+        self.present = 0  # the generation of the one iterator that may go on
+        self.turn = threading.RLock()  # around every use of the pool but `interrupt`
+        self._pid = os.getpid()
+        _runs.add(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and is no fork of the one that did."""
+        return os.getpid() == self._pid
+
+    def interrupt(self) -> None:
+        """Let no iterator go on that was made so far, nor wait in another thread."""
+        self.present += 1
+        if self.is_ours:
+            self.pool.interrupt()
+
+    def disown(self) -> None:
+        """In a forked process: let no iterator go on; whoever held `turn` does not exist here."""
+        self.present += 1
+        self.turn = threading.RLock()
+
+    def close(self) -> None:
+        """Interrupt the iterator and end the pool; a forked process has no pool to end."""
+        self.interrupt()
+        if not self.is_ours:
+            return
+        mine = self.turn.acquire(timeout=TURN_SECONDS)  # the inline pool cannot be interrupted
+        try:
+            self.pool.close()
+        finally:
+            if mine:
+                self.turn.release()
+
+
+_runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
+
+
+def _interrupt_all() -> None:
+    """Keep a forked process from taking batches out of its parent's rings."""
+    for run in _runs:
+        run.disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_interrupt_all)

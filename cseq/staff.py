@@ -1,0 +1,387 @@
+"""The worker processes around one ring: set up, replaced when they die, ended.
+
+What every pool of processes shares, whatever its workers do. The trainer makes a `Staff`; a worker
+process begins with `enter`.
+
+::
+
+    trainer                                        worker process
+      Staff ── setup ──► socket ────────────────►  enter ──► ring, writer, the user's object
+      ring, arena ─────► shared memory ─────────►
+      keeper ◄── end of file ── socket ──────────  whatever ends it
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cseq import failure, payload
+from cseq._core import Mapping, Ring, arm_fault, commit, exit_on_hangup, now_ns, ring_bytes
+from cseq.arena import Arena, Segment, Writer
+from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.keeper import STACK_SIGNAL, Keeper
+from cseq.launcher import describe_exit, make_launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cseq.arena import Locks
+
+__all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
+
+log = logging.getLogger("cseq")
+
+TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
+LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker process has to know, beside its file descriptors."""
+
+    owner: int
+    ring_bytes: int
+    width: int  # bytes between the slots in their file
+    task: Any  # what its pool wants of it
+
+
+class Held(NamedTuple):
+    """A ticket that somebody works on, for messages and errors."""
+
+    epoch: int
+    batch: int
+    indices: list[int]
+    place: str  # names it
+
+
+# ── in the worker ──────────────────────────────────────────────────────────────────────────
+
+
+class Entered(NamedTuple):
+    """What a worker process begins with."""
+
+    setup: Setup
+    ring: Ring
+    writer: Writer
+    payload_fd: list[int]
+
+    def read(self, local: Any) -> Any:
+        """Return what the user brought: from its file, or as it came by `os.fork`."""
+        return payload.read(self.payload_fd[0]) if self.payload_fd else local
+
+
+def enter(sock: socket.socket) -> Entered:
+    """Begin a worker process: it ends when `sock`, to the trainer, does."""
+    arm_fault()
+    setup, (ring_fd, arena_fd, *payload_fd) = _receive(sock)
+    threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=sock.fileno(), all_threads=True)
+    ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))
+    os.close(ring_fd)
+    return Entered(setup, ring, Writer(arena_fd, setup.width), payload_fd)
+
+
+def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
+    """Read the setup and the descriptors that come with it."""
+    head, fds, _, _ = socket.recv_fds(sock, LENGTH.size, 8)
+    (length,) = LENGTH.unpack(head)
+    body = bytearray()
+    while len(body) < length:
+        piece = sock.recv(length - len(body))
+        if not piece:
+            os._exit(1)  # the trainer is gone
+        body += piece
+    setup: Setup = pickle.loads(body)
+    return setup, list(fds)
+
+
+def _send(sock: socket.socket, setup: Setup, fds: list[int]) -> None:
+    """Send the setup and the descriptors that come with it."""
+    body = pickle.dumps(setup)
+    socket.send_fds(sock, [LENGTH.pack(len(body))], fds)
+    sock.sendall(body)
+
+
+# ── in the trainer ─────────────────────────────────────────────────────────────────────────
+
+
+class Staff:
+    """A ring and slots in shared memory, and the worker processes that serve them.
+
+    Parameters
+    ----------
+    capacity, room, runners : int
+        Of the ring: cells, indices in each, owners.
+    memory_limit : int
+        Of the arena.
+    locks : Locks, optional
+        Of the arena.
+
+    Attributes
+    ----------
+    ring : Ring
+    arena : Arena
+    keeper : Keeper
+        Once started.
+    owners : int
+        How many processes; known once started.
+    failure : BaseException or None
+        What went wrong on the keeper's thread; the consumer is to raise it.
+    deaths : Deaths
+        Once started.
+    closed : bool
+        Nothing is expected of the workers any more.
+    """
+
+    keeper: Keeper
+    deaths: Deaths
+    owners: int
+
+    def __init__(
+        self,
+        capacity: int,
+        room: int,
+        runners: int,
+        *,
+        memory_limit: int,
+        locks: Locks | None = None,
+    ) -> None:
+        if not hasattr(socket, "send_fds"):
+            raise OSError(
+                "worker processes need file descriptors to be sent over a socket, which this "
+                "system's Python cannot do; use threads (MTSequence) where there is a choice"
+            )
+        size = ring_bytes(capacity, room, runners)
+        self._segment = Segment.create(size)
+        commit(self._segment.fd, 0, size)
+        self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
+        self.arena = Arena(memory_limit, locks)
+        self.failure: BaseException | None = None
+        self._payload_fd = -1
+        self.closed = False
+
+    def start(
+        self,
+        worker: Any,
+        owners: int,
+        *,
+        readers: int,
+        task: Callable[[int], Any],
+        describe: Callable[[int], Held],
+        deaths: Deaths,
+        method: str | None,
+        entry: str,
+        preload: Sequence[str] = (),
+    ) -> None:
+        """Start the workers, and do not wait for them.
+
+        Parameters
+        ----------
+        worker : object
+            What the user brought.
+        owners : int
+            How many processes; their numbers at the ring begin at 1.
+        readers : int
+            How many of them, the first, get `worker`.
+        task : callable
+            Tells ``Setup.task`` of an owner, on the keeper's thread.
+        describe : callable
+            Names the ticket in a cell, on the keeper's thread.
+        deaths : Deaths
+        method, entry, preload
+            See `make_launcher`.
+        """
+        self._readers, self._task, self._describe = readers, task, describe
+        self.owners = owners
+        self.deaths = deaths
+        launcher = make_launcher(method, entry=entry, preload=preload)
+        launcher.prepare()
+        try:  # pickled once, and put where every worker process can read it
+            self._payload_fd = -1 if launcher.takes_objects else payload.dump(worker).share()
+        except BaseException:
+            self.ring.close()
+            launcher.close(time.monotonic())
+            raise
+        self.keeper = Keeper(launcher, self, range(1, owners + 1), worker)
+
+    # -- the keeper asks (on its thread)
+
+    def greet(self, owner: int, sock: socket.socket) -> None:
+        """Send a new worker its setup."""
+        width = self.arena.segment.width
+        setup = Setup(owner, self._segment.width, width, self._task(owner))
+        fds = [self._segment.fd, self.arena.segment.fd]
+        if owner <= self._readers and self._payload_fd >= 0:
+            fds.append(self._payload_fd)
+        _send(sock, setup, fds)
+
+    def broke(self, error: BaseException) -> None:
+        """Pass on why workers can no longer be looked after."""
+        self.fail(error)
+
+    def failed(self, owner: int, packed: bytes) -> None:
+        """Keep the first reason why a worker could not get ready."""
+        self.fail(failure.unpack(packed, owner - 1))
+
+    def died(self, owner: int, exitcode: int | None, *, was_ready: bool) -> bool:
+        """Post again what a dead worker held; return whether to replace it."""
+        held = [self._describe(cell) for cell in self.ring.held(owner)]
+        self.ring.repost(owner)
+        if self.failure is not None or self.closed:
+            return False
+        error = self.deaths.count(owner - 1, exitcode, held, was_ready=was_ready)
+        if error is not None:
+            self.fail(error)
+            return False
+        log.warning("worker %d %s: replaced", owner - 1, describe_exit(exitcode))
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Let the consumer raise this."""
+        if self.failure is None:
+            self.failure = error
+        self.ring.alarm()
+
+    # -- the consumer asks (on its thread)
+
+    def check(self) -> None:
+        """Raise what went wrong elsewhere."""
+        if self.closed:
+            raise InterruptedError("the manager was finished while a batch was awaited")
+        if self.failure is not None:
+            raise self.failure
+
+    def check_time(
+        self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
+    ) -> None:
+        """Raise, or kill the worker, if something has taken longer than `timeout` seconds.
+
+        `working` says who works (the owner), since when (ns of `now_ns`), and on what.
+        """
+        for owner, since, place in working:
+            seconds = (now_ns() - since) / 1e9
+            if seconds <= timeout:
+                continue
+            stack = self.keeper.stack(owner)
+            message = (
+                f"{place} has taken {seconds:.1f} s, timeout={timeout} s; "
+                f"worker {owner - 1} is here:\n{stack}"
+            )
+            if not restart:
+                raise WorkerTimeout(message)
+            log.error("%sworker %d is restarted", message, owner - 1)
+            self.keeper.kill(owner)
+
+    def close(self) -> None:
+        """Tell the workers to leave, and see to it that they have."""
+        self.closed = True
+        self.ring.close()
+        if hasattr(self, "keeper"):
+            self.keeper.close()
+
+    def free(self) -> None:
+        """Let the shared memory go, when nobody works with it any more."""
+        self.arena.close()
+        self._segment.close()
+        if self._payload_fd >= 0:
+            os.close(self._payload_fd)
+            self._payload_fd = -1
+
+
+class Deaths:
+    """How often workers died in this epoch, and when that is too often.
+
+    Parameters
+    ----------
+    budget : int
+        Replacements that are allowed in an epoch.
+    num_workers : int
+    unit, advice : str
+        What a ticket is to the user, and what to do when it ends its workers.
+    """
+
+    def __init__(self, budget: int, num_workers: int, unit: str, advice: str) -> None:
+        self._budget = budget
+        self._starts = TRIES * num_workers  # all of them may be struck at once while they start
+        self._unit, self._advice = unit, advice
+        self._deaths = 0
+        self._unready = 0
+        self._by_place: Counter[str] = Counter()
+        self._oom_kills = oom_kills()
+        self.restarts = 0
+        self.retries = 0  # tickets that ran again
+
+    def begin(self) -> None:
+        """Begin a new epoch's budget."""
+        self._deaths = 0
+        self._by_place.clear()
+
+    def count(
+        self, worker: int, exitcode: int | None, held: Sequence[Held], *, was_ready: bool
+    ) -> WorkerDied | None:
+        """Count a death; return the error if it is one too many."""
+        self._deaths += 1
+        self._unready = 0 if was_ready else self._unready + 1
+        epoch, batch, indices, place = held[0] if held else (None, None, [], "")
+        if held:
+            self._by_place[place] += 1
+        reason = self._too_many(place)
+        if reason is None:
+            self.restarts += 1
+            self.retries += len(held)
+            return None
+        return WorkerDied(
+            f"worker {worker} {describe_exit(exitcode)}{self._oom(exitcode)}"
+            f"{f' while making {place}' if held else ''}; {reason}",
+            epoch=epoch,
+            batch=batch,
+            indices=indices,
+            exitcode=exitcode,
+            worker=worker,
+        )
+
+    def _too_many(self, place: str) -> str | None:
+        """Say why this death is one too many, if it is."""
+        if place and self._by_place[place] >= TRIES:
+            return f"this {self._unit} has ended {TRIES} workers: {self._advice}"
+        if self._unready >= self._starts:
+            return (
+                f"{self._unready} workers in a row died before they were ready: look at how they "
+                "start"
+            )
+        if self._deaths > self._budget:
+            return (
+                f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows "
+                "no more replacements"
+            )
+        return None
+
+    def _oom(self, exitcode: int | None) -> str:
+        """Say whether the system counted a kill for want of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if exitcode != -9 or before is None or self._oom_kills is None:
+            return ""
+        killed = self._oom_kills - before
+        return f" (out-of-memory kills counted by the cgroup meanwhile: {killed})"
+
+
+def oom_kills() -> int | None:
+    """Return how many processes this cgroup has lost for want of memory; None if it is not told."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as lines:
+            path = next(line[3:].strip() for line in lines if line.startswith("0::"))
+        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="ascii") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    except (OSError, StopIteration):
+        return None

@@ -1,0 +1,709 @@
+"""A stream of items from each worker process, every one in its own order.
+
+Worker w of N makes its own items. The trainer asks for them ahead, by tickets that are pinned to w,
+on the same ring and in the same slots as everything else; so a dead worker's tickets run again in
+the one that takes its place, and nobody sees a difference.
+
+::
+
+    trainer                                            worker w
+      Streams.begin(assignments) ── letter in a slot ─► producer.begin(assignment)
+              ask(method, …)     ── letter in a slot ─► producer.method(…)
+              next(w)            ◄── slots ──────────── producer.items(start)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cseq import codec, failure, payload
+from cseq.arena import Writer, memory_limit_of
+from cseq.check import choice, count, seconds
+from cseq.edge import SlotReader
+from cseq.launcher import start_methods
+from cseq.producer import (
+    ASSIGNED,
+    BEGIN,
+    BROKEN,
+    CALL,
+    CALLED,
+    ENTRY,
+    ITEMS,
+    MOST,
+    Producer,
+    Task,
+    parse,
+)
+from cseq.run import Run
+from cseq.staff import Deaths, Held, Staff
+from cseq.stage import RAISED
+from cseq.stats import Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    Taken = tuple[int, int, int, int, tuple[int, ...]]
+
+__all__ = ["Producer", "Streams"]
+
+log = logging.getLogger("cseq")
+
+MOST_WORKERS = 2**15 - 1
+DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
+TICKET_BYTES = 1 << 16  # what a ticket of several items should take at most
+TICKET_NS = 500_000  # and how long it should
+TICKETS = 1 << 40  # numbers of tickets
+AHEAD = 1 << 38  # how far a call's number lies before those of items, which it overtakes
+NEVER = 2**32 - 1
+
+
+class Streams:
+    """Items from worker processes, from each in its own order, asked for ahead.
+
+    Parameters
+    ----------
+    producer : callable
+        ``producer(number, num_workers)`` makes a worker's `Producer`, in its process. It travels
+        there as the workers of `MPSequence` do: by value if it cannot be imported.
+    num_workers : int
+    prefetch : int
+        The most items of a worker that are made ahead of what was taken from it.
+    start_method : {None, 'forkserver', 'spawn', 'fork'}
+        How processes are started; None: forkserver where it exists.
+    max_restarts : int
+        Worker processes that may die and be replaced in an epoch.
+    timeout : float, optional
+        Seconds that the items of a ticket, or a call, may take before `on_timeout`.
+    on_timeout : 'raise' or 'restart'
+        Raise `WorkerTimeout`, or replace the worker and let it try again.
+    memory_limit : int, str or None
+        Most shared memory that items in the user's hands may hold ('2GiB'; None: a quarter of the
+        machine's or the container's); beyond it, items are copied out of it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong, or `producer` cannot be pickled.
+
+    Notes
+    -----
+    The workers are started at once and not waited for: what `producer` raises comes out of the
+    first call that waits for them. An item is laid down before the next one is asked of the
+    producer, so that one may reuse what it has given away. Small and quick items cross several at a
+    time. What comes out of a slot stays intact for as long as anybody has a part of it.
+
+    An exception of a producer comes out of the call that waits for it, as itself; its
+    ``__cause__`` shows the worker's traceback and has the worker's number (``worker``). That
+    worker's stream is over then until the next `begin`.
+
+    A worker that has died is replaced: the new process begins the epoch from the same assignment
+    and goes on from the first item that has not come out (`Producer.items`). Whatever `ask` may
+    have changed in the dead one is lost.
+
+    One thread at a time gets in; `interrupt` and `close` may be called from any.
+    """
+
+    def __init__(
+        self,
+        producer: Callable[[int, int], Producer],
+        num_workers: int,
+        *,
+        prefetch: int = 10,
+        start_method: str | None = None,
+        max_restarts: int = 100,
+        timeout: float | None = None,
+        on_timeout: str = "raise",
+        memory_limit: int | str | None = None,
+    ) -> None:
+        if not callable(producer):
+            raise TypeError(
+                f"producer={producer!r} cannot be called; give producer(number, num_workers)"
+            )
+        pool = StreamPool(
+            producer,
+            count("num_workers", num_workers, most=MOST_WORKERS),
+            prefetch=count("prefetch", prefetch),
+            start_method=choice("start_method", start_method, (None, *start_methods())),
+            max_restarts=count("max_restarts", max_restarts, least=0),
+            timeout=seconds("timeout", timeout),
+            restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
+            memory_limit=memory_limit_of(memory_limit),
+        )
+        self._run = Run(pool)
+        self._present = -1  # the run's generation in which an epoch was begun
+        self._finalizer = weakref.finalize(self, Run.close, self._run)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes."""
+        return self._run.pool.num_workers
+
+    def begin(self, assignments: Sequence[Any]) -> list[Any]:
+        """Begin an epoch in every worker; what is left of an earlier one is dropped.
+
+        Items are asked for ahead from here on.
+
+        Parameters
+        ----------
+        assignments : sequence
+            What each worker's ``begin`` is called with, of any size; by value if need be.
+
+        Returns
+        -------
+        list
+            What they returned, in the order of the workers.
+
+        Raises
+        ------
+        OSError
+            The streams are closed, or belong to the process that forked this one.
+        """
+        if len(assignments) != self.num_workers:
+            raise ValueError(
+                f"{len(assignments)} assignments for {self.num_workers} workers; give one for each"
+            )
+        run = self._ours()
+        run.interrupt()
+        with run.turn:
+            self._present = -1
+            replies = run.pool.begin(assignments)
+            self._present = run.pool.began
+            return replies
+
+    def ask(self, method: str, *args: Any, worker: int | None = None) -> Any:
+        """Call a method of the producers, between two items.
+
+        It overtakes the items that were asked for and are not yet being made.
+
+        Parameters
+        ----------
+        method : str
+        *args : object
+        worker : int, optional
+            The one to ask; None: all of them.
+
+        Returns
+        -------
+        object or list
+            What it returned; from all of them, in the order of the workers.
+        """
+        run = self._ours()
+        everybody = range(self.num_workers)
+        with run.turn:
+            if worker is None:
+                return run.pool.ask(method, args, everybody)
+            return run.pool.ask(method, args, [everybody[self._number(worker)]])[0]
+
+    def next(self, worker: int) -> Any:
+        """Return the next item of a worker's stream.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        run = self._run
+        with run.turn:
+            self._check_present(run)
+            return run.pool.next(self._number(worker))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go round the workers, one item of each, leaving out those that have no more."""
+        self._check_present(self._run)
+        return RoundRobin(self, self._present)
+
+    def interrupt(self) -> None:
+        """End the epoch: no item of it comes out any more; who waits gets an InterruptedError."""
+        self._run.interrupt()
+
+    def close(self) -> None:
+        """End the workers; returns within a bounded time. Twice is fine."""
+        self._finalizer()
+
+    def stats(self) -> Stats:
+        """Count what was done so far: a batch is the items of one ticket, a sample is an item."""
+        return self._run.pool.stats()
+
+    def pids(self) -> list[int | None]:
+        """Process ids of the workers, in their order; None for one that is just being started."""
+        return self._run.pool.pids()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ours(self) -> Run[StreamPool]:
+        """Return the run, if it can be used here."""
+        if not self._run.is_ours:
+            raise OSError("these streams belong to the process that forked this one; make others")
+        if not self._finalizer.alive:
+            raise OSError("these streams were closed; make others")
+        return self._run
+
+    def _number(self, worker: int) -> int:
+        """Check a worker's number."""
+        if not 0 <= worker < self.num_workers:
+            raise IndexError(f"worker={worker} is not one of {self.num_workers}")
+        return worker
+
+    def _check_present(self, run: Run[StreamPool]) -> None:
+        """Refuse items of an epoch that is not under way."""
+        if run.present != self._present:
+            raise InterruptedError(
+                "no epoch is under way: none was begun, or it was interrupted; call begin()"
+            )
+
+
+class RoundRobin:
+    """Iterator over the items of all workers in turn."""
+
+    def __init__(self, streams: Streams, present: int) -> None:
+        self._streams = streams  # keeps them alive
+        self._run = streams._run
+        self._present = present
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        run = self._run
+        with run.turn:
+            if run.present != self._present:
+                raise InterruptedError("this iterator was interrupted: its epoch is over")
+            return run.pool.next_in_turn()
+
+
+class Letter(NamedTuple):
+    """Something for a worker, in a slot."""
+
+    slot: int
+    words: tuple[int, ...]
+
+
+class Stream:
+    """What the trainer knows of one worker's stream."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.assignment: Letter | None = None
+        self.over = True  # nothing more will come out of the ring
+        self.count = 1  # items that the next ticket asks for
+        self.quick = False  # they take so little that waking a worker is not nothing
+        self.unwoken = 0  # items asked for since the workers were last woken
+        self.start = 0  # the next item to ask for
+        self.asked = 0  # items in tickets
+        self.tickets: deque[tuple[int, int]] = deque()  # cell and items, oldest first
+        # Filled only while items are on their way out: an exception there must not lose them.
+        self.hand: Taken | None = None
+        self.ready: deque[Any] = deque()
+        self.error: tuple[BaseException, str] | None = None  # to be raised behind them
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self.over = False
+        self.start = self.unwoken = 0
+
+    def clear(self) -> None:
+        """Forget the epoch; its tickets were given up."""
+        self.over = True
+        self.asked = 0
+        self.assignment = self.error = None
+        self.tickets.clear()
+        self.ready.clear()
+
+    def adapt(self, made: int, nbytes: int, slowest: int, most: int) -> None:
+        """Choose how many items the next ticket asks for, from how the last one went."""
+        self.quick = slowest < TICKET_NS
+        fit = min(TICKET_BYTES * made // max(nbytes, 1), TICKET_NS // max(slowest, 1))
+        self.count = max(1, min(2 * self.count, fit, most))
+
+
+class StreamPool:
+    """The engine below `Streams`; one thread at a time, but for `interrupt` and `close`."""
+
+    def __init__(
+        self,
+        producer: Callable[[int, int], Producer],
+        num_workers: int,
+        *,
+        prefetch: int,
+        start_method: str | None,
+        max_restarts: int,
+        timeout: float | None,
+        restart: bool,
+        memory_limit: int,
+    ) -> None:
+        self.num_workers = num_workers
+        self._prefetch = prefetch
+        self._depth = min(prefetch, DEEPEST)
+        self._most = max(1, min(MOST, prefetch // 2))  # two tickets at least: one to work on
+        self._timeout, self._restart = timeout, restart
+        # Besides its items a worker has a call, and one ticket that was given up in its hands.
+        cells = num_workers * (self._depth + 2)
+        self._staff = staff = Staff(cells, MOST, num_workers, memory_limit=memory_limit)
+        self._ring, self._arena = staff.ring, staff.arena
+        self._ring.wake_at = NEVER  # see _request
+        self._rooms = [self._ring.indices(cell) for cell in range(cells)]
+        self._assigned: list[Letter | None] = [None] * cells  # whose words stand in each cell
+        self._held = [Held(0, 0, [], "")] * cells  # what each cell was last posted for
+        self._reader = SlotReader(self._arena)
+        self._writer = Writer(self._arena.segment.fd, self._arena.segment.width)
+        self._streams = [Stream(number) for number in range(num_workers)]
+        self._left: deque[Stream] = deque()  # those that go round, the next one first
+        self._retired: list[Letter] = []  # letters that a given-up ticket may still want
+        self._ticket = AHEAD
+        self._epoch = 0
+        self._interrupts = 0
+        self.began = -1  # `_interrupts` when the epoch was begun
+        self._tickets = self._items = self._nbytes = 0  # taken out
+        staff.start(
+            producer,
+            num_workers,
+            readers=num_workers,
+            task=lambda owner: Task(owner - 1, num_workers),
+            describe=self._held.__getitem__,
+            deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
+            method=start_method,
+            entry=ENTRY,
+        )
+
+    # -- letters
+
+    def _write(self, value: Any, name: str) -> Letter:
+        """Lay something for a worker into a slot."""
+        packed = payload.dump(value, name=name)
+        buffers = [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
+        slot = self._arena.acquire()
+        writer = self._writer
+        try:
+            writer.begin(slot, self._arena.capacity(slot))
+            record = codec.encode((packed.pickle, buffers), writer)
+            self._arena.look(slot, writer.capacity)  # so that it knows how large the slot is
+        except BaseException:
+            self._arena.release(slot)
+            raise
+        return Letter(slot, (slot, writer.capacity, *record))
+
+    def _sweep(self) -> None:
+        """Free the cells and letters of given-up tickets that no worker is busy with any more."""
+        for cell, slot in self._ring.sweep():
+            self._reader.drop(cell, slot)
+        if not self._ring.abandoned_count:
+            while self._retired:
+                self._arena.release(self._retired.pop().slot)
+
+    # -- tickets
+
+    def _post(
+        self, stream: Stream, kind: int, what: str, count: int = 0, call: Letter | None = None
+    ) -> int:
+        """Post a ticket for a worker, and return its cell; a call overtakes all items."""
+        ring = self._ring
+        if ring.abandoned_count:
+            self._sweep()
+        cell = ring.vacant()
+        if cell < 0:
+            raise RuntimeError("the ring of these streams is full, which it never should be")
+        assignment = stream.assignment
+        if assignment is not self._assigned[cell] and assignment is not None:
+            self._rooms[cell][ASSIGNED] = assignment.words
+            self._assigned[cell] = assignment
+        if call is not None:
+            self._rooms[cell][CALLED] = call.words
+        start, epoch = stream.start, self._epoch if assignment is not None else 0
+        items = list(range(start, start + count))
+        self._held[cell] = Held(epoch, start, items, what)
+        slot, capacity = self._reader.room()
+        ticket = self._ticket if kind != CALL else (self._ticket - AHEAD) % TICKETS
+        owner = stream.number + 1
+        ring.post(cell, ticket, epoch, kind, count, start, slot, capacity, owner)
+        self._ticket = (self._ticket + 1) % TICKETS
+        return cell
+
+    def _request(self, stream: Stream, leaving: int) -> None:
+        """Ask for items ahead; `leaving` of those that are ready are about to be handed out.
+
+        Waking a worker costs more than a small item does, so that waits until half of what is
+        asked for ahead has gathered: workers only sleep when all of it was ready.
+        """
+        before = stream.start
+        while not stream.over and len(stream.tickets) < self._depth:
+            count = stream.count
+            if len(stream.ready) - leaving + stream.asked + count > self._prefetch:
+                break
+            what = f"{_items(stream.start, count)} of worker {stream.number}, epoch {self._epoch}"
+            cell = self._post(stream, ITEMS, what, count)
+            stream.tickets.append((cell, count))
+            stream.asked += count
+            stream.start += count
+        stream.unwoken += stream.start - before
+        if stream.unwoken and (not stream.quick or 2 * stream.unwoken >= self._prefetch):
+            stream.unwoken = 0
+            self._ring.wake()
+
+    def _await(self, stream: Stream, cell: int, generation: int) -> Taken:
+        """Sleep until the ticket in a cell is finished, and take it."""
+        ring = self._ring
+        while True:
+            seen = ring.alarms()
+            if self._interrupts != generation:
+                raise InterruptedError("the epoch was interrupted, or the streams were closed")
+            taken = ring.take(cell=cell)
+            if taken is not None:
+                return taken
+            self._staff.check()
+            if self._timeout is not None:
+                working = self._working(stream.number + 1)
+                self._staff.check_time(working, self._timeout, restart=self._restart)
+            ring.wait(seen, cell=cell)
+
+    def _working(self, owner: int) -> list[tuple[int, int, str]]:
+        """Say what a worker works on, and since when."""
+        held = [(cell, self._ring.holder(cell)[1]) for cell in self._ring.held(owner)]
+        return [(owner, since, self._held[cell].place) for cell, since in held if since]
+
+    # -- items
+
+    def next(self, worker: int) -> Any:
+        """Return the next item of a worker, or raise StopIteration."""
+        stream = self._streams[worker]
+        if not stream.ready:
+            self._receive(stream)
+        self._request(stream, 1)
+        return stream.ready.popleft()
+
+    def next_in_turn(self) -> Any:
+        """Return the next item of the worker whose turn it is, or raise StopIteration."""
+        while self._left:
+            try:
+                item = self.next(self._left[0].number)
+            except StopIteration:
+                self._left.popleft()
+            else:
+                self._left.rotate(-1)
+                return item
+        raise StopIteration
+
+    def _receive(self, stream: Stream) -> None:
+        """Take tickets out of the ring until an item is ready; raise what was raised instead."""
+        while not stream.ready:
+            if stream.error is not None:
+                (error, place), stream.error = stream.error, None
+                try:
+                    failure.deliver(error, place)
+                finally:
+                    del error
+            if stream.over:
+                raise StopIteration
+            self._request(stream, 0)
+            if stream.hand is None:
+                stream.hand = self._await(stream, stream.tickets[0][0], self.began)
+            self._unpack(stream, *stream.hand)
+
+    def _unpack(
+        self,
+        stream: Stream,
+        cell: int,
+        status: int,
+        slot: int,
+        capacity: int,
+        record: tuple[int, ...],
+    ) -> None:
+        """Take the items of a finished ticket out of its slot."""
+        count = stream.tickets[0][1]
+        start = self._held[cell].batch
+        error = None
+        items: list[Any] = []
+        made, ended = record[5] >> 2, bool(record[5] & 3)
+        if status == RAISED:
+            error, slot = self._reader.error(cell, slot, capacity, record)
+            made, ended = 0, True
+        elif count == 1 and made:
+            item, slot = self._reader.collect(cell, slot, capacity, record)
+            items.append(item)
+        elif made:
+            items = parse(self._arena.look(slot, capacity), record)
+        if status != RAISED and record[5] & BROKEN:
+            error = failure.unpack(items.pop())
+        if slot >= 0:
+            self._reader.drop(cell, slot)
+        stream.tickets.popleft()
+        stream.asked -= count
+        stream.ready.extend(items)
+        stream.hand = None
+        if error is not None:
+            place = f"item {start + made} of worker {stream.number}, epoch {self._epoch}"
+            stream.error = _signed(error, stream.number), place
+        if ended:
+            self._end(stream)
+        else:
+            stream.adapt(made, codec.used(record), record[4], self._most)
+        self._tickets += 1
+        self._items += made
+        self._nbytes += codec.used(record)
+
+    def _end(self, stream: Stream) -> None:
+        """Nothing more comes from a worker: give up what else it was asked for."""
+        stream.over = True
+        for cell, _ in stream.tickets:
+            self._ring.abandon(cell)
+        stream.tickets.clear()
+        stream.asked = 0
+
+    # -- calls
+
+    def begin(self, assignments: Sequence[Any]) -> list[Any]:
+        """Begin an epoch."""
+        generation = self._interrupts
+        self._clear()
+        self._staff.check()
+        self._staff.deaths.begin()
+        self._epoch += 1
+        try:
+            self._assign(assignments)
+            cells = []
+            for stream in self._streams:
+                what = f"the beginning of epoch {self._epoch} in worker {stream.number}"
+                stream.begin()
+                cells.append((stream, self._post(stream, BEGIN, what)))
+                self._request(stream, 0)
+            self._ring.wake()
+            replies = [self._reply(*cell, generation) for cell in cells]
+        except BaseException:
+            self._clear()
+            raise
+        self._left.extend(self._streams)
+        self.began = generation
+        return replies
+
+    def _assign(self, assignments: Sequence[Any]) -> None:
+        """Write the workers' letters; one that several share is written once."""
+        written: dict[int, Letter] = {}
+        for stream, assignment in zip(self._streams, assignments, strict=True):
+            if id(assignment) not in written:
+                written[id(assignment)] = self._write(assignment, "assignment")
+            stream.assignment = written[id(assignment)]
+
+    def _clear(self) -> None:
+        """Give up everything that is under way."""
+        for stream in self._streams:
+            if stream.hand is not None:
+                self._reader.drop(stream.hand[0], stream.hand[2])
+                stream.hand = None
+            if stream.assignment is not None and stream.assignment not in self._retired:
+                self._retired.append(stream.assignment)
+            stream.clear()
+        self._left.clear()
+        self._assigned = [None] * len(self._assigned)
+        self._ring.abandon()
+        self._sweep()
+
+    def ask(self, method: str, args: tuple[Any, ...], workers: Sequence[int]) -> list[Any]:
+        """Call a method in some workers."""
+        generation = self._interrupts
+        self._staff.check()
+        letter = self._write((method, args), f"{method}'s arguments")
+        cells: list[tuple[Stream, int]] = []
+        try:
+            for number in workers:
+                stream = self._streams[number]
+                what = f"the answer of worker {number} to {method}()"
+                cells.append((stream, self._post(stream, CALL, what, call=letter)))
+            self._ring.wake()
+            replies = []
+            while cells:
+                replies.append(self._reply(*cells.pop(0), generation))
+        finally:
+            for _, cell in cells:
+                self._ring.abandon(cell)
+            self._retired.append(letter)
+            self._sweep()
+        return replies
+
+    def _reply(self, stream: Stream, cell: int, generation: int) -> Any:
+        """Wait for the answer to a call."""
+        place = self._held[cell].place
+        try:
+            _, status, slot, capacity, record = self._await(stream, cell, generation)
+        except BaseException:
+            self._ring.abandon(cell)
+            raise
+        if status == RAISED:
+            error, slot = self._reader.error(cell, slot, capacity, record)
+        else:
+            reply, slot = self._reader.collect(cell, slot, capacity, record)
+        if slot >= 0:
+            self._reader.drop(cell, slot)
+        if status == RAISED:
+            self._end(stream)
+            try:
+                failure.deliver(_signed(error, stream.number), place)
+            finally:
+                del error
+        return reply
+
+    # -- the rest
+
+    def interrupt(self) -> None:
+        """Let whoever waits in another thread raise InterruptedError; `begin` ends this."""
+        self._interrupts += 1
+        self._ring.alarm()
+
+    def stats(self) -> Stats:
+        """Count what this pool has done so far."""
+        deaths = self._staff.deaths
+        return Stats(
+            batches=self._tickets,
+            samples=self._items,
+            nbytes=self._nbytes,
+            restarts=deaths.restarts,
+            retries=deaths.retries,
+            copies=self._arena.copies,
+            depths=self._ring.depths(),
+            loop_waited=self._ring.waited_ns / 1e9,
+            workers_waited=sum(self._ring.idle_ns()) / 1e9,
+        )
+
+    def pids(self) -> list[int | None]:
+        """Process ids of the workers."""
+        return [self._staff.keeper.pid(stream.number + 1) for stream in self._streams]
+
+    def close(self) -> None:
+        """Tell the workers to leave, and see to it that they have."""
+        if self._staff.keeper.is_here:  # garbage collection can strike anywhere
+            threading.Thread(target=self.close, name="cseq-closer").start()
+            return
+        self._staff.closed = True
+        self._staff.close()
+        self._writer.close()
+        self._staff.free()
+
+
+def _items(start: int, count: int) -> str:
+    """Name some items."""
+    return f"item {start}" if count == 1 else f"items {start} to {start + count - 1}"
+
+
+def _signed(error: BaseException, worker: int) -> BaseException:
+    """Note on an exception whose it is."""
+    cause: Any = error.__cause__
+    cause.worker = worker
+    return error
