@@ -28,7 +28,7 @@ The modules; imports point down::
     ├── arena.py        slots of shared memory, and the leases on them
     ├── context.py      rng, empty, worker_info: what an indexer may ask
     ├── stage.py        the one loop every runner runs: claim, work, publish
-    ├── launcher.py     starting worker processes: forkserver, spawn, fork
+    ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── failure.py      an exception on its way from a worker to the loop
     ├── payload.py      the user's worker, as bytes for every worker process
     ├── stats.py        what was done so far, and who waits for whom

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cseq import launcher
-from cseq.launcher import make_launcher, start_methods
+from cseq.launcher import make_launcher, processes, start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -219,7 +219,7 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(
     make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers run the very cseq of the trainer, also when ``sys.path`` no longer leads to it."""
-    home = str(Path(launcher.__file__).parents[1])
+    home = str(Path(launcher.__file__).parents[2])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if os.path.abspath(p) != home])
     child = make().launch(0)
     assert ask(child, "sys.modules['cseq.launcher'].__file__") == launcher.__file__
@@ -603,7 +603,7 @@ def test_ctrl_c_while_workers_start_does_nothing_to_them(
 
 def python_path(folder: Path) -> str:
     """PYTHONPATH with a folder, and this very cseq."""
-    return os.pathsep.join([str(folder), str(Path(launcher.__file__).parents[1])])
+    return os.pathsep.join([str(folder), str(Path(launcher.__file__).parents[2])])
 
 
 SCRIPT = """
@@ -892,9 +892,9 @@ def test_an_unknown_method_is_an_error_that_names_the_known() -> None:
 
 def test_windows_hands_over_sockets_by_process_number() -> None:
     """There, a socket is shared with a process, which gets no Ctrl-C of the trainer's console."""
-    assert launcher._means("nt").shares
-    assert launcher._means("nt").flags & 0x200
-    assert launcher._means("posix") == (False, 0)
+    assert processes._means("nt").shares
+    assert processes._means("nt").flags & 0x200
+    assert processes._means("posix") == (False, 0)
 
 
 def test_windows_virtual_environments_start_the_real_interpreter(
@@ -904,7 +904,7 @@ def test_windows_virtual_environments_start_the_real_interpreter(
     monkeypatch.setattr(sys, "_base_executable", "C:/Python/python.exe", raising=False)
     monkeypatch.setattr(sys, "executable", "C:/venv/python.exe")
     monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)
-    executable, environment = launcher._executable("nt")
+    executable, environment = processes._executable("nt")
     assert executable == "C:/Python/python.exe"
     assert environment is not None
     assert environment["__PYVENV_LAUNCHER__"] == "C:/venv/python.exe"

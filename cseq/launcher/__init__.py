@@ -1,0 +1,88 @@
+"""Starting worker processes: fork server, spawn and fork behind one protocol.
+
+A worker process is born with one thing, its end of a pair of connected sockets, and runs
+``entry(sock)``. The trainer keeps the other end. That socket is also the lifeline: end of file
+means, in the trainer, that the worker is dead or dying, and in the worker, that the trainer is.
+
+::
+
+    trainer ── Launcher.launch(number) ──> Child(number, pid, sock) ~~ socket ~~ entry(sock)
+
+    forkserver   trainer ── spawn ──> server (numpy and cseq imported) ── fork ──> worker
+    spawn        trainer ── spawn ──> worker
+    fork         trainer ── fork  ──> worker
+
+What holds for all three:
+
+- A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` are the trainer's, its
+  standard input is empty, and it may start processes of its own.
+- Signals that are meant for the trainer (`SHIELDED`: Ctrl-C, a job scheduler's notice) do nothing
+  to workers and server, from their first instruction on. Their own children get the usual ones.
+- Nobody but worker and trainer holds an end of their socket: a process that the user forks off
+  either of them closes its copies (`close_in_forks`), programs that are executed never get any.
+- Exit codes are as in `subprocess`: minus the signal's number for a killed process.
+- A worker ends when ``entry`` returns: its ``atexit`` functions run, stray threads do not keep it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cseq.launcher.base import (
+    SHIELDED,
+    Child,
+    Launcher,
+    default_start_method,
+    describe_exit,
+    start_methods,
+)
+from cseq.launcher.forks import close_in_forks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "SHIELDED",
+    "Child",
+    "Launcher",
+    "close_in_forks",
+    "default_start_method",
+    "describe_exit",
+    "make_launcher",
+    "start_methods",
+]
+
+ENTRY = "cseq.pools.process:main"
+
+
+def make_launcher(
+    method: str | None = None, *, entry: str = ENTRY, preload: Sequence[str] = ()
+) -> Launcher:
+    """Make a launcher; it starts nothing before its first `launch` (or `prepare`).
+
+    Parameters
+    ----------
+    method : str or None
+        'forkserver', 'spawn' or 'fork'; None for `default_start_method`.
+    entry : str
+        ``module:function`` that workers run.
+    preload : sequence of str
+        Modules that a fork server imports too, so that its workers have them at once. One that
+        cannot be imported is left out, with a line on standard error.
+
+    Raises
+    ------
+    ValueError
+        When this system does not have the method.
+    """
+    method = method or default_start_method()
+    if method not in start_methods():
+        names = ", ".join(map(repr, start_methods()))
+        raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
+    if method == "forkserver":
+        from cseq.launcher.server import ForkServerLauncher
+
+        return ForkServerLauncher(entry, preload)
+    from cseq.launcher.direct import ForkLauncher, SpawnLauncher
+
+    return SpawnLauncher(entry) if method == "spawn" else ForkLauncher(entry)

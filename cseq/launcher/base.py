@@ -1,0 +1,166 @@
+"""What a launcher is, and what all of them share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
+LAST = 1.0  # seconds for what was killed to be gone, past a deadline
+
+KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
+
+# Sent to all processes of a terminal or of a job; what to do about them is the trainer's decision.
+SHIELDED = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+    if hasattr(signal, name)
+)
+
+Start: TypeAlias = dict[str, Any]  # what a new interpreter is told first
+
+
+class Child(Protocol):
+    """A worker process, as the trainer sees it. Any thread may call any method."""
+
+    number: int
+    pid: int
+    sock: socket.socket
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has certainly ended: it will not touch memory again."""
+
+    def kill(self) -> None:
+        """Kill the process, unless it is gone."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is gone; never to another one that has got its number."""
+
+    def status(self, timeout: float) -> int | None:
+        """Wait for the process to end, and return its exit code.
+
+        None when it has not ended in time (`gone` is False), or has ended with nobody knowing how
+        (`gone` is True): its fork server died before it, or someone else asked for it first.
+        """
+
+
+class Launcher(Protocol):
+    """One way to start workers. Any thread may call any method."""
+
+    method: str
+    takes_objects: bool
+
+    def prepare(self) -> None:
+        """Begin to start what `launch` will need, and do not wait for it."""
+
+    def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
+        """Start a worker process, which calls ``entry(sock)``.
+
+        Parameters
+        ----------
+        number : int
+            The worker's number, for its name in the system's process list.
+        local : object
+            Where `takes_objects` is True: given to the worker as it is, ``entry(sock, local)``.
+        timeout : float
+            Seconds.
+
+        Raises
+        ------
+        OSError
+            When the process cannot be started, or not in time (TimeoutError).
+        """
+
+    def close(self, deadline: float) -> bool:
+        """End everything that was started here: children that are left are killed.
+
+        Parameters
+        ----------
+        deadline : float
+            In `time.monotonic` seconds. What has not ended by then is killed.
+
+        Returns
+        -------
+        bool
+            Whether everything is gone and reaped.
+        """
+
+
+def start_methods(os_name: str = os.name, features: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Names of the start methods that a system has, the best first.
+
+    `features` are names among 'fork' and 'send_fds'; by default what this Python has.
+    """
+    if features is None:
+        has = {"fork": hasattr(os, "fork"), "send_fds": hasattr(socket, "send_fds")}
+        features = [name for name, there in has.items() if there]
+    if os_name == "nt" or "fork" not in features:
+        return ("spawn",)
+    return ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
+
+
+def default_start_method() -> str:
+    """Name of the start method for whoever does not choose one."""
+    return start_methods()[0]
+
+
+def describe_exit(code: int | None) -> str:
+    """Say how a process ended, for a message: 'was killed by SIGKILL', 'exited with code 3'."""
+    if code is None:
+        return "ended (its exit code is not known)"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
+
+
+class Children:
+    """Those that were launched and may still live: the end of a launcher is the end of them."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+        self._many = 16
+        self._lock = threading.Lock()
+
+    def add(self, child: Child) -> None:
+        """Note a child, and forget, once they are many, those that are gone."""
+        with self._lock:
+            if len(self._children) >= self._many:
+                self._children = [other for other in self._children if not other.gone]
+                self._many = 16 + 2 * len(self._children)
+            self._children.append(child)
+
+    def end(self, deadline: float) -> list[Child]:
+        """Kill and reap them all; return them."""
+        with self._lock:
+            children, self._children = self._children, []
+        for child in children:
+            child.kill()
+        for child in children:
+            child.status(max(LAST, deadline - time.monotonic()))
+        return children
+
+
+def check_owner(owner: int) -> None:
+    """Refuse to work in a process that the user forked."""
+    if os.getpid() != owner:
+        raise OSError(
+            f"this launcher belongs to process {owner}, and this one, {os.getpid()}, was forked "
+            "from it; make and start a manager here"
+        )
+
+
+def no_objects(method: str, local: object) -> None:
+    """Refuse an object that would have to be pickled."""
+    if local is not None:
+        raise TypeError(f"start method {method!r} cannot give a Python object to a worker as it is")

@@ -1,0 +1,288 @@
+"""In the new process: a worker, or the server that forks workers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from cseq.launcher.base import SHIELDED
+from cseq.launcher.forks import close_in_forks, fork
+from cseq.launcher.record import (
+    BORN,
+    EXIT,
+    FAIL,
+    FORK,
+    RECORD,
+    SIGNAL,
+    keep_from_programs,
+    receive,
+)
+from cseq.launcher.waiting import PidFd, hung_up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cseq.launcher.base import Start
+    from cseq.launcher.record import Record
+
+
+def begin(start: Start) -> NoReturn:
+    """Be what a new interpreter was started for."""
+    _shield()
+    _empty_stdin()
+    _clear_main()
+    sys.argv[:] = start["argv"]
+    sock = _own_socket(start["socket"])
+    if start["role"] == "server":
+        _Forker(sock, start["entry"]).serve(start["preload"])
+    _work(sock, start["number"], start["entry"])
+
+
+def begin_as_copy(sock: socket.socket, number: int, entry: str, local: object) -> NoReturn:
+    """Be a worker, as a copy of the trainer just made."""
+    try:
+        gc.freeze()  # the trainer's objects: looking through them would copy their pages
+        atexit._clear()
+        signal.set_wakeup_fd(-1)
+        _drop_handlers()
+        _shield()
+        _empty_stdin()
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old has read ahead
+    except BaseException:  # noqa: BLE001 - it must not go back into the user's code
+        _leave(_report())
+    _work(sock, number, entry, local)
+
+
+def _own_socket(handle: int | bytes) -> socket.socket:
+    """Make a socket of what was handed over."""
+    if isinstance(handle, bytes):
+        sock: socket.socket = cast("Any", socket).fromshare(handle)
+        return sock
+    keep_from_programs(handle)
+    return socket.socket(fileno=handle)
+
+
+def _shield() -> None:
+    """Let signals that are meant for the trainer do nothing here.
+
+    By a function: what `SIG_IGN` ignores is ignored by executed programs too, and a worker could
+    not stop its own children by SIGTERM.
+    """
+    for number in SHIELDED:
+        signal.signal(number, _ignore)
+        if hasattr(signal, "siginterrupt"):
+            signal.siginterrupt(number, False)  # noqa: FBT003 - its own way
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
+
+
+def _unshield() -> None:
+    """Give a process that a worker forks the usual signals, as if there were no shield."""
+    for number in SHIELDED:
+        if signal.getsignal(number) is _ignore:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing about a signal."""
+
+
+def _drop_handlers() -> None:
+    """Forget the trainer's signal handlers: they are not for workers."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) and number not in SHIELDED:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _empty_stdin() -> None:
+    """Make standard input empty: what a terminal says is for the trainer.
+
+    Streams that the trainer has closed are opened too, or a socket would take their places.
+    """
+    fd = os.open(os.devnull, os.O_RDWR)
+    os.dup2(fd, 0)
+    for stream in (1, 2):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.dup2(fd, stream)
+    if fd > 2:
+        os.close(fd)
+
+
+def _clear_main() -> None:
+    """Leave no names in ``__main__``: classes of the user's script are put there (`payload`)."""
+    main = vars(sys.modules["__main__"])
+    for name in [name for name in main if not name.startswith("__")]:
+        del main[name]
+
+
+def _set_name(name: str) -> None:
+    """Set the name that the system's process list shows."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
+        file.write(name)
+
+
+def _work(sock: socket.socket, number: int, entry: str, local: object = None) -> NoReturn:
+    """Run a worker's entry, and end the process."""
+    try:
+        close_in_forks(sock)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_unshield)
+        _set_name(f"cseq-w{number}")
+        module, _, function = entry.partition(":")
+        run = getattr(importlib.import_module(module), function)
+        code = _code_of(run(sock) if local is None else run(sock, local))
+    except SystemExit as stop:
+        code = _code_of(stop.code)
+    except ConnectionError:
+        code = 0 if hung_up(sock) else _report()  # the trainer is gone: nothing to report
+    except BaseException:  # noqa: BLE001 - the last one to see it
+        code = _report()
+    _leave(code)
+
+
+def _code_of(value: object) -> int:
+    """Return the exit code that a value stands for, as `sys.exit` has it."""
+    if value is None or isinstance(value, int):
+        return (value or 0) & 0xFF
+    sys.stderr.write(f"{value}\n")
+    return 1
+
+
+def _report() -> int:
+    """Print the current exception; return the exit code for it."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
+        sys.__excepthook__(*cast("Any", sys.exc_info()))
+    return 1
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process, whatever else runs in it."""
+    try:
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - the last one to see it
+        _report()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+class _Forker:
+    """The fork server itself: one thread, which forks, reaps, and says so.
+
+    It ends when the trainer closes its socket, or dies; workers see to themselves.
+    """
+
+    def __init__(self, sock: socket.socket, entry: str) -> None:
+        close_in_forks(sock)
+        self._sock = sock
+        self._entry = entry
+        self._serials: dict[int, int] = {}  # of living children, by process number
+        self._woken, self._wake = socket.socketpair()
+
+    def serve(self, preload: Sequence[str]) -> NoReturn:
+        """Serve until the trainer is gone."""
+        _set_name("cseq-server")
+        gc.disable()
+        for name in ("numpy", self._entry.partition(":")[0], *preload):
+            _preload(name)
+        gc.freeze()  # or every worker's garbage collector would copy these pages
+        gc.enable()
+        self._listen()
+        with contextlib.suppress(ConnectionError):
+            while self._step():
+                pass
+        os._exit(0)
+
+    def _listen(self) -> None:
+        """Have the end of a child wake the loop."""
+        self._woken.settimeout(0)
+        self._wake.settimeout(0)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._poll.register(self._sock, select.POLLIN)
+
+    def _step(self) -> bool:
+        """Wait for something and do it; False when the trainer is gone."""
+        ready = [fd for fd, _ in self._poll.poll()]
+        if self._woken.fileno() in ready:
+            self._woken.recv(4096)  # before it reaps: who ends now will wake it again
+            self._reap()
+        if self._sock.fileno() not in ready:
+            return True
+        record = receive(self._sock)
+        if record is not None:
+            self._obey(record)
+        return record is not None
+
+    def _obey(self, record: Record) -> None:
+        if record.what == FORK:
+            self._fork(record)
+        elif record.what == SIGNAL:
+            for pid, serial in self._serials.items():
+                if serial == record.serial:
+                    os.kill(pid, record.value)  # not reaped yet: the number is still its own
+
+    def _fork(self, record: Record) -> None:
+        """Start a worker, which owns the socket that came with the request."""
+        [fd] = record.fds
+        try:
+            pid = fork()
+        except OSError as error:
+            os.close(fd)
+            self._say(FAIL, record.serial, error.errno or 1)
+            return
+        if pid == 0:
+            self._become_worker(fd, record.value)
+        os.close(fd)
+        self._serials[pid] = record.serial
+        pidfd = PidFd.open(pid)
+        self._say(BORN, record.serial, pid, [pidfd.fileno()] if pidfd else [])
+
+    def _become_worker(self, fd: int, number: int) -> NoReturn:
+        """Run a worker in the copy of the server."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._woken.close()
+            self._wake.close()
+            sock = socket.socket(fileno=fd)
+        except BaseException:  # noqa: BLE001 - it must not go back to serving
+            _leave(_report())
+        _work(sock, number, self._entry)
+
+    def _reap(self) -> None:
+        """Reap every child that has ended, and say how."""
+        while self._serials:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            serial = self._serials.pop(pid, None)
+            if serial is not None:
+                self._say(EXIT, serial, os.waitstatus_to_exitcode(status))
+
+    def _say(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
+
+
+def _preload(name: str) -> None:
+    """Import a module that workers will want; one that fails, they will see fail themselves."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - anything may go wrong in a module
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
+            sys.stderr.write(f"cseq: the fork server could not import {name}: {error!r}\n")

@@ -1,0 +1,115 @@
+"""Launchers whose workers are the trainer's own children: spawn and fork."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from cseq.launcher.base import KILL, START, Children, check_owner, no_objects
+from cseq.launcher.child import begin_as_copy
+from cseq.launcher.forks import fork, handing_over, pair
+from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
+
+if TYPE_CHECKING:
+    import socket
+
+    from cseq.launcher.base import Child
+    from cseq.launcher.processes import Process
+
+
+class _DirectChild:
+    """A worker that is the trainer's own child process."""
+
+    def __init__(self, number: int, sock: socket.socket, process: Process) -> None:
+        self.number = number
+        self.pid = process.pid
+        self.sock = sock
+        self._process = process
+
+    @property
+    def gone(self) -> bool:
+        self._process.wait(0)
+        return self._process.gone
+
+    def kill(self) -> None:
+        self.send_signal(KILL)
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def status(self, timeout: float) -> int | None:
+        return self._process.wait(timeout)
+
+
+class _DirectLauncher:
+    """What spawn and fork share."""
+
+    method = ""
+    takes_objects = False
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+        self._children = Children()
+        self._owner = os.getpid()
+
+    def prepare(self) -> None:
+        """Do nothing: nothing is needed."""
+
+    def launch(
+        self,
+        number: int,
+        *,
+        local: object = None,
+        timeout: float = START,  # noqa: ARG002 - it does not take long
+    ) -> Child:
+        check_owner(self._owner)
+        ours, theirs = pair()
+        try:
+            with theirs, signals_blocked():
+                process = self._start(number, theirs, local)
+                child = _DirectChild(number, ours, process)
+                self._children.add(child)
+        except BaseException:
+            ours.close()
+            raise
+        return child
+
+    def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
+        raise NotImplementedError
+
+    def close(self, deadline: float) -> bool:
+        if os.getpid() != self._owner:
+            return True  # a process that the user forked: these are not its children
+        return all(child.gone for child in self._children.end(deadline))
+
+
+class SpawnLauncher(_DirectLauncher):
+    """Every worker is a new interpreter."""
+
+    method = "spawn"
+
+    def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
+        no_objects(self.method, local)
+        return spawn(
+            theirs, describe_start("worker", self._entry, number=number), f"cseq-w{number}"
+        )
+
+
+class ForkLauncher(_DirectLauncher):
+    """Every worker is a copy of the trainer."""
+
+    method = "fork"
+    takes_objects = True
+
+    def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
+        for stream in (sys.stdout, sys.stderr):  # or it would be printed twice
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        with handing_over(theirs):
+            pid = fork()
+            if pid == 0:
+                begin_as_copy(theirs, number, self._entry, local)
+            theirs.close()
+        return PosixProcess(pid)

@@ -1,0 +1,230 @@
+"""Processes that the trainer starts itself: new interpreters, and copies of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import marshal
+import os
+import select
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from cseq.launcher.base import SHIELDED
+from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
+
+if TYPE_CHECKING:
+    import socket
+    import subprocess
+    from collections.abc import Iterator
+
+    from cseq.launcher.base import Start
+
+
+class Process(Protocol):
+    """A child of the trainer."""
+
+    pid: int
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has certainly ended."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is gone."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end, and return its exit code if that is known."""
+
+
+class PosixProcess:
+    """A child of this process, which alone may wait for it and kill it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.gone = False
+        self._code: int | None = None
+        self._owner = os.getpid()
+        self._lock = threading.Lock()  # the number is free once the process is reaped
+        self._pidfd = PidFd.open(pid)
+        self._waiter: threading.Thread | None = None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is gone: then its number may be another one's."""
+        with self._lock:
+            if self.gone or os.getpid() != self._owner:
+                return
+            if self._pidfd is not None:
+                self._pidfd.send_signal(number)
+            else:
+                os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end, and reap it."""
+        if os.getpid() == self._owner:
+            self._reap()
+            if not self.gone and timeout > 0 and self._has_ended(timeout):
+                self._reap()
+        return self._code
+
+    def _has_ended(self, seconds: float) -> bool:
+        """Wait for the process to end, in whatever way there is, without reaping it."""
+        pidfd = self._pidfd  # another thread may drop it meanwhile
+        if pidfd is not None:
+            return pidfd.ended(seconds)
+        if hasattr(select, "kqueue"):
+            return ended_kqueue(self.pid, seconds)
+        return self._ended_thread(seconds)
+
+    def _ended_thread(self, seconds: float) -> bool:
+        """Wait for the process to end in a thread, as only that can be waited for in time."""
+        with self._lock:
+            if self._waiter is None:
+                self._waiter = threading.Thread(
+                    target=wait_for, args=(self.pid,), daemon=True, name="cseq-wait"
+                )
+                self._waiter.start()
+        self._waiter.join(seconds)
+        return not self._waiter.is_alive()
+
+    def _reap(self) -> None:
+        with self._lock:
+            if self.gone:
+                return
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # someone else was faster: how it ended is lost
+                self.gone = True
+            else:
+                self.gone = pid == self.pid
+                self._code = os.waitstatus_to_exitcode(status) if self.gone else None
+            self._pidfd = None if self.gone else self._pidfd
+
+
+class _WindowsProcess:
+    """A child of this process on Windows, where a handle keeps its number from being used again."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self.pid = popen.pid
+        self._popen = popen
+
+    @property
+    def gone(self) -> bool:
+        return self._popen.poll() is not None
+
+    def send_signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def wait(self, timeout: float) -> int | None:
+        with contextlib.suppress(_subprocess().TimeoutExpired):
+            self._popen.wait(max(0.0, timeout))
+        return self._popen.returncode
+
+
+def _subprocess() -> Any:
+    """Import subprocess, which forked workers do not need."""
+    return importlib.import_module("subprocess")
+
+
+# Signals wait until the new process is ready to ignore them, and until this one has noted it.
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block the signals that are meant for the trainer, in this thread and what it starts."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# What a new interpreter runs. It comes to this module with the trainer's sys.path, so no file in
+# the current folder can stand in for a module of the standard library.
+_BOOTSTRAP = """\
+import marshal, os, sys
+try:
+    start = marshal.load(open(0, "rb", closefd=False))
+except EOFError:
+    os._exit(0)  # the trainer is gone
+sys.path[:] = start["path"]
+from cseq.launcher.child import begin
+begin(start)
+"""
+
+
+class _Means(NamedTuple):
+    """How a system hands a socket to a new interpreter."""
+
+    shares: bool  # as bytes made for its process number, not as an inherited descriptor
+    flags: int  # creation flags
+
+
+def _means(os_name: str) -> _Means:
+    """Choose the means for a system."""
+    if os_name == "nt":
+        return _Means(shares=True, flags=0x200)  # CREATE_NEW_PROCESS_GROUP: no Ctrl-C
+    return _Means(shares=False, flags=0)
+
+
+def spawn(theirs: socket.socket, start: Start, title: str) -> Process:
+    """Start a new interpreter that runs `begin(start)` with a socket of its own."""
+    means = _means(os.name)
+    executable, environment = _executable(os.name)
+    popen = _subprocess().Popen(
+        [executable, *_interpreter_flags(), "-c", _BOOTSTRAP, title],
+        stdin=_subprocess().PIPE,
+        env=environment,
+        pass_fds=() if means.shares else (theirs.fileno(),),
+        creationflags=means.flags,
+    )
+    share = cast("Any", theirs).share if means.shares else None
+    start = start | {"socket": share(popen.pid) if share else theirs.fileno()}
+    with contextlib.suppress(OSError), popen.stdin as pipe:
+        pipe.write(marshal.dumps(start))  # one that is dead already is seen by its socket
+    if os.name == "nt":
+        return _WindowsProcess(popen)
+    popen.returncode = 0  # PosixProcess waits for it
+    return PosixProcess(popen.pid)
+
+
+def describe_start(role: str, entry: str, **more: Any) -> Start:
+    """Describe to a new interpreter what it is."""
+    words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
+    return {"role": role, "entry": entry, "path": _search_path(), "argv": words, **more}
+
+
+def _search_path() -> list[str]:
+    """Return sys.path, with the folder of this very cseq if it is not there (any more)."""
+    path = [os.fsdecode(place) for place in sys.path if isinstance(place, (str, bytes))]
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return path if home in map(os.path.abspath, path) else [*path, home]
+
+
+def _interpreter_flags() -> list[str]:
+    """Return the trainer's options -X, -W, -O …, as multiprocessing passes them."""
+    flags: list[str] = _subprocess()._args_from_interpreter_flags()
+    return flags
+
+
+def _executable(os_name: str) -> tuple[str, dict[str, str] | None]:
+    """Find the interpreter, and the environment it needs."""
+    executable = sys.executable
+    if "multiprocessing.spawn" in sys.modules or getattr(sys, "frozen", False) or not executable:
+        spawn = importlib.import_module("multiprocessing.spawn")
+        executable = os.fsdecode(spawn.get_executable() or "")  # set_executable() counts
+    if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
+        raise OSError(
+            f"there is no Python interpreter to start worker processes with: {executable!r} is "
+            "this program. Name one by multiprocessing.set_executable(), or use "
+            "thread_type='thread' or start_method='fork'"
+        )
+    base = getattr(sys, "_base_executable", executable)
+    if os_name == "nt" and executable == sys.executable != base:
+        # A virtual environment's python.exe starts another process; this is what it would do.
+        return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
+    return executable, None

@@ -1,0 +1,264 @@
+"""The launcher whose workers a small server forks off itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from cseq.launcher.base import (
+    KILL,
+    LAST,
+    START,
+    Children,
+    check_owner,
+    describe_exit,
+    no_objects,
+)
+from cseq.launcher.forks import pair
+from cseq.launcher.processes import describe_start, signals_blocked, spawn
+from cseq.launcher.record import BORN, EXIT, FAIL, FORK, RECORD, SIGNAL, receive
+from cseq.launcher.waiting import PidFd, hung_up, readable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cseq.launcher.base import Child
+    from cseq.launcher.record import Record
+
+
+class _ServedChild:
+    """A worker that a fork server has started and reaps."""
+
+    def __init__(self, number: int, sock: socket.socket, server: _Server) -> None:
+        self.number = number
+        self.pid = 0
+        self.sock = sock
+        self.refusal = 0  # errno of the fork that failed
+        self.serial = server.enrol(self)
+        self._server = server
+        self._owner = os.getpid()
+        self._pidfd: PidFd | None = None
+        self._code: int | None = None
+        self._exited = False
+
+    def learn(self, record: Record) -> None:
+        """Take in what the server says."""
+        if record.what == BORN:
+            self.pid = record.value
+            self._pidfd = PidFd(record.fds[0]) if record.fds else None
+        elif record.what == FAIL:
+            self.refusal = record.value
+            self._exited = True
+        elif record.what == EXIT:
+            self._code = record.value
+            self._exited = True
+            self._pidfd = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the server has done what it was asked to."""
+        return bool(self.pid or self.refusal)
+
+    @property
+    def exited(self) -> bool:
+        """Whether the server has said how it ended."""
+        return self._exited
+
+    @property
+    def gone(self) -> bool:
+        return self._exited or self._has_ended(0)
+
+    def kill(self) -> None:
+        self.send_signal(KILL)
+
+    def send_signal(self, number: int) -> None:
+        pidfd = self._pidfd
+        if self._exited or os.getpid() != self._owner:
+            return
+        if pidfd is not None:
+            pidfd.send_signal(number)
+        else:
+            self._server.send(SIGNAL, self.serial, number)
+
+    def status(self, timeout: float) -> int | None:
+        if os.getpid() == self._owner:
+            deadline = time.monotonic() + timeout
+            self._server.wait(lambda: self._exited, deadline)
+            if self._server.lost:
+                self._has_ended(deadline - time.monotonic())
+        return self._code
+
+    def _has_ended(self, seconds: float) -> bool:
+        """Wait for the process's end without its server, and say whether it has ended."""
+        pidfd = self._pidfd
+        if pidfd is not None:
+            return pidfd.ended(seconds)
+        return self._server.lost and hung_up(self.sock)
+
+
+class _Server:
+    """The trainer's hand on one fork server process."""
+
+    def __init__(self, entry: str, preload: Sequence[str]) -> None:
+        self.lost = False  # it is dead, or was told to end
+        self._children: dict[int, _ServedChild] = {}
+        self._serials = itertools.count()
+        self._changed = threading.Condition()
+        self._reading = False  # some thread is
+        self._sock, theirs = pair()
+        start = describe_start("server", entry, preload=[*map(str, preload)])
+        try:
+            with theirs, signals_blocked():
+                self._process = spawn(theirs, start, "cseq-server")
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def enrol(self, child: _ServedChild) -> int:
+        """Give a child the number under which the server knows it."""
+        serial = next(self._serials)
+        with self._changed:
+            self._children[serial] = child
+        return serial
+
+    def fork(self, child: _ServedChild, theirs: socket.socket, deadline: float) -> bool:
+        """Have a child started; False when the server is dead."""
+        self.send(FORK, child.serial, child.number, [theirs.fileno()])
+        self.wait(lambda: child.answered, deadline)
+        if child.refusal:
+            raise OSError(child.refusal, f"no worker process: {os.strerror(child.refusal)}")
+        if not child.answered and not self.lost:
+            raise TimeoutError(
+                f"the fork server (process {self._process.pid}) did not start worker "
+                f"{child.number} in time; is something that it imports very slow?"
+            )
+        return child.answered
+
+    def send(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
+        """Send a record; a server that is dead is noticed when it is read from."""
+        with self._changed, contextlib.suppress(OSError):
+            socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
+
+    def wait(self, done: Callable[[], bool], deadline: float) -> None:
+        """Take in what the server says until something is done, the server lost, or time is up.
+
+        One thread at a time reads, for all that wait.
+        """
+        with self._changed:
+            while not done() and not self.lost:
+                left = deadline - time.monotonic()
+                if self._reading:
+                    if not self._changed.wait(max(0.0, left)):
+                        return
+                elif not self._read(left):
+                    return
+
+    def _read(self, seconds: float) -> bool:
+        """Wait for one record and take it in; False when there was none in time."""
+        self._reading = True
+        self._changed.release()
+        try:
+            news = readable(self._sock.fileno(), seconds)
+            record = receive(self._sock) if news else None
+        finally:
+            self._changed.acquire()
+            self._reading = False
+            self._changed.notify_all()
+        if record is not None:
+            self._take(record)
+        self.lost = self.lost or (news and record is None)
+        return news
+
+    def _take(self, record: Record) -> None:
+        """Hand a record to its child, and forget a child with its last record."""
+        child = self._children[record.serial]
+        child.learn(record)
+        if child.exited:
+            del self._children[record.serial]
+
+    def close(self, deadline: float) -> tuple[bool, int | None]:
+        """End the server and reap it; say whether it is gone, and its exit code."""
+        with self._changed:
+            self.lost = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes who reads, and ends the server
+            while self._reading:
+                self._changed.wait()
+            self._sock.close()
+        code = self._process.wait(deadline - time.monotonic())
+        if not self._process.gone:
+            self._process.send_signal(KILL)
+            code = self._process.wait(LAST)
+        return self._process.gone, code
+
+
+class ForkServerLauncher:
+    """Every worker is a copy of a small process that has imported what workers need."""
+
+    method = "forkserver"
+    takes_objects = False
+
+    def __init__(self, entry: str, preload: Sequence[str]) -> None:
+        self._entry = entry
+        self._preload = tuple(preload)
+        self._children = Children()
+        self._server: _Server | None = None
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    def prepare(self) -> None:
+        """Begin to start the server."""
+        self._serving()
+
+    def _serving(self) -> _Server:
+        """Return a server that is not known to be dead; start one if there is none."""
+        check_owner(self._owner)
+        with self._lock:
+            if self._server is not None and self._server.lost:
+                self._server.close(time.monotonic() + LAST)
+                self._server = None
+            if self._server is None:
+                self._server = _Server(self._entry, self._preload)
+            return self._server
+
+    def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
+        """Have the server fork a worker."""
+        no_objects(self.method, local)
+        deadline = time.monotonic() + timeout
+        for _ in range(2):  # a server may be found dead only when it is asked something
+            server = self._serving()
+            child = self._launch(number, server, deadline)
+            if child is not None:
+                return child
+        _, code = server.close(time.monotonic() + LAST)
+        raise OSError(
+            f"the fork server {describe_exit(code)} before it could start worker {number}; "
+            "if it has printed an error, see above"
+        )
+
+    def _launch(self, number: int, server: _Server, deadline: float) -> Child | None:
+        """Start a worker by this server; None when the server is dead."""
+        ours, theirs = pair()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            child = _ServedChild(number, ours, server)
+            self._children.add(child)  # before there is one: whatever happens, it is ended
+            if not server.fork(child, theirs, deadline):
+                return None
+            undo.pop_all()
+        return child
+
+    def close(self, deadline: float) -> bool:
+        """End the workers, then the server."""
+        if os.getpid() != self._owner:
+            return True  # a process that the user forked: these are not its children
+        children = self._children.end(deadline)
+        with self._lock:
+            server, self._server = self._server, None
+        gone = server is None or server.close(deadline)[0]
+        return gone and all(child.gone for child in children)

@@ -1,0 +1,79 @@
+"""Waiting for descriptors, sockets and processes to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+
+def readable(fd: int, seconds: float) -> bool:
+    """Wait until a descriptor has something to read, end of file included."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether a socket's other end is closed (unread data notwithstanding)."""
+    if sock.fileno() < 0:
+        return True
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    poll = select.poll()
+    poll.register(sock, 0)  # POLLHUP is always reported
+    return bool(poll.poll(0))
+
+
+class PidFd:
+    """A descriptor that stands for a process: readable when it has ended, and never recycled."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def open(cls, pid: int) -> PidFd | None:
+        """Open one, where the system has them."""
+        with contextlib.suppress(AttributeError, OSError):
+            return cls(os.pidfd_open(pid))
+        return None
+
+    def ended(self, seconds: float) -> bool:
+        """Wait for the process to end, and say whether it has."""
+        return readable(self._fd, seconds)
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, number)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self._fd)
+
+
+def wait_for(pid: int) -> None:
+    """Wait for a child to end, without reaping it."""
+    with contextlib.suppress(ChildProcessError):  # someone else has reaped it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def ended_kqueue(pid: int, seconds: float) -> bool:
+    """Wait for a child to end, as BSD and macOS do it."""
+    kqueue = cast("Any", select)
+    with contextlib.closing(kqueue.kqueue()) as queue:
+        flags = kqueue.KQ_EV_ADD | kqueue.KQ_EV_ONESHOT
+        event = kqueue.kevent(pid, kqueue.KQ_FILTER_PROC, flags, kqueue.KQ_NOTE_EXIT)
+        try:
+            return bool(queue.control([event], 1, max(0.0, seconds)))
+        except ProcessLookupError:  # it has ended already
+            return True
