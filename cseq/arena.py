@@ -22,7 +22,6 @@ import math
 import operator
 import os
 import re
-import tempfile
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -132,6 +131,8 @@ def _anonymous_file() -> tuple[int, bool]:
         for extra in (getattr(os, "MFD_NOEXEC_SEAL", 0x8), 0):
             with contextlib.suppress(OSError):
                 return os.memfd_create("cseq", flags | extra), True
+    import tempfile  # slow to import, hardly ever needed
+
     with tempfile.TemporaryFile(prefix="cseq-") as file:
         return os.dup(file.fileno()), False
 

@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from cseq._core import Order
 from cseq.check import count
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 __all__ = ["Sampler", "resolve_shard"]
 
-Indices = npt.NDArray[np.int64]
+Indices: TypeAlias = "NDArray[np.int64]"
 
 MOST_SAMPLES = 2**48
 MOST_SEED = 2**64 - 1
@@ -266,7 +268,7 @@ def _within(name: str, value: object, least: int, most: int) -> int:
     return number
 
 
-def _samples(dset_size: object) -> tuple[int, npt.NDArray[np.integer[Any]] | None]:
+def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
     """Return the number of samples, and their indices if they were given."""
     if isinstance(dset_size, (bool, np.bool_, str, bytes)) or not hasattr(dset_size, "__len__"):
         return _within("dset_size", dset_size, 1, MOST_SAMPLES), None
@@ -284,10 +286,10 @@ def _samples(dset_size: object) -> tuple[int, npt.NDArray[np.integer[Any]] | Non
     return len(array), array
 
 
-def _read_only(indices: object) -> npt.NDArray[Any]:
+def _read_only(indices: object) -> NDArray[Any]:
     """Return a view of an array, or an array of a sequence, that cannot be written to."""
     try:
-        array: npt.NDArray[Any] = np.asarray(indices).view()
+        array: NDArray[Any] = np.asarray(indices).view()
     except (TypeError, ValueError) as error:  # of lists of unequal length, for one
         raise TypeError(f"dset_size is no array of integers: {error}") from error
     array.flags.writeable = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
-import secrets
+import os
 import threading
 import warnings
 import weakref
@@ -213,7 +213,7 @@ class MSequence:
             dset_size,
             batch_size=count("batch_size", batch_size, most=MOST_BATCH),
             shuffle=flag("shuffle", shuffle),
-            seed=secrets.randbits(32) if seed is None else seed,
+            seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
             rank=rank,
             world_size=world_size,
