@@ -36,28 +36,44 @@ cseq.staff.TRIES = 10**9
 
 
 class Worker:
-    """Batches whose content says everything about how they were made."""
+    """Batches whose content says everything about how they were made.
 
-    def __init__(self, rows: int, microseconds: int) -> None:
+    Their arrays are asked for (`cseq.empty`), made in the usual way, or that and kept as well.
+    """
+
+    def __init__(self, rows: int, microseconds: int, style: str) -> None:
         self.rows = rows
         self.pause = threading.Event()
         self.seconds = microseconds / 1e6
+        self.style = style
+        self.kept: list[tuple[np.ndarray, np.ndarray]] = []
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
         if self.seconds:
             self.pause.wait(self.seconds)
-        rows = int(indices[0]) % self.rows + 1  # sizes change from batch to batch
-        data = cseq.empty((rows, len(indices)), np.int64)
-        np.multiply(np.arange(1, rows + 1)[:, None], indices, out=data)
+        if self.style == "empty":
+            rows = int(indices[0]) % self.rows + 1  # sizes change from batch to batch
+            data = cseq.empty((rows, len(indices)), np.int64)
+            np.multiply(np.arange(1, rows + 1)[:, None], indices, out=data)
+        else:
+            data = expected(indices, self.rows)
+        if self.style == "keep":
+            for array, of in self.kept:
+                assert np.array_equal(array, expected(of, self.rows)), "a kept array has changed"
+            self.kept = [*self.kept[-2:], (data, indices.copy())]
         return {"indices": indices, "data": data, "draw": cseq.rng().random(3)}
+
+
+def expected(indices: np.ndarray, rows: int) -> np.ndarray:
+    """Make the large part of a batch."""
+    product: np.ndarray = np.arange(1, int(indices[0]) % rows + 2)[:, None] * indices
+    return product
 
 
 def check(batch: dict[str, Any], indices: np.ndarray, rows: int) -> None:
     """Compare a batch with what it must be."""
-    count = int(indices[0]) % rows + 1
     assert np.array_equal(batch["indices"], indices), "wrong samples"
-    expected = np.arange(1, count + 1)[:, None] * indices
-    assert np.array_equal(batch["data"], expected), "wrong data"
+    assert np.array_equal(batch["data"], expected(indices, rows)), "wrong data"
 
 
 class Killer(threading.Thread):
@@ -112,6 +128,7 @@ class Trial:
         self.processes = rng.random() < 0.8
         self.workers = rng.randint(1, 6)
         self.micros = rng.choice([0, 0, 100, 3000])
+        self.style = rng.choice(["empty", "fresh", "keep"])
         self.held: list[tuple[dict[str, Any], np.ndarray]] = []
 
     def manager(self) -> cseq.MSequence:
@@ -121,7 +138,7 @@ class Trial:
         if self.processes:
             options["start_method"] = rng.choice(["fork"] * 4 + ["forkserver", "spawn"])
         return cseq.MSequence(
-            partial(Worker, self.rows, self.micros), self.n, num_workers=self.workers,
+            partial(Worker, self.rows, self.micros, self.style), self.n, num_workers=self.workers,
             batch_size=self.batch_size, buffer=rng.choice([1, 2, 5, 16]), seed=self.seed,
             thread_type="proc" if self.processes else "thread", out_type="null",
             ordered=self.ordered, max_restarts=10**9,
@@ -183,6 +200,8 @@ class Trial:
             part = {k: v[...] for k, v in batch.items()}  # views, not the delivered arrays
             self.held.append((part, indices))
             self.count["held"] += 1
+        elif self.processes:
+            batch["data"][...] = -1  # nobody else may see this
         if self.rng.random() < 0.02:
             self.look_at_held(all_of_them=False)
 
@@ -201,7 +220,7 @@ def left_behind() -> Iterator[str]:
         try:
             with open(f"/proc/{pid}/stat") as stat:
                 fields = stat.read().rpartition(")")[2].split()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         if fields[1] == own:
             yield f"process {pid} in state {fields[0]}"
