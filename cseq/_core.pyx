@@ -1004,6 +1004,15 @@ cdef class Ring:
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
+    def left_in(self, uint32_t cell):
+        """What the runners have left in a cell that is the trainer's, until the next `post` there:
+        (stage that wrote last, status, capacity, the indexer's record, the converter's)."""
+        cdef cseq_cell* c = self.at(cell)
+        cdef uint64_t* i = c.record
+        cdef uint64_t* f = c.converted
+        return (c.stage, c.status, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
+                (f[0], f[1], f[2], f[3], f[4], f[5]))
+
     # -- give up
 
     def abandon(self, int cell=-1):
@@ -1206,9 +1215,16 @@ def now_ns():
     return cseq_now_ns()
 
 
-def exit_on_hangup(intptr_t socket):
-    """Never returns: ends the process, at once and without the interpreter, when the peer of
-    `socket` is gone. For a thread of its own."""
+def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
+    """Never returns: ends the process, without the interpreter, when the peer of `socket` is gone,
+    at once or `grace_ns` later. For a thread of its own."""
+    cdef uint32_t nobody = 0
+    cdef uint64_t end, now
     with nogil:
         cseq_await_hangup(socket)
+        end = cseq_now_ns() + grace_ns
+        now = end - grace_ns
+        while now < end:
+            cseq_wait(&nobody, 0, end - now)
+            now = cseq_now_ns()
         cseq_exit(1)

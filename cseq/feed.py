@@ -158,15 +158,15 @@ class Feed:
             if slot >= 0 and self._batch < self._batches:
                 self._post(cell, slot, capacity)  # the short way: same cell, same slot
             else:
-                self._release(cell, slot)
+                self._release(slot)
                 self._refill()
         self.done = self._taken
         return self._ready.pop()
 
-    def _release(self, cell: int, slot: int) -> None:
+    def _release(self, slot: int) -> None:
         """Give a slot back that the batch has left."""
         if slot >= 0:
-            self._outlet.drop(cell, slot)
+            self._outlet.release(slot)
 
     def _await(self) -> Taken:
         """Sleep until a ticket is finished, and take it."""
@@ -214,7 +214,7 @@ class Feed:
         error, slot = self._outlet.error(cell, slot, capacity, record)
         epoch, batch, count = self._ring.ticket(cell)
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
-        self._release(cell, slot)
+        self._release(slot)
         self._hand = None
         self._taken += 1
         if not self._skip_errors or not isinstance(error, Exception):
