@@ -382,6 +382,11 @@ cdef class Slots:
             raise RuntimeError(f"slot {slot} is not taken")
         cseq_store_rel_u8(self.at(slot), FREE)
 
+    def reclaim(self, Py_ssize_t slot):
+        """Give a slot back if it is taken, and neither leased nor free."""
+        self.check(slot)
+        cseq_cas_sc_u8(self.at(slot), TAKEN, FREE)
+
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
         """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
         self.check(slot)
@@ -1003,6 +1008,12 @@ cdef class Ring:
         """(epoch, batch, count) of a cell."""
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
+
+    def slots(self):
+        """The slots of all tickets in the ring."""
+        cdef uint32_t c
+        return [cseq_ring_cell(self.r, c).slot for c in range(self.r.capacity)
+                if cseq_ring_state(self.r, c) != CSEQ_FREE]
 
     def left_in(self, uint32_t cell):
         """What the runners have left in a cell that is the trainer's, until the next `post` there:

@@ -489,6 +489,15 @@ class Arena:
         """Give a slot back whose batch is not wanted."""
         self._slots.release(slot)
 
+    def reclaim(self, slot: int) -> None:
+        """Give a slot back unless a lease has done that, or will do it."""
+        self._slots.reclaim(slot)
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Give all slots back but these; those under lease stay so."""
+        for slot in set(range(self._slots.capacity)).difference(slots):
+            self._slots.reclaim(slot)
+
     def capacity(self, slot: int) -> int:
         """Bytes that are committed in a slot."""
         return self._capacity[slot]

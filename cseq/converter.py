@@ -748,7 +748,7 @@ class PageLocks:
         try:
             self._torch.ones(1, device=self._device)
         except RuntimeError as error:
-            logger.debug("CUDA's error was taken back: %s", error)
+            logger.debug("CUDA's error was taken back: %s", str(error))
 
 
 # -- between processes --------------------------------------------------------------------------
@@ -914,7 +914,7 @@ class Receiver:
                 try:
                     value.open()
                 except Lost as error:  # its process has ended: there is nothing to let go
-                    logger.debug("discarded: %s", error)
+                    logger.debug("discarded: %s", str(error))
             return value
 
         with self._lane.active():

@@ -95,6 +95,9 @@ class Outlet(Protocol):
     def drop(self, cell: int, slot: int) -> None:
         """Throw away whatever a given-up ticket holds, and free its slot."""
 
+    def keep(self, slots: list[int]) -> None:
+        """Free all slots but those of the cells: an exception may have lost some."""
+
 
 class Importer(Protocol):
     """Who fetches batches out of converter processes (`converter.Receiver`)."""
@@ -167,6 +170,9 @@ class Objects:
         """Forget the object."""
         self._held[cell] = None
         self.release(slot)
+
+    def keep(self, slots: list[int]) -> None:
+        """Nothing: converters, too, have slots that are in no cell."""
 
 
 class SlotWriter:
@@ -251,8 +257,15 @@ class SlotReader:
                 self._arena.release(slot)
 
     def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
-        """Free the slot."""
-        self.release(slot)
+        """Free the slot; an exception in `collect` may have left it leased, or free."""
+        if slot != NO_SLOT:
+            with self._lock:
+                self._arena.reclaim(slot)
+
+    def keep(self, slots: list[int]) -> None:
+        """Free all slots but these, and those in the user's hands."""
+        with self._lock:
+            self._arena.keep(slots)
 
 
 class _Parcel(NamedTuple):
@@ -297,12 +310,12 @@ class Imports(SlotReader):
 
     def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:
         """Fetch the batch, or convert it here."""
-        parcel = self._hand
-        if parcel is None:
-            parcel = self._hand = self._open(cell, slot, capacity, record)
-            batch = self._fetch(parcel)
-        else:  # a tensor is fetched once, and nobody knows which ones were
-            batch = self._convert_here(parcel, "fetching it was interrupted")
+        parcel = self._hand = self._open(cell, slot, capacity, record)
+        try:
+            batch = self._importer.unpack(parcel.packed)
+        except Lost as error:
+            # Not the error itself: whoever keeps the log's records would keep the slot.
+            batch = self._convert_here(parcel, str(error))
         self._hand = None
         return batch, parcel.slot
 
@@ -315,14 +328,6 @@ class Imports(SlotReader):
             memory = self._arena.take(slot, nbytes, capacity)
             slot = -1
         return _Parcel(cell, slot, memory, codec.decode(memory, record))
-
-    def _fetch(self, parcel: _Parcel) -> Any:
-        """Fetch the batch; convert it here if it is gone."""
-        try:
-            return self._importer.unpack(parcel.packed)
-        except Lost as error:
-            # Not the error itself: whoever keeps the log's records would keep the slot.
-            return self._convert_here(parcel, str(error))
 
     def _convert_here(self, parcel: _Parcel, reason: str) -> Any:
         """Convert the indexer's batch."""
@@ -337,13 +342,11 @@ class Imports(SlotReader):
     def drop(self, cell: int, slot: int) -> None:
         """Let the converter have its memory back, and free the slot."""
         parcel, self._hand = self._hand, None
-        if parcel is None:
+        if parcel is None or parcel.cell != cell:
             parcel = self._given_up(cell, slot)
         if parcel is not None:
-            slot = parcel.slot
             self._importer.discard(parcel.packed)
-        if slot >= 0:
-            self.release(slot)
+        super().drop(cell, slot)
 
     def _given_up(self, cell: int, slot: int) -> _Parcel | None:
         """Read what a converter has written for nobody, where it lies."""

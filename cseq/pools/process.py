@@ -188,7 +188,7 @@ class ProcessPool:
         self._crew = Crew(self._ring)
         self._receiver = Receiver(job.output) if in_processes else None
         self._imports: Imports | None = None
-        self._unpack = self._make_unpack()
+        self._convert = self._make_convert()
         outlet = self._make_outlet()
         self.feed = Feed(
             self._ring,
@@ -197,6 +197,7 @@ class ProcessPool:
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._check,
+            convert=self._convert,
         )
         staff.start(
             job.worker,
@@ -216,7 +217,7 @@ class ProcessPool:
         )
         self._keeper = staff.keeper
 
-    def _make_unpack(self) -> Callable[[Any], Any] | None:
+    def _make_convert(self) -> Callable[[Any], Any] | None:
         """Return what the trainer does to a batch that came out of the ring."""
         if self._receiver is not None or self._job.output.kind == "null":
             return None
@@ -303,8 +304,7 @@ class ProcessPool:
 
     def next(self) -> Any:
         """Return the next batch."""
-        batch = self.feed.next()
-        return batch if self._unpack is None else self._unpack(batch)
+        return self.feed.next()
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
