@@ -117,7 +117,15 @@ class Segment:
         for width, slots in ((WIDTH, SLOTS), *NARROWER[:-1]):
             with contextlib.suppress(OSError):
                 return cls.create(width, slots)
-        return cls.create(*NARROWER[-1])
+        width, slots = NARROWER[-1]
+        try:
+            return cls.create(width, slots)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no sparse file of {width * slots >> 30} GiB for shared memory: "
+                f"{error.strerror}; is the size of files limited (ulimit -f)?",
+            ) from error
 
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -984,6 +985,82 @@ class Huge:
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         return cseq.empty((1 << 39,), np.uint8)
+
+
+FULL_DISK = """
+import os, sys, tempfile
+import numpy as np
+
+what, size, method = sys.argv[1:4]
+if len(sys.argv) == 4:  # a file system of that size, which this process and its children see
+    mount = 'mount -t tmpfs -o size="$0" none . 2> mount.log || exit 77; exec "$@"'
+    script = [sys.executable, "-X", "faulthandler", os.path.abspath(__file__)]
+    os.mkdir("full")
+    os.chdir("full")
+    os.execvp("unshare", ["unshare", "-Urm", "sh", "-c", "cd . && " + mount, size, *script,
+                          *sys.argv[1:], "inside"])
+
+os.chdir(os.getcwd())  # into what was mounted here
+tempfile.tempdir = os.getcwd()
+del os.memfd_create  # what is mapped then lies in files there
+import cseq
+
+class Wide:
+    def __getitem__(self, indices):
+        return np.repeat(indices[:, None], 4096, axis=1)
+
+m = cseq.MPSequence(Wide, 160, batch_size=4, out_type="null", num_workers=2, shuffle=False,
+                    start_method=method)
+got, errors = [], 0
+try:
+    with m.start():
+        iterator = iter(m)
+        while errors < 3:
+            try:
+                batch = next(iterator)
+            except MemoryError:
+                errors += 1
+                got.append(None)
+            except StopIteration:
+                break
+            else:
+                assert (batch == batch[:, :1]).all()
+                got.append(batch if what == "keep" else int(batch[0, 0]))
+                del batch
+except MemoryError as error:
+    got.append(None)
+numbers = [entry if entry is None else int(np.ravel(entry)[0]) for entry in got]
+delivered = [number for number in numbers if number is not None]
+assert delivered == sorted(set(delivered)) and not any(n % 4 for n in delivered), numbers
+print(None in numbers, len(delivered))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "size", "errors"),
+    [
+        ("drop", "4k", True),  # no room for the first slot, at the start
+        ("drop", "200k", True),  # nor for the slots of all tickets, in the trainer
+        ("drop", "1m", True),  # nor for all batches, in a worker
+        ("keep", "4m", True),  # nor for those that are kept
+        ("drop", "8m", False),
+    ],
+)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs a small file system")
+def test_a_full_disk_is_an_exception(
+    run_script: RunScript, what: str, size: str, errors: bool, method: str
+) -> None:
+    """Where mapped files lie on a full disk: MemoryError in the loop, and nobody gets SIGBUS."""
+    done = run_script(FULL_DISK, what, size, method)
+    if done.returncode in (1, 77) and "unshare" in done.stderr + "unshare" * (
+        done.returncode == 77
+    ):
+        pytest.skip("this machine lets nobody mount a file system of his own")
+    assert done.returncode == 0, done.stderr
+    raised, delivered = done.stdout.split()
+    assert raised == str(errors)
+    assert (int(delivered) == 40) == (not errors)
 
 
 def test_nothing_lies_in_dev_shm() -> None:
