@@ -997,7 +997,7 @@ if len(sys.argv) == 4:  # a file system of that size, which this process and its
     script = [sys.executable, "-X", "faulthandler", os.path.abspath(__file__)]
     os.mkdir("full")
     os.chdir("full")
-    os.execvp("unshare", ["unshare", "-Urm", "sh", "-c", "cd . && " + mount, size, *script,
+    os.execvp("unshare", ["unshare", "-Urm", "sh", "-c", mount, size, *script,
                           *sys.argv[1:], "inside"])
 
 os.chdir(os.getcwd())  # into what was mounted here
@@ -1053,9 +1053,7 @@ def test_a_full_disk_is_an_exception(
 ) -> None:
     """Where mapped files lie on a full disk: MemoryError in the loop, and nobody gets SIGBUS."""
     done = run_script(FULL_DISK, what, size, method)
-    if done.returncode in (1, 77) and "unshare" in done.stderr + "unshare" * (
-        done.returncode == 77
-    ):
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
         pytest.skip("this machine lets nobody mount a file system of his own")
     assert done.returncode == 0, done.stderr
     raised, delivered = done.stdout.split()
