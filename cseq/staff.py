@@ -80,11 +80,11 @@ class Entered(NamedTuple):
         return payload.read(self.payload_fd[0]) if self.payload_fd else local
 
 
-def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] = lambda task: 0) -> Entered:
+def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Begin a worker process: it ends when `sock`, to the trainer, does, or so much later."""
     arm_fault()
     setup, (ring_fd, arena_fd, *payload_fd) = _receive(sock)
-    watch = (sock.fileno(), grace_ns(setup.task))
+    watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=sock.fileno(), all_threads=True)
