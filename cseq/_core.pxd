@@ -15,6 +15,7 @@ cdef extern from "cseq_atomic.h" nogil:
 
 cdef extern from "cseq_wait.h" nogil:
     int cseq_wait_nap
+    void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns) noexcept
     uint64_t cseq_now_ns() noexcept
 
 

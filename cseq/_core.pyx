@@ -382,6 +382,11 @@ cdef class Slots:
             raise RuntimeError(f"slot {slot} is not taken")
         cseq_store_rel_u8(self.at(slot), FREE)
 
+    def reclaim(self, Py_ssize_t slot):
+        """Give a slot back if it is taken, and neither leased nor free."""
+        self.check(slot)
+        cseq_cas_sc_u8(self.at(slot), TAKEN, FREE)
+
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
         """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
         self.check(slot)
@@ -1004,6 +1009,21 @@ cdef class Ring:
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
+    def slots(self):
+        """The slots of all tickets in the ring."""
+        cdef uint32_t c
+        return [cseq_ring_cell(self.r, c).slot for c in range(self.r.capacity)
+                if cseq_ring_state(self.r, c) != CSEQ_FREE]
+
+    def left_in(self, uint32_t cell):
+        """What the runners have left in a cell that is the trainer's, until the next `post` there:
+        (stage that wrote last, status, capacity, the indexer's record, the converter's)."""
+        cdef cseq_cell* c = self.at(cell)
+        cdef uint64_t* i = c.record
+        cdef uint64_t* f = c.converted
+        return (c.stage, c.status, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
+                (f[0], f[1], f[2], f[3], f[4], f[5]))
+
     # -- give up
 
     def abandon(self, int cell=-1):
@@ -1206,9 +1226,16 @@ def now_ns():
     return cseq_now_ns()
 
 
-def exit_on_hangup(intptr_t socket):
-    """Never returns: ends the process, at once and without the interpreter, when the peer of
-    `socket` is gone. For a thread of its own."""
+def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
+    """Never returns: ends the process, without the interpreter, when the peer of `socket` is gone,
+    at once or `grace_ns` later. For a thread of its own."""
+    cdef uint32_t nobody = 0
+    cdef uint64_t end, now
     with nogil:
         cseq_await_hangup(socket)
+        end = cseq_now_ns() + grace_ns
+        now = end - grace_ns
+        while now < end:
+            cseq_wait(&nobody, 0, end - now)
+            now = cseq_now_ns()
         cseq_exit(1)

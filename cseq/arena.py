@@ -116,7 +116,15 @@ class Segment:
         for width, slots in ((WIDTH, SLOTS), *NARROWER[:-1]):
             with contextlib.suppress(OSError):
                 return cls.create(width, slots)
-        return cls.create(*NARROWER[-1])
+        width, slots = NARROWER[-1]
+        try:
+            return cls.create(width, slots)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no sparse file of {width * slots >> 30} GiB for shared memory: "
+                f"{error.strerror}; is the size of files limited (ulimit -f)?",
+            ) from error
 
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""
@@ -489,6 +497,15 @@ class Arena:
     def release(self, slot: int) -> None:
         """Give a slot back whose batch is not wanted."""
         self._slots.release(slot)
+
+    def reclaim(self, slot: int) -> None:
+        """Give a slot back unless a lease has done that, or will do it."""
+        self._slots.reclaim(slot)
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Give all slots back but these; those under lease stay so."""
+        for slot in set(range(self._slots.capacity)).difference(slots):
+            self._slots.reclaim(slot)
 
     def capacity(self, slot: int) -> int:
         """Bytes that are committed in a slot."""

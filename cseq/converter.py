@@ -16,15 +16,17 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 
 from cseq.codec import castable, map_leaves
+from cseq.edge import Lost
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -598,6 +600,7 @@ class CudaConverter:
         self._host = _Host(output)
         self._lane = open_lane(output.device) if lane is None else lane
         self._under_way = _UnderWay()
+        self._counts = Counts()
 
     def convert(self, batch: Batch) -> Transfer:
         """Begin to copy a batch; the memory it lies on is kept until that is done."""
@@ -623,7 +626,7 @@ class CudaConverter:
         self.reap()
         # The consumer in the other process waits for this lane, where the copies were made.
         with self._lane.active():
-            return pack(transfer.batch)
+            return pack(transfer.batch, self._counts)
 
     def reap(self, *, wait: bool = False) -> None:
         """Let go of memory whose copies are done; `wait` until all are.
@@ -636,6 +639,11 @@ class CudaConverter:
         """Wait until all copies are done; after the consumer's `Receiver.close`, in a process."""
         self.reap(wait=True)
         self._lane.collect()
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove the files of this process that torch has not: batches that nobody fetched."""
+        self._counts.remove()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
         """Send an array or a CPU tensor to the device; keep any other leaf."""
@@ -740,7 +748,7 @@ class PageLocks:
         try:
             self._torch.ones(1, device=self._device)
         except RuntimeError as error:
-            logger.debug("CUDA's error was taken back: %s", error)
+            logger.debug("CUDA's error was taken back: %s", str(error))
 
 
 # -- between processes --------------------------------------------------------------------------
@@ -751,13 +759,21 @@ class Handle:
 
     torch's own reference count keeps that memory while the process lives, until the handle was
     opened and the tensor dropped. So open every handle once, and clone what it gives at once.
+
+    Attributes
+    ----------
+    rebuild, arguments : callable and tuple
+        What torch says it takes.
+    opened : bool
+        Whether it was tried here, with or without success.
     """
 
-    __slots__ = ("arguments", "rebuild")
+    __slots__ = ("arguments", "opened", "rebuild")
 
     def __init__(self, rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> None:
         self.rebuild = rebuild
         self.arguments = arguments
+        self.opened = False
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the two parts."""
@@ -768,20 +784,72 @@ class Handle:
 
         Raises
         ------
-        RuntimeError
+        Lost
             If that process has ended, and its memory with it.
         """
-        return self.rebuild(*self.arguments)
+        self.opened = True
+        try:
+            return self.rebuild(*self.arguments)
+        except Exception as error:
+            raise Lost(f"a tensor of a converter process cannot be had: {error}") from error
+
+    def counts(self) -> Iterator[str]:
+        """Name torch's files of reference counts that this tensor is counted in."""
+        yield from _counts_in(self.arguments)
 
 
-def pack(batch: Batch) -> Batch:
+def _counts_in(arguments: object) -> Iterator[str]:
+    """Find the names among what torch says (a sparse tensor is several)."""
+    if isinstance(arguments, bytes) and COUNTS.fullmatch(arguments):
+        yield arguments.decode("ascii")
+    elif isinstance(arguments, tuple):
+        for argument in arguments:
+            yield from _counts_in(argument)
+
+
+# How torch names them: by process, at random, by number.
+COUNTS = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+SHM = "/dev/shm"
+
+
+class Counts:
+    """Torch's files of reference counts, which a process that is killed leaves in /dev/shm.
+
+    There is one for some ten thousand tensors. Whoever knows that its process is gone, or will
+    never be asked again, removes it.
+    """
+
+    MANY = 16
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def add(self, handle: Handle) -> None:
+        """Remember a handle's."""
+        for name in handle.counts():
+            if name not in self._names:
+                if len(self._names) >= self.MANY:  # torch removes those that are used up
+                    self._names = {n for n in self._names if os.path.exists(SHM + n)}
+                self._names.add(name)
+
+    def remove(self) -> None:
+        """Remove those that are left."""
+        for name in list(self._names):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(SHM + name)
+        self._names.clear()
+
+
+def pack(batch: Batch, counts: Counts) -> Batch:
     """Replace every CUDA tensor by a `Handle`; the current stream must be where it was made."""
     torch = importlib.import_module("torch")
     reductions = importlib.import_module("torch.multiprocessing.reductions")
 
     def leaf(value: object) -> object:
         if isinstance(value, torch.Tensor) and value.is_cuda:
-            return Handle(*reductions.reduce_tensor(value))
+            handle = Handle(*reductions.reduce_tensor(value))
+            counts.add(handle)
+            return handle
         return value
 
     return map_leaves(leaf, batch)
@@ -806,14 +874,15 @@ class Receiver:
         # the host for the current stream: here that is one short copy, and not the training step.
         self._lane = open_lane(output.device) if lane is None else lane
         self._under_way = _UnderWay()
+        self._counts = Counts()
 
     def unpack(self, batch: Batch) -> Batch:
         """Replace every `Handle` by a tensor of this process.
 
         Raises
         ------
-        RuntimeError
-            If the converter's process has ended: its ticket must be run again.
+        Lost
+            If the converter's process has ended: the batch must be converted again.
         """
         opened: list[Tensor] = []
         tensors: list[Tensor] = []
@@ -821,6 +890,7 @@ class Receiver:
         def leaf(value: object) -> object:
             if type(value) is not Handle:
                 return value
+            self._counts.add(value)
             opened.append(value.open())
             tensors.append(opened[-1].clone())
             return tensors[-1]
@@ -836,14 +906,15 @@ class Receiver:
         return batch
 
     def discard(self, batch: Batch) -> None:
-        """Let go of a packed batch that nobody will see, or its converter would keep the memory."""
+        """Let go of what was not opened of a batch, or its converter would keep the memory."""
 
         def leaf(value: object) -> object:
-            if type(value) is Handle:
+            if type(value) is Handle and not value.opened:
+                self._counts.add(value)
                 try:
                     value.open()
-                except RuntimeError as error:  # its process has ended: there is nothing to let go
-                    logger.debug("discarded a tensor that is gone: %s", error)
+                except Lost as error:  # its process has ended: there is nothing to let go
+                    logger.debug("discarded: %s", str(error))
             return value
 
         with self._lane.active():
@@ -853,3 +924,7 @@ class Receiver:
         """Let go of all memory of other processes."""
         with self._lane.active():
             self._under_way.reap(wait=True)
+
+    def clean(self) -> None:
+        """Remove what killed converters have left in /dev/shm; all of them must be gone."""
+        self._counts.remove()

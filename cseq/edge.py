@@ -1,30 +1,37 @@
 """How a batch crosses to the next runner: as an object, or through a slot.
 
 Threads hand over the object itself (`Objects`); processes write it into the ticket's slot of shared
-memory (`SlotWriter`), where the trainer finds it (`SlotReader`). A runner holds the edge it fills,
-and a converter also the one it empties.
+memory (`SlotWriter`), where the trainer finds it (`SlotReader`). What converter processes write
+there only says where on the device the batch is: `Imports` fetches it. A runner holds the edge it
+fills, and a converter also the one it empties.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cseq import codec, failure
 from cseq.arena import SMALL
-from cseq.stage import BATCH, RAISED
+from cseq.stage import BATCH, CONVERTER, RAISED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
-    from cseq._core import Seat
+    from cseq._core import Memory, Ring, Seat
     from cseq.arena import Arena, Writer
 
     Fields = tuple[int, ...]
 
 __all__ = [
     "NO_SLOT",
+    "Importer",
+    "Imports",
     "Inlet",
+    "Lost",
     "Objects",
     "Outlet",
     "SlotReader",
@@ -34,6 +41,12 @@ __all__ = [
 ]
 
 NO_SLOT = 0xFFFFFFFF  # a ticket whose batch lies in no slot
+
+log = logging.getLogger("cseq")
+
+
+class Lost(RuntimeError):
+    """A batch lies in the memory of a process that has ended."""
 
 
 class Inlet(Protocol):
@@ -76,8 +89,24 @@ class Outlet(Protocol):
     ) -> tuple[BaseException, int]:
         """Take the exception out: it, and the slot."""
 
+    def release(self, slot: int) -> None:
+        """Free a slot that came back, and that no ticket is posted in."""
+
     def drop(self, cell: int, slot: int) -> None:
-        """Throw away whatever a given-up ticket holds."""
+        """Throw away whatever a given-up ticket holds, and free its slot."""
+
+    def keep(self, slots: list[int]) -> None:
+        """Free all slots but those of the cells: an exception may have lost some."""
+
+
+class Importer(Protocol):
+    """Who fetches batches out of converter processes (`converter.Receiver`)."""
+
+    def unpack(self, batch: Any, /) -> Any:
+        """Fetch a batch; raises `Lost` if it is gone."""
+
+    def discard(self, batch: Any, /) -> None:
+        """Let go of what of a batch was not fetched."""
 
 
 class Objects:
@@ -132,11 +161,18 @@ class Objects:
             return self._below.error(cell, slot, capacity, record)
         return self.collect(cell, slot, capacity, record)
 
+    def release(self, slot: int) -> None:
+        """Free a slot of the stage before."""
+        if self._below is not None:
+            self._below.release(slot)
+
     def drop(self, cell: int, slot: int) -> None:
         """Forget the object."""
         self._held[cell] = None
-        if self._below is not None:
-            self._below.drop(cell, slot)
+        self.release(slot)
+
+    def keep(self, slots: list[int]) -> None:
+        """Nothing: converters, too, have slots that are in no cell."""
 
 
 class SlotWriter:
@@ -203,7 +239,7 @@ class SlotReader:
         self, cell: int, slot: int, capacity: int, record: Fields
     ) -> tuple[BaseException, int]:
         """Restore the exception."""
-        packed, slot = self.collect(cell, slot, capacity, record)
+        packed, slot = SlotReader.collect(self, cell, slot, capacity, record)
         return failure.unpack(packed), slot
 
     def fetch(self, seat: Seat) -> Any:
@@ -211,14 +247,114 @@ class SlotReader:
         slot = seat.slot
         batch, kept = self.collect(seat.cell, slot, seat.capacity, seat.record)
         seat.detach()
-        self.drop(seat.cell, slot if kept >= 0 else NO_SLOT)
+        self.release(slot if kept >= 0 else NO_SLOT)
         return batch
 
-    def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
+    def release(self, slot: int) -> None:
         """Free the slot."""
         if slot != NO_SLOT:
             with self._lock:
                 self._arena.release(slot)
+
+    def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
+        """Free the slot; an exception in `collect` may have left it leased, or free."""
+        if slot != NO_SLOT:
+            with self._lock:
+                self._arena.reclaim(slot)
+
+    def keep(self, slots: list[int]) -> None:
+        """Free all slots but these, and those in the user's hands."""
+        with self._lock:
+            self._arena.keep(slots)
+
+
+class _Parcel(NamedTuple):
+    """A batch from a converter process that is being fetched."""
+
+    cell: int
+    slot: int  # -1: leased, by the memory
+    memory: Memory  # what lies in the slot
+    packed: Any  # what the converter has written there
+
+
+class Imports(SlotReader):
+    """The trainer's end of the slots behind converter processes.
+
+    What a converter has written says where on the device the batch lies, in memory that goes with
+    its process. The indexer's batch still lies in the slot, and its record in the cell: a batch
+    that is gone is converted here, from that. So it is fetched before the slot is used again.
+
+    Parameters
+    ----------
+    arena : Arena
+    ring : Ring
+    importer : Importer
+    convert : callable
+        Converts an indexer's batch at once.
+
+    Attributes
+    ----------
+    lost : int
+        Batches that were converted here.
+    """
+
+    def __init__(
+        self, arena: Arena, ring: Ring, importer: Importer, convert: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(arena)
+        self._ring = ring
+        self._importer = importer
+        self._convert = convert
+        self._hand: _Parcel | None = None  # an exception on the way (Ctrl-C) leaves it here
+        self.lost = 0
+
+    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:
+        """Fetch the batch, or convert it here."""
+        parcel = self._hand = self._open(cell, slot, capacity, record)
+        try:
+            batch = self._importer.unpack(parcel.packed)
+        except Lost as error:
+            # Not the error itself: whoever keeps the log's records would keep the slot.
+            batch = self._convert_here(parcel, str(error))
+        self._hand = None
+        return batch, parcel.slot
+
+    def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> _Parcel:
+        """Read what a converter has written."""
+        nbytes = codec.used(record)
+        if nbytes <= SMALL:
+            memory = self._arena.copy(slot, nbytes, capacity)
+        else:
+            memory = self._arena.take(slot, nbytes, capacity)
+            slot = -1
+        return _Parcel(cell, slot, memory, codec.decode(memory, record))
+
+    def _convert_here(self, parcel: _Parcel, reason: str) -> Any:
+        """Convert the indexer's batch."""
+        self._importer.discard(parcel.packed)
+        epoch, number, _ = self._ring.ticket(parcel.cell)
+        log.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
+        record = self._ring.left_in(parcel.cell)[3]
+        batch = self._convert(codec.decode(parcel.memory, record))
+        self.lost += 1
+        return batch
+
+    def drop(self, cell: int, slot: int) -> None:
+        """Let the converter have its memory back, and free the slot."""
+        parcel, self._hand = self._hand, None
+        if parcel is None or parcel.cell != cell:
+            parcel = self._given_up(cell, slot)
+        if parcel is not None:
+            self._importer.discard(parcel.packed)
+        super().drop(cell, slot)
+
+    def _given_up(self, cell: int, slot: int) -> _Parcel | None:
+        """Read what a converter has written for nobody, where it lies."""
+        stage, status, capacity, _, record = self._ring.left_in(cell)
+        if stage != CONVERTER or status != BATCH:
+            return None
+        memory = self._arena.look(slot, capacity)
+        return _Parcel(cell, slot, memory, codec.decode(memory, record))
 
 
 class SlotSource:

@@ -52,8 +52,9 @@ class Feed:
     skip_errors : bool
         Log and leave out a batch whose indexer raised, instead of raising.
     check : callable
-        Called with the awaited cell (or -1) before every sleep; raises what went wrong
-        elsewhere.
+        Called before every sleep; raises what went wrong elsewhere.
+    convert : callable, optional
+        Applied to every batch on its way out.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Feed:
         ordered: bool,
         skip_errors: bool,
         check: Callable[[], None],
+        convert: Callable[[Any], Any] | None = None,
     ) -> None:
         self._ring = ring
         self._sampler = sampler
@@ -72,6 +74,7 @@ class Feed:
         self._ordered = ordered
         self._skip_errors = skip_errors
         self._check = check
+        self._convert = convert
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
         self._ticket = 0
         self._epoch = 0
@@ -79,9 +82,8 @@ class Feed:
         self._batch = 0  # the next one to post, from 0
         self._batches = 0
         self._taken = 0  # of those, taken out again
-        # Filled only while a batch is on its way out: an exception there must not lose it.
-        self._hand: Taken | None = None  # taken out of the ring
-        self._ready: list[Any] = []  # and out of its slot
+        self._hand: Taken | None = None  # taken out of the ring, and not yet out of its slot
+        self._torn = False  # an exception has come in the middle of `next`
         self.done = 0  # the same, but a batch that raised counts only when the loop went on
         self._sweeping = False
         self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
@@ -91,11 +93,18 @@ class Feed:
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
         self._interrupted = False
-        if self._hand is not None:
-            self._outlet.drop(self._hand[0], self._hand[2])
-            self._hand = None
-        self._ready.clear()
+        self._begin(epoch, consumed)
+
+    def _begin(self, epoch: int, consumed: int) -> None:
+        """Begin an epoch, or go on with one, behind the samples that are consumed."""
+        torn, self._torn = self._torn, True
+        hand, self._hand = self._hand, None
+        if hand is not None:
+            self._outlet.drop(hand[0], hand[2])
+        self._drop_swept()
         self._ring.abandon()
+        if torn:
+            self._outlet.keep(self._ring.slots())
         self._sweeping = True
         self._sampler.begin(epoch, consumed)
         self._epoch = epoch
@@ -103,6 +112,7 @@ class Feed:
         self._batch = self._taken = self.done = 0
         self._batches = len(self._sampler)
         self._refill()
+        self._torn = False
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
@@ -133,9 +143,13 @@ class Feed:
     def _sweep(self) -> None:
         """Clear the cells of given-up tickets that no runner works on any more."""
         self._swept += self._ring.sweep()
+        self._drop_swept()
+        self._sweeping = self._ring.abandoned_count > 0
+
+    def _drop_swept(self) -> None:
+        """Drop what cleared cells held."""
         while self._swept:
             self._outlet.drop(*self._swept.pop())
-        self._sweeping = self._ring.abandoned_count > 0
 
     def next(self) -> Any:
         """Return the next finished batch.
@@ -145,43 +159,74 @@ class Feed:
         StopIteration
             The epoch is over.
         """
-        if not self._ready:
-            self._hand = taken = self._hand or self._ring.take(self._ordered) or self._await()
-            while taken[1] == RAISED:
-                self._raised(*taken)
-                self._hand = taken = self._ring.take(self._ordered) or self._await()
-            cell, _, slot, capacity, record = taken
+        if self._torn:
+            self._mend()
+        self._torn = True  # until the books are in order again
+        while True:
+            self._hand = taken = self._ring.take(self._ordered) or self._await()
+            cell, status, slot, capacity, record = taken
+            if status == RAISED:
+                self._raised(cell, slot, capacity, record)
+                continue
             batch, slot = self._outlet.collect(cell, slot, capacity, record)
-            self._ready.append(batch)
-            self._hand = None
-            self._taken += 1
-            if slot >= 0 and self._batch < self._batches:
-                self._post(cell, slot, capacity)  # the short way: same cell, same slot
-            else:
-                self._release(cell, slot)
-                self._refill()
-        self.done = self._taken
-        return self._ready.pop()
+            if self._convert is not None:
+                try:
+                    batch = self._convert(batch)
+                except Exception as error:  # noqa: BLE001 - the user's, and raised again
+                    self._refuse(cell, slot, error)
+                    continue
+            break
+        self._hand = None
+        if slot >= 0 and self._batch < self._batches:
+            self._post(cell, slot, capacity)  # the short way: same cell, same slot
+        else:
+            self._release(slot)
+            self._refill()
+        self.done = self._taken = self._taken + 1
+        self._torn = False
+        return batch
 
-    def _release(self, cell: int, slot: int) -> None:
+    def _mend(self) -> None:
+        """Make anew what was under way when an exception came in the middle of `next`.
+
+        A signal handler may raise between any two steps (Ctrl-C does), so that nobody knows which
+        were done. But what was delivered is known: the rest of the epoch begins behind that.
+        """
+        self._refuse_interrupted()
+        if not self._ordered:
+            raise InterruptedError(
+                "an exception has interrupted the taking of a batch, and with ordered=False "
+                "nobody can say which ones are left; begin another epoch"
+            )
+        self._begin(self._epoch, self._sampler.position(self.done))
+
+    def _refuse_interrupted(self) -> None:
+        """Raise if `interrupt` was called."""
+        if self._interrupted:
+            raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
+
+    def _release(self, slot: int) -> None:
         """Give a slot back that the batch has left."""
         if slot >= 0:
-            self._outlet.drop(cell, slot)
+            self._outlet.release(slot)
 
     def _await(self) -> Taken:
         """Sleep until a ticket is finished, and take it."""
         ring = self._ring
         while True:
+            self._torn = False  # here all is in order, and most signals come while it waits
             seen = ring.alarms()
-            if self._interrupted:
-                raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
+            self._refuse_interrupted()
             self._check()
+            self._torn = True
             self._refill()
             if not ring.outstanding_count and self._batch == self._batches:
+                self._torn = False
                 raise StopIteration
             taken = ring.take(self._ordered)
             if taken is not None:
                 return taken
+            self._torn = False
             ring.wait(seen, self._ordered)
 
     def in_work(self) -> list[tuple[int, int, str]]:
@@ -209,20 +254,29 @@ class Feed:
             workers_waited=sum(ring.idle_ns()[:num_workers]) / 1e9,
         )
 
-    def _raised(self, cell: int, status: int, slot: int, capacity: int, record: Any) -> None:  # noqa: ARG002
-        """Raise, or note down, what an indexer raised."""
+    def _raised(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> None:
+        """Take an exception out instead of a batch."""
         error, slot = self._outlet.error(cell, slot, capacity, record)
+        try:
+            self._refuse(cell, slot, error)
+        finally:
+            del error  # its traceback has this frame: a circle
+
+    def _refuse(self, cell: int, slot: int, error: BaseException) -> None:
+        """Raise, or note down, what an indexer or a conversion raised instead of a batch."""
         epoch, batch, count = self._ring.ticket(cell)
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
-        self._release(cell, slot)
         self._hand = None
+        self._release(slot)
         self._taken += 1
         if not self._skip_errors or not isinstance(error, Exception):
+            self._torn = False
             try:
                 failure.deliver(error, place)
             finally:
                 del error
         self.skipped.append((epoch, batch, repr(error)))
         self.done = self._taken
-        log.error("skipped %s: %r", place, error)
+        # Its text alone: whoever keeps the log's records would keep its traceback, and the ring.
+        log.error("skipped %s: %s", place, repr(error))
         self._refill()

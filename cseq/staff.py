@@ -80,11 +80,12 @@ class Entered(NamedTuple):
         return payload.read(self.payload_fd[0]) if self.payload_fd else local
 
 
-def enter(sock: socket.socket) -> Entered:
-    """Begin a worker process: it ends when `sock`, to the trainer, does."""
+def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
+    """Begin a worker process: it ends when `sock`, to the trainer, does, or so much later."""
     arm_fault()
     setup, (ring_fd, arena_fd, *payload_fd) = _receive(sock)
-    threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
+    watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
+    threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=sock.fileno(), all_threads=True)
     ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))

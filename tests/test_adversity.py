@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import exports as exporting
 import numpy as np
 import pytest
 
@@ -274,6 +277,39 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
     assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
 
 
+def refuse(array: np.ndarray) -> np.ndarray:
+    """Convert all arrays but those with sample 123."""
+    if 123 in array:
+        raise ValueError("123 cannot be converted")
+    return array
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("kind", ["proc", "thread", "test"])
+def test_a_batch_that_cannot_be_converted(kind: str, on_error: str) -> None:
+    """What a callable `out_type` raises is dealt with as what an indexer raises, in every pool."""
+    m = cseq.MSequence(
+        np.arange(SAMPLES), SAMPLES, batch_size=BATCH, seed=11, out_type=refuse,
+        on_error=on_error, thread_type="thread" if kind == "thread" else "proc",
+    )  # fmt: skip
+    order = cseq.permutation(SAMPLES, 11, 0).astype(np.int64).reshape(-1, BATCH)
+    expected = [batch.tolist() for batch in order if 123 not in batch]
+    got, raised = [], []
+    with m.start_test() if kind == "test" else m.start():
+        iterator = iter(m)
+        while True:
+            try:
+                got.append(next(iterator).tolist())
+            except StopIteration:
+                break
+            except ValueError as error:
+                raised.append(str(error))
+        skips = [batch for _, batch, _ in m.skipped]
+    assert got == expected
+    at = order.ravel().tolist().index(123) // BATCH
+    assert (len(raised), skips) == ((1, []) if on_error == "raise" else (0, [at]))
+
+
 class Unbuildable:
     """Its file is not there."""
 
@@ -389,7 +425,253 @@ def test_a_dead_converter_is_replaced() -> None:
     assert got == expected
 
 
+@pytest.fixture
+def exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., exporting.Exports]]:
+    """Let converter processes export their tensors as to a device."""
+    pytest.importorskip("torch")
+    (tmp_path / "exported").mkdir()
+    made: list[exporting.Exports] = []
+
+    def make(**options: int) -> exporting.Exports:
+        made.append(exporting.Exports(tmp_path / "exported", **options))
+        made[0].install(monkeypatch)
+        return made[0]
+
+    yield make
+    made[0].close()
+
+
+def converted() -> list[tuple[bytes, ...]]:
+    """What test mode gives on the CPU."""
+    with manager(out_type="cuda", num_converters=1).start_test("cpu") as m:
+        return digest(m)
+
+
+MakeExports = "Callable[..., exporting.Exports]"
+
+
+def test_batches_of_a_dead_converter_are_converted_again(exports: MakeExports) -> None:
+    """What a converter has finished and the loop has not had is gone with it, and made again."""
+    theirs = exports(die_at=6)
+    m = manager(out_type="cuda", num_converters=1)
+    with m.start(compat=False):
+        iterator = iter(m)
+        await_end([theirs.heard()])  # five batches are ready, and the sixth nearly
+        assert digest(iterator) == converted()
+        stats = m.stats()
+    assert (stats.restarts, stats.retries) == (1, 6)
+    left = {name.partition("-")[0] for name in theirs.left()}
+    assert len(left) == 1  # the dead one's
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_converters_get_the_memory_of_given_up_batches_back(
+    exports: MakeExports, large: bool
+) -> None:
+    """Converted batches of an epoch that is broken off are let go of, each tensor once."""
+    theirs = exports(tell_at=10)
+    worker = Squares if large else Small
+    m = manager(worker, out_type="cuda", num_converters=1)
+    with m.start(compat=False):
+        iterator = iter(m)
+        first = digest([next(iterator)])
+        theirs.heard()
+        for _ in range(2):
+            for _, _batch in zip(range(3), m, strict=False):
+                pass
+        list(m)
+        assert theirs.left() == []
+        assert m.stats().retries == 0
+    m.set_epoch(0)
+    with m.start_test("cpu"):
+        assert digest([next(iter(m))]) == first
+
+
+class Small(Squares):
+    """Batches that are copied out of their slots."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        return {"indices": indices, "text": [str(index) for index in indices]}
+
+
+def test_an_interrupted_import_is_made_again(
+    exports: MakeExports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a batch comes out of a converter process: the next one is that batch."""
+    theirs = exports()
+    strikes = {3, 30, 31, 55}
+    calls = []
+    open_once = exporting.open_once
+
+    def strike(*place: Any) -> Any:
+        calls.append(place)
+        if len(calls) in strikes:
+            raise KeyboardInterrupt
+        return open_once(*place)
+
+    strike.__qualname__ = "open_once"  # so that it is found where a handle names it
+    strike.__module__ = "exports"
+
+    monkeypatch.setattr(exporting, "open_once", strike)
+    m = manager(out_type="cuda", num_converters=1)
+    got = []
+    with m.start(compat=False):
+        iterator = iter(m)
+        while True:
+            try:
+                got += digest([next(iterator)])
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                break
+    assert len(calls) > max(strikes)
+    assert got == converted()
+    assert not [name for name in theirs.left() if name.startswith("twice")]
+
+
+@pytest.mark.parametrize("how", ["finish", "kill", "drop"])
+def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -> None:
+    """Torch's files of reference counts go with their converters, however these end."""
+    theirs = exports(tell_at=10)
+    m = manager(out_type="cuda", num_converters=1)
+    m.start(compat=False)
+    iterator = iter(m)
+    if how == "kill":
+        next(iterator)  # only then does the trainer know of the file
+    pid = theirs.heard()
+    assert counts_of(pid)
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+        await_end([pid])
+    if how == "drop":
+        del iterator, m
+        gc.collect()
+    else:
+        m.finish()
+    await_end([pid])
+    assert not counts_of(pid)
+
+
+def counts_of(pid: int) -> list[str]:
+    """Name a converter's files of reference counts."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]
+
+
+ORPHANS = """
+import os, signal, sys
+from pathlib import Path
+import pytest
+import cseq
+import exports
+import test_adversity as t
+
+theirs = exports.Exports(Path(sys.argv[1]), tell_at=10)
+theirs.install(pytest.MonkeyPatch())
+m = t.manager(out_type="cuda", num_converters=1)
+m.start(compat=False)
+iterator = iter(m)
+next(iterator)
+print(theirs.heard(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_converters_without_a_trainer_leave_no_counts(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """When the trainer is killed, converters remove their files before they go."""
+    pytest.importorskip("torch")
+    (tmp_path / "exported").mkdir()
+    done = run_script(ORPHANS, str(tmp_path / "exported"), PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    await_end([int(done.stdout)])
+    assert not counts_of(int(done.stdout))
+
+
 # -- signals
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
+
+    The interpreter runs signal handlers after a call, at the beginning of a function and where a
+    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
+    """
+
+    PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+
+    FILES = tuple(
+        str(Path(cseq.__file__).parent / name)
+        for name in (
+            "feed.py",
+            "edge.py",
+            "arena.py",
+            "codec.py",
+            "pools/process.py",
+            "pools/thread.py",
+        )
+    )
+
+    def __init__(self, countdown: int) -> None:
+        self.countdown = countdown
+        self.before = ""  # the instruction that was done last
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self.before = self.before, dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self.countdown -= before.startswith(self.PLACES)
+            if self.countdown == 0:
+                self.countdown = -1
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+@pytest.mark.parametrize("go_on", [True, False])
+def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool) -> None:
+    """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled."""
+    worker = Wide if kind == "proc" else np.arange(60)
+    m = cseq.MSequence(
+        worker, 60, batch_size=10, shuffle=False, out_type="null", thread_type=kind, buffer=3,
+        num_workers=1, **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    hits = 0
+    with m.start():
+        for countdown in range(1, 80):
+            iterator = iter(m)
+            got = [next(iterator)[0]]
+            hit = False
+            sys.settrace(Interrupting(countdown))
+            try:
+                got.append(next(iterator)[0])
+            except KeyboardInterrupt:
+                hit = True
+            finally:
+                sys.settrace(None)
+            delivered = m.state_dict()["consumed"] // 10
+            if delivered == 2 and hit:  # it was on its way back to the loop
+                got.append(10)
+            assert delivered == len(got)
+            if go_on or not hit:
+                got += [batch[0] for batch in iterator]
+                assert [int(np.ravel(first)[0]) for first in got] == list(range(0, 60, 10))
+            hits += hit
+        assert hits >= 5
+        if kind == "proc":
+            assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]
+
+
+class Wide:
+    """Batches that are handed out where they lie."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return np.repeat(indices[:, None], 512, axis=1)
+
 
 INTERRUPTED = """
 import os, signal, sys, threading
@@ -705,6 +987,80 @@ class Huge:
         return cseq.empty((1 << 39,), np.uint8)
 
 
+FULL_DISK = """
+import os, sys, tempfile
+import numpy as np
+
+what, size, method = sys.argv[1:4]
+if len(sys.argv) == 4:  # a file system of that size, which this process and its children see
+    mount = 'mount -t tmpfs -o size="$0" none . 2> mount.log || exit 77; exec "$@"'
+    script = [sys.executable, "-X", "faulthandler", os.path.abspath(__file__)]
+    os.mkdir("full")
+    os.chdir("full")
+    os.execvp("unshare", ["unshare", "-Urm", "sh", "-c", mount, size, *script,
+                          *sys.argv[1:], "inside"])
+
+os.chdir(os.getcwd())  # into what was mounted here
+tempfile.tempdir = os.getcwd()
+del os.memfd_create  # what is mapped then lies in files there
+import cseq
+
+class Wide:
+    def __getitem__(self, indices):
+        return np.repeat(indices[:, None], 4096, axis=1)
+
+m = cseq.MPSequence(Wide, 160, batch_size=4, out_type="null", num_workers=2, shuffle=False,
+                    start_method=method)
+got, errors = [], 0
+try:
+    with m.start():
+        iterator = iter(m)
+        while errors < 3:
+            try:
+                batch = next(iterator)
+            except MemoryError:
+                errors += 1
+                got.append(None)
+            except StopIteration:
+                break
+            else:
+                assert (batch == batch[:, :1]).all()
+                got.append(batch if what == "keep" else int(batch[0, 0]))
+                del batch
+except MemoryError as error:
+    got.append(None)
+numbers = [entry if entry is None else int(np.ravel(entry)[0]) for entry in got]
+delivered = [number for number in numbers if number is not None]
+assert delivered == sorted(set(delivered)) and not any(n % 4 for n in delivered), numbers
+print(None in numbers, len(delivered))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "size", "errors"),
+    [
+        ("drop", "4k", True),  # no room for the first slot, at the start
+        ("drop", "200k", True),  # nor for the slots of all tickets, in the trainer
+        ("drop", "1m", True),  # nor for all batches, in a worker
+        ("keep", "4m", True),  # nor for those that are kept
+        ("drop", "8m", False),
+    ],
+)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs a small file system")
+def test_a_full_disk_is_an_exception(
+    run_script: RunScript, what: str, size: str, errors: bool, method: str
+) -> None:
+    """Where mapped files lie on a full disk: MemoryError in the loop, and nobody gets SIGBUS."""
+    done = run_script(FULL_DISK, what, size, method)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("this machine lets nobody mount a file system of his own")
+    assert done.returncode == 0, done.stderr
+    raised, delivered = done.stdout.split()
+    assert raised == str(errors)
+    assert (int(delivered) == 40) == (not errors)
+
+
 def test_nothing_lies_in_dev_shm() -> None:
     """Shared memory has no name and is not bounded by the size of /dev/shm."""
     names = set(os.listdir("/dev/shm"))
@@ -738,6 +1094,56 @@ def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
         with m.start():
             next(iter(m))
     assert census() == before
+
+
+IN_USE = """
+import ctypes, gc, sys
+import numpy as np
+import cseq
+
+class Counts(ctypes.Structure):  # struct mallinfo2, over all of the allocator's arenas
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split())]
+
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"):
+    raise SystemExit(77)
+libc.mallinfo2.restype = Counts
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.repeat(indices, int(sys.argv[1]))
+
+def in_use():
+    gc.collect()
+    counts = libc.mallinfo2()
+    return counts.uordblks + counts.hblkhd
+
+def go(times):
+    for _ in range(times):
+        with m.start():
+            next(iter(m))
+    return in_use()
+
+m = cseq.MTSequence(Worker, 32, batch_size=8, out_type="null", num_workers=2)
+go(100)
+print(*(go(500) for _ in range(3)))
+"""
+
+
+@pytest.mark.parametrize("width", ["1", "4096"])
+def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, width: str) -> None:
+    """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
+
+    What the process has of the system (RSS) says less: glibc keeps what the threads of each start
+    have freed, in one arena for each, and it grows and shrinks by tens of megabytes.
+    """
+    done = run_script(IN_USE, width, PYTHONMALLOC="malloc")
+    if done.returncode == 77:
+        pytest.skip("this C library does not say what is in use")
+    assert done.returncode == 0, done.stderr
+    used = list(map(int, done.stdout.split()))
+    assert used[2] - used[0] < 16_000, used
 
 
 def test_epochs_leave_nothing() -> None:

@@ -22,6 +22,7 @@ from cseq import codec, converter
 from cseq.arena import Arena, Writer
 from cseq.converter import (
     Converter,
+    Counts,
     CudaConverter,
     Handle,
     Lane,
@@ -918,7 +919,7 @@ def store() -> Iterator[dict[str, Any]]:
 def test_packing_leaves_cpu_tensors() -> None:
     """Without CUDA tensors, a batch is packed as it is: the codec takes CPU tensors as they are."""
     batch = {"a": torch.ones(2), "b": [np.ones(1), "text"]}
-    assert pack(batch) is batch
+    assert pack(batch, Counts()) is batch
     exported: Any = CudaConverter(rehearse(FLOAT)).export(batch)
     assert same_bits(exported["a"], torch.ones(2))
     assert same_bits(exported["b"][0], torch.ones(1))

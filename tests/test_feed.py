@@ -274,6 +274,26 @@ def test_an_exception_on_the_way_out_loses_nothing() -> None:
     assert stage.drain() == PAIRS
 
 
+def test_an_exception_on_the_way_out_unordered() -> None:
+    """Without an order nobody can say what is left: an error says so, until the next epoch."""
+    stage = Stage(ordered=False)
+    stage.feed.begin(0)
+    collect = stage.edge.collect
+
+    def interrupted(*args: Any) -> Any:
+        stage.edge.collect = collect  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    stage.edge.collect = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stage.feed.next()
+    for _ in range(2):
+        with pytest.raises(InterruptedError, match="ordered=False"):
+            stage.feed.next()
+    stage.feed.begin(1)
+    assert sorted(stage.drain()) == PAIRS
+
+
 def test_in_work() -> None:
     """Who works on the awaited batch, since when, and which it is; unordered: on any batch."""
     for ordered, owners in ((True, [2]), (False, [2, 1])):

@@ -91,7 +91,7 @@ class InlinePool:
                 del error
         self.done = self._at
         self.skipped.append((self.epoch, self.batch - 1, repr(error)))
-        log.error("skipped %s: %r", place, error)
+        log.error("skipped %s: %s", place, repr(error))
 
     def stats(self) -> Stats:
         """Count what was delivered."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from cseq.converter import (
     converter_kind,
     receive,
 )
-from cseq.edge import Objects, SlotReader, SlotSource, SlotWriter
+from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.feed import Feed, wake_at
 from cseq.keeper import FAILED, READY, send_state
 from cseq.launcher import ENTRY
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["ProcessPool", "main"]
 
 SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep costs both sides
+TIDY_NS = 500_000_000  # that a converter without a trainer has to remove its files
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,18 @@ def main(sock: socket.socket, local: Any = None) -> None:
     local : object, optional
         The user's worker, where it came by `os.fork` and not through a file.
     """
-    entered = enter(sock)
+    entered = enter(sock, grace_ns=_grace_ns)
     task = entered.setup.task
     seat = Seat(entered.ring, task.stage, entered.setup.owner, last=task.last)
     if task.stage == CONVERTER:
         _convert(sock, task, seat, entered)
     else:
         _index(sock, task, seat, entered, local)
+
+
+def _grace_ns(task: Task) -> int:
+    """Tell how long a worker may live without a trainer: a converter tidies up before it goes."""
+    return TIDY_NS if task.stage == CONVERTER else 0
 
 
 def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local: Any) -> None:
@@ -132,6 +139,7 @@ def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> N
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return
+    threading.Thread(target=_tidy_on_hangup, args=(sock, converter), daemon=True).start()
     send_state(sock, READY)
     source, inlet = SlotSource(entered.writer), SlotWriter(entered.writer, None)
 
@@ -144,6 +152,15 @@ def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> N
 
     run(seat, work, idle=converter.reap)
     converter.close()
+
+
+def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
+    """Remove a converter's files, and end the process, when the trainer is gone."""
+    poll = select.poll()
+    poll.register(sock.fileno(), 0)  # a hang-up is always told
+    poll.poll()
+    converter.clean()
+    os._exit(1)
 
 
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
@@ -170,8 +187,9 @@ class ProcessPool:
         self._ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
         self._crew = Crew(self._ring)
         self._receiver = Receiver(job.output) if in_processes else None
-        self._unpack = self._make_unpack()
-        outlet = self._start_threads(in_processes)
+        self._imports: Imports | None = None
+        self._convert = self._make_convert()
+        outlet = self._make_outlet()
         self.feed = Feed(
             self._ring,
             job.sampler,
@@ -179,6 +197,7 @@ class ProcessPool:
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._check,
+            convert=self._convert,
         )
         staff.start(
             job.worker,
@@ -198,20 +217,23 @@ class ProcessPool:
         )
         self._keeper = staff.keeper
 
-    def _make_unpack(self) -> Callable[[Any], Any] | None:
+    def _make_convert(self) -> Callable[[Any], Any] | None:
         """Return what the trainer does to a batch that came out of the ring."""
-        if self._receiver is not None:
-            return self._receiver.unpack
+        if self._receiver is not None or self._job.output.kind == "null":
+            return None
         if self._job.num_converters:
             return receive
-        if self._job.output.kind == "null":
-            return None
         return Converter(self._job.output).convert
 
-    def _start_threads(self, in_processes: bool) -> Outlet:  # noqa: FBT001
-        """Start converter threads, if converters are threads; return where batches come out."""
+    def _make_outlet(self) -> Outlet:
+        """Return where batches come out; start converter threads, if converters are threads."""
+        if self._receiver is not None:
+            self._imports = Imports(
+                self._arena, self._ring, self._receiver, Converter(self._job.output).convert
+            )
+            return self._imports
         reader = SlotReader(self._arena)
-        if in_processes or not self._job.num_converters:
+        if not self._job.num_converters:
             return reader
         objects = Objects(self._job.buffer, reader)
         ConverterThreads(self._job, self._ring, reader, objects, self._crew)
@@ -267,7 +289,7 @@ class ProcessPool:
         return replace(
             counted,
             restarts=self._staff.deaths.restarts,
-            retries=self._staff.deaths.retries,
+            retries=self._staff.deaths.retries + (self._imports.lost if self._imports else 0),
             copies=self._arena.copies,
         )
 
@@ -282,8 +304,7 @@ class ProcessPool:
 
     def next(self) -> Any:
         """Return the next batch."""
-        batch = self.feed.next()
-        return batch if self._unpack is None else self._unpack(batch)
+        return self.feed.next()
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
@@ -294,6 +315,8 @@ class ProcessPool:
         if self._receiver is not None:  # before the processes go whose memory it may still read
             self._receiver.close()
         self._staff.close()
+        if self._receiver is not None:
+            self._receiver.clean()
         self._crew.join(time.monotonic() + 1.0)
         if self._locks is not None:
             self._locks.close()

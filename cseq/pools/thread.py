@@ -123,6 +123,7 @@ class ThreadPool:
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._check,
+            convert=receive if job.num_converters else None,
         )
         for number in range(job.num_workers):
             self._crew.start(f"cseq-w{number}", partial(self._index, number))
@@ -189,7 +190,7 @@ class ThreadPool:
 
     def next(self) -> Any:
         """Return the next batch."""
-        return receive(self.feed.next())
+        return self.feed.next()
 
     def close(self) -> None:
         """Close the ring and wait for the threads."""

@@ -157,3 +157,34 @@ def test_all_memory_comes_back(check: Callable[[str], None]) -> None:
         assert not names, names
         """
     )
+
+
+def test_a_killed_converter_loses_nothing(check: Callable[[str], None]) -> None:
+    """Converters killed while their batches wait: the stream is that of test mode, all the same."""
+    check(
+        """
+        import signal
+
+        if COMPAT is not False:
+            raise SystemExit  # there is no process to be killed
+        manager = make(num_converters=1, buffer=10)
+        with manager.start(COMPAT) as running:
+            got = []
+            for number, batch in enumerate(running):
+                got.append(batch)
+                if number in (3, 12):
+                    while running.stats().depths[2] < 5:  # finished, and not yet taken
+                        pass
+                    os.kill(running._run.pool._keeper.pid(3), signal.SIGKILL)
+                    while running.stats().restarts < 1 + (number > 3):
+                        pass
+            stats = running.stats()
+            assert stats.restarts == 2, stats
+            assert stats.retries >= 10, stats
+        manager.set_epoch(0)
+        with manager.start_test() as running:
+            assert same(got, list(running))
+        del batch, running
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
+        """
+    )

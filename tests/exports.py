@@ -1,0 +1,113 @@
+"""Tensors that converter processes export, with the CPU in the part of the device.
+
+What `rehearse` leaves out is played here: a tensor lies in memory that goes with its process (a
+memfd that is opened through its /proc), and there is a file of reference counts in /dev/shm, as
+torch makes it. Workers must be started by fork, which takes along what is changed here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq import converter
+from cseq.codec import map_leaves
+from cseq.converter import SHM, Counts, Handle
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def open_theirs(
+    folder: str, pid: int, fd: int, dtype: str, shape: tuple[int, ...], _: bytes
+) -> Any:
+    """Open the memory of another process; its owner learns that it was opened."""
+    import torch
+
+    with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+        values = np.frombuffer(file.read(), dtype).reshape(shape).copy()
+    Path(folder, f"{pid}-{fd}").unlink()  # a second time, this raises: see `twice`
+    return torch.from_numpy(values)
+
+
+def open_once(folder: str, pid: int, fd: int, *rest: Any) -> Any:
+    """Open, and note down if it was opened before."""
+    if Path(f"/proc/{pid}/fd/{fd}").exists() and not Path(folder, f"{pid}-{fd}").exists():
+        Path(folder, f"twice-{pid}-{fd}").touch()
+    return open_theirs(folder, pid, fd, *rest)
+
+
+class Exports:
+    """What all converter processes have exported.
+
+    Parameters
+    ----------
+    folder : Path
+        Where each exported tensor has a file until it is opened.
+    die_at : int
+        The first process to make its so manieth batch is killed before it is published; 0: none.
+    tell_at : int
+        When a process has made so many batches, or dies, its number can be read from `heard`.
+    """
+
+    def __init__(self, folder: Path, die_at: int = 0, tell_at: int = 0) -> None:
+        self.folder = folder
+        self.die_at = die_at
+        self.tell_at = tell_at
+        self.made = 0
+        self.name = b""
+        self.owner = 0
+        self.ear, self.mouth = os.pipe()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let converters of this process and its children export like this."""
+        monkeypatch.setattr(converter, "resolve", converter.rehearse)
+        monkeypatch.setattr(converter, "pack", self.pack)
+
+    def heard(self) -> int:
+        """Wait for the process that has something to tell."""
+        return int(os.read(self.ear, 16))
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.ear)
+        os.close(self.mouth)
+
+    def left(self) -> list[str]:
+        """Name the exported tensors that were never opened."""
+        return sorted(os.listdir(self.folder))
+
+    def pack(self, batch: Any, counts: Counts) -> Any:
+        """Stand in for `converter.pack`."""
+        if self.owner != os.getpid():
+            self.owner, self.made = os.getpid(), 0
+            self.name = f"/torch_{os.getpid()}_{secrets.randbits(32)}_0".encode()
+            Path(SHM + self.name.decode()).touch()
+        self.made += 1
+        packed = map_leaves(lambda leaf: self.export(leaf, counts), batch)
+        if self.made == self.tell_at:
+            os.write(self.mouth, str(os.getpid()).encode().ljust(16))
+        if self.made == self.die_at and not (self.folder.parent / "died").exists():
+            (self.folder.parent / "died").touch()
+            os.write(self.mouth, str(os.getpid()).encode().ljust(16))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return packed
+
+    def export(self, leaf: Any, counts: Counts) -> Any:
+        """Put a tensor into memory of this process."""
+        import torch
+
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fd = os.memfd_create("device")
+        os.write(fd, leaf.numpy().tobytes())
+        (self.folder / f"{os.getpid()}-{fd}").touch()
+        place = (str(self.folder), os.getpid(), fd, str(leaf.numpy().dtype), tuple(leaf.shape))
+        handle = Handle(open_once, (*place, self.name))
+        counts.add(handle)
+        return handle
