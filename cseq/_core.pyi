@@ -168,6 +168,7 @@ class Seat:
     stage: Final[int]
     owner: Final[int]
     cell: Final[int]
+    park: int
     def __new__(cls, ring: Ring, stage: int, owner: int, *, last: bool) -> Self: ...
     def claim(self) -> bool | None: ...
     @property

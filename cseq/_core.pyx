@@ -724,8 +724,6 @@ cdef class Order:
 
 PARK_NS = 100_000_000  # longest sleep before a sleeper looks at signals, peers and deadlines
 
-cdef uint64_t park_ns = PARK_NS
-
 INPUT, MIDDLE, OUTPUT = 0, 1, 2
 
 
@@ -1107,6 +1105,7 @@ cdef class Seat:
     cdef readonly uint32_t owner
     cdef cseq_cell* c
     cdef readonly int cell  # in hand; -1: none
+    cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
@@ -1120,6 +1119,7 @@ cdef class Seat:
         self.owner = owner
         self.last = last
         self.cell = -1
+        self.park = PARK_NS
 
     def claim(self):
         """Take a ticket. True: in hand; False: none came for a while; None: the ring is closed."""
@@ -1130,7 +1130,7 @@ cdef class Seat:
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
-                    cell = cseq_ring_await(self.r, self.stage, self.owner, park_ns)
+                    cell = cseq_ring_await(self.r, self.stage, self.owner, self.park)
         if cell == CSEQ_CLOSED:
             return None
         if cell < 0:

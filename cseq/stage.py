@@ -20,17 +20,22 @@ INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
 
+IDLE_NS = 1_000_000_000  # a runner with nothing to do looks up once a second
+
+
 def run(
-    seat: Seat, work: Callable[[Seat], None], *, idle: Callable[[], None] = lambda: None
+    seat: Seat, work: Callable[[Seat], None], *, idle: Callable[[], None] | None = None
 ) -> None:
     """Do `work` on every ticket that can be claimed, until the ring is closed.
 
     `work` publishes the ticket, whatever happens; what it raises is a defect of cseq and ends
-    the runner. `idle` is called when no ticket has come for a while.
+    the runner. `idle` is called whenever no ticket has come for ``seat.park`` nanoseconds.
     """
+    if idle is None:
+        seat.park = IDLE_NS
     claim = seat.claim
     while (claimed := claim()) is not None:
         if claimed:
             work(seat)
-        else:
+        elif idle is not None:
             idle()
