@@ -140,6 +140,8 @@ class Staff:
         What went wrong on the keeper's thread; the consumer is to raise it.
     deaths : Deaths
         Once started.
+    takes_objects : bool
+        Whether workers are copies of this process, which know all that it knows by name.
     closed : bool
         Nothing is expected of the workers any more.
     """
@@ -147,6 +149,7 @@ class Staff:
     keeper: Keeper
     deaths: Deaths
     owners: int
+    takes_objects: bool
 
     def __init__(
         self,
@@ -182,9 +185,10 @@ class Staff:
         deaths: Deaths,
         method: str | None,
         entry: str,
+        name: str = "worker",
         preload: Sequence[str] = (),
     ) -> None:
-        """Start the workers, and do not wait for them.
+        """Start the workers, and do not wait for them to get ready.
 
         Parameters
         ----------
@@ -201,19 +205,27 @@ class Staff:
         deaths : Deaths
         method, entry, preload
             See `make_launcher`.
+        name : str
+            What error messages call `worker`.
         """
         self._readers, self._task, self._describe = readers, task, describe
         self.owners = owners
         self.deaths = deaths
         launcher = make_launcher(method, entry=entry, preload=preload)
+        self.takes_objects = launcher.takes_objects
         launcher.prepare()
         try:  # pickled once, and put where every worker process can read it
-            self._payload_fd = -1 if launcher.takes_objects else payload.dump(worker).share()
+            if not launcher.takes_objects:
+                self._payload_fd = payload.dump(worker, name=name).share()
         except BaseException:
             self.ring.close()
             launcher.close(time.monotonic())
             raise
         self.keeper = Keeper(launcher, self, range(1, owners + 1), worker)
+        if launcher.takes_objects:
+            # A copy of this process must not be made while this thread is importing something:
+            # the copy would wait for ever for it to finish.
+            self.keeper.launched.wait()
 
     # -- the keeper asks (on its thread)
 
