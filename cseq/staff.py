@@ -42,6 +42,7 @@ __all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
 log = logging.getLogger("cseq")
 
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
+SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep costs both sides
 LENGTH = struct.Struct("<Q")
 
 
@@ -169,6 +170,7 @@ class Staff:
         self._segment = Segment.create(size)
         commit(self._segment.fd, 0, size)
         self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
+        self.ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
         self.arena = Arena(memory_limit, locks)
         self.failure: BaseException | None = None
         self._payload_fd = -1
