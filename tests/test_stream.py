@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cseq
 import cseq.staff
@@ -976,6 +978,94 @@ def test_a_forked_child_takes_no_items() -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert plain([*got, *s]) == in_process([50, 50])
+
+
+class Interrupting(Numbers):
+    """Presses Ctrl-C at some items."""
+
+    def item(self, k: int) -> Any:
+        if k % 10 == 7:
+            os.kill(os.getppid(), signal.SIGINT)
+        return super().item(k)
+
+
+def test_ctrl_c_loses_nothing() -> None:
+    """A KeyboardInterrupt comes out of the call that waits; the next one goes on."""
+    interrupts = 0
+    with streams(Interrupting, 1, prefetch=1) as s:
+        s.begin([40])
+        got = []
+        while len(got) < 40:
+            try:
+                got.append(s.next(0)[1])
+            except KeyboardInterrupt:
+                interrupts += 1
+    assert got == list(range(40))
+    assert interrupts > 0
+
+
+# -- any history
+
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=3)
+STEP = st.one_of(
+    st.tuples(st.just("next"), st.integers(0, 2)),
+    st.tuples(st.just("round"), st.integers(1, 30)),
+    st.tuples(st.just("ask"), st.integers(0, 2)),
+    st.tuples(st.just("kill"), st.integers(0, 2)),
+)
+
+
+@settings(max_examples=25)
+@given(
+    epochs=LENGTHS.flatmap(
+        lambda first: st.lists(
+            st.tuples(
+                st.lists(st.integers(0, 60), min_size=len(first), max_size=len(first)),
+                st.lists(STEP, max_size=25),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    ),
+    prefetch=st.sampled_from([1, 2, 3, 8, 40]),
+)
+def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -> None:
+    """Whatever is asked for, and whoever is killed: each stream gives its items, in its order."""
+    workers = len(epochs[0][0])
+    with streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s:
+        for lengths, steps in epochs:
+            s.begin(lengths)
+            expected = [plain(one_alone(w, workers, lengths[w])) for w in range(workers)]
+            got: list[list[Any]] = [[] for _ in range(workers)]
+            for what, argument in steps:
+                take_step(s, got, what, argument)
+            for items, whole in zip(got, expected, strict=True):
+                assert items == whole[: len(items)]
+            for item in s:
+                got[item[0]] += plain([item])
+            assert got == expected
+
+
+def one_alone(number: int, num_workers: int, length: int) -> list[Any]:
+    """All items of one producer, made here."""
+    producer = Mixed(number, num_workers)
+    producer.begin(length)
+    return list(producer.items(0))
+
+
+def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> None:
+    """Do one thing."""
+    worker = argument % len(got)
+    if what == "next":
+        item = next_or_none(s, worker)
+        got[worker] += plain([] if item is None else [item])
+    elif what == "round":
+        for item in itertools.islice(s, argument):
+            got[item[0]] += plain([item])
+    elif what == "ask":
+        assert s.ask("add", argument, 1, worker=worker) == (worker, argument + 1)
+    else:
+        os.kill(s.ask("pid", worker=worker), signal.SIGKILL)
 
 
 # -- several, and inside one another
