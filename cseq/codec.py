@@ -279,6 +279,9 @@ SCALAR = "scalar"
 BYTES = "bytes"
 Token: TypeAlias = "str | tuple[Any, ...]"
 
+ALONE = pickle.dumps((OBJECT, 0, []), 5)  # the structure of a batch that is one object
+NO_BUFFERS = bytes(8)  # a table of buffers with none in it
+
 ARRAYS = {ndarray}
 # Types of elements that are nothing but bytes, and equal only to themselves.
 FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
@@ -473,6 +476,8 @@ def _encode(batch: Any, writer: Writer, cast: Dtype | None) -> Record:
     """Lay any batch into a slot."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)
+    if tree == OBJECT:
+        return _encode_object(batch, survey, writer)
     plan = _plan_for(batch, tree, survey, writer)
     sources = survey.arrays + survey.raws
     if writer.watched:
@@ -484,6 +489,18 @@ def _encode(batch: Any, writer: Writer, cast: Dtype | None) -> Record:
     _write(writer.memory, plan, sources, plan.record.offset)
     _remember(plan)
     return plan.record
+
+
+def _encode_object(batch: Any, survey: _Survey, writer: Writer) -> Record:
+    """Lay a batch into a slot that goes by pickle as a whole."""
+    pickled, buffers = _pickled(batch, survey.objects)
+    if buffers:
+        plan = _plan_for(batch, OBJECT, survey, writer)
+        return _write_objects(writer, plan, [], pickled, buffers)
+    data = ALONE + pickled + NO_BUFFERS
+    offset = writer.place(len(data))
+    writer.memory.store_bytes(offset, data)
+    return Record(offset, len(ALONE), 0, len(data) - len(ALONE))
 
 
 def _remember(plan: _Plan) -> None:
@@ -705,6 +722,8 @@ def decode(memory: Memory, record: Sequence[int]) -> Any:
         If the record does not fit the memory.
     """
     blob = memory.load_bytes(record[0], record[1] + record[2])
+    if blob == ALONE:
+        return _load_objects(memory, record[0] + len(blob), record[3])[0]
     alone, tree, split, views = _parsed.get(blob) or _parse(blob, record[1])
     if alone is not None:
         return memory.view(*alone)
@@ -741,6 +760,8 @@ def _parse_structure(data: bytes) -> tuple[Token, int, list[Leaf]]:
 def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
     """Read the leaves that went by pickle; behind the pickle is the table of its buffers."""
     data = memory.load_bytes(offset, nbytes)
+    if data[-8:] == NO_BUFFERS:
+        return pickle.loads(data)  # type: ignore[no-any-return]
     count = machine_array("q", data[-8:])[0]
     numbers = iter(machine_array("q", data[len(data) - 8 - 16 * count : -8]))
     buffers = [memory.view(at, BYTE, (size,)) for at, size in zip(numbers, numbers, strict=True)]

@@ -112,6 +112,7 @@ class Keeper:
         self._wards: dict[int, _Ward] = {}
         self._lock = threading.Lock()  # around _wards and _closing
         self._closing = False
+        self.launched = threading.Event()  # all workers have been started once
         self._empty = threading.Event()  # all workers are gone and no more will come
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = socket.socketpair()
@@ -153,6 +154,7 @@ class Keeper:
         try:
             for owner in self._owners:
                 self._launch(owner)
+            self.launched.set()
             while not (self._closing and not self._wards):
                 for key, _ in self._selector.select():
                     if key.data is None:
@@ -162,6 +164,7 @@ class Keeper:
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self._steward.broke(error)
         finally:
+            self.launched.set()
             self._empty.set()
 
     def _launch(self, owner: int) -> None:

@@ -42,6 +42,7 @@ __all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
 log = logging.getLogger("cseq")
 
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
+SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep costs both sides
 LENGTH = struct.Struct("<Q")
 
 
@@ -141,6 +142,8 @@ class Staff:
         What went wrong on the keeper's thread; the consumer is to raise it.
     deaths : Deaths
         Once started.
+    takes_objects : bool
+        Whether workers are copies of this process, which know all that it knows by name.
     closed : bool
         Nothing is expected of the workers any more.
     """
@@ -148,6 +151,7 @@ class Staff:
     keeper: Keeper
     deaths: Deaths
     owners: int
+    takes_objects: bool
 
     def __init__(
         self,
@@ -167,6 +171,7 @@ class Staff:
         self._segment = Segment.create(size)
         commit(self._segment.fd, 0, size)
         self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
+        self.ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
         self.arena = Arena(memory_limit, locks)
         self.failure: BaseException | None = None
         self._payload_fd = -1
@@ -183,9 +188,10 @@ class Staff:
         deaths: Deaths,
         method: str | None,
         entry: str,
+        name: str = "worker",
         preload: Sequence[str] = (),
     ) -> None:
-        """Start the workers, and do not wait for them.
+        """Start the workers, and do not wait for them to get ready.
 
         Parameters
         ----------
@@ -202,19 +208,27 @@ class Staff:
         deaths : Deaths
         method, entry, preload
             See `make_launcher`.
+        name : str
+            What error messages call `worker`.
         """
         self._readers, self._task, self._describe = readers, task, describe
         self.owners = owners
         self.deaths = deaths
         launcher = make_launcher(method, entry=entry, preload=preload)
+        self.takes_objects = launcher.takes_objects
         launcher.prepare()
         try:  # pickled once, and put where every worker process can read it
-            self._payload_fd = -1 if launcher.takes_objects else payload.dump(worker).share()
+            if not launcher.takes_objects:
+                self._payload_fd = payload.dump(worker, name=name).share()
         except BaseException:
             self.ring.close()
             launcher.close(time.monotonic())
             raise
         self.keeper = Keeper(launcher, self, range(1, owners + 1), worker)
+        if launcher.takes_objects:
+            # A copy of this process must not be made while this thread is importing something:
+            # the copy would wait for ever for it to finish.
+            self.keeper.launched.wait()
 
     # -- the keeper asks (on its thread)
 

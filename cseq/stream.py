@@ -14,7 +14,8 @@ the one that takes its place, and nobody sees a difference.
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import pickle
 import threading
 import weakref
 from collections import deque
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     Taken = tuple[int, int, int, int, tuple[int, ...]]
 
 __all__ = ["Producer", "Streams"]
-
-log = logging.getLogger("cseq")
 
 MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
@@ -298,6 +297,25 @@ class Letter(NamedTuple):
     words: tuple[int, ...]
 
 
+class Posted(NamedTuple):
+    """What a ticket is for."""
+
+    what: str  # a call; empty: items
+    worker: int
+    epoch: int
+    start: int
+    items: int
+
+    @property
+    def place(self) -> str:
+        """A name for it."""
+        if self.what:
+            return f"{self.what} in worker {self.worker}"
+        last = self.start + self.items - 1
+        named = f"item {last}" if self.items == 1 else f"items {self.start} to {last}"
+        return f"{named} of worker {self.worker}, epoch {self.epoch}"
+
+
 class Stream:
     """What the trainer knows of one worker's stream."""
 
@@ -363,7 +381,7 @@ class StreamPool:
         self._ring.wake_at = NEVER  # see _request
         self._rooms = [self._ring.indices(cell) for cell in range(cells)]
         self._assigned: list[Letter | None] = [None] * cells  # whose words stand in each cell
-        self._held = [Held(0, 0, [], "")] * cells  # what each cell was last posted for
+        self._posted = [Posted("", 0, 0, 0, 0)] * cells  # what each cell was last posted for
         self._reader = SlotReader(self._arena)
         self._writer = Writer(self._arena.segment.fd, self._arena.segment.width)
         self._streams = [Stream(number) for number in range(num_workers)]
@@ -379,28 +397,36 @@ class StreamPool:
             num_workers,
             readers=num_workers,
             task=lambda owner: Task(owner - 1, num_workers),
-            describe=self._held.__getitem__,
+            describe=self._describe,
             deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             method=start_method,
             entry=ENTRY,
+            name="producer",
         )
 
     # -- letters
 
     def _write(self, value: Any, name: str) -> Letter:
         """Lay something for a worker into a slot."""
-        packed = payload.dump(value, name=name)
-        buffers = [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
+        packed = self._pack(value, name)
         slot = self._arena.acquire()
         writer = self._writer
         try:
             writer.begin(slot, self._arena.capacity(slot))
-            record = codec.encode((packed.pickle, buffers), writer)
+            record = codec.encode(packed, writer)
             self._arena.look(slot, writer.capacity)  # so that it knows how large the slot is
         except BaseException:
             self._arena.release(slot)
             raise
         return Letter(slot, (slot, writer.capacity, *record))
+
+    def _pack(self, value: Any, name: str) -> tuple[bytes, list[Any]]:
+        """Pickle something for a worker: by name if it is a copy of this process, and if it can."""
+        if self._staff.takes_objects:
+            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
+                return pickle.dumps((value, None), protocol=5), []
+        packed = payload.dump(value, name=name)
+        return packed.pickle, [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
 
     def _sweep(self) -> None:
         """Free the cells and letters of given-up tickets that no worker is busy with any more."""
@@ -413,7 +439,7 @@ class StreamPool:
     # -- tickets
 
     def _post(
-        self, stream: Stream, kind: int, what: str, count: int = 0, call: Letter | None = None
+        self, stream: Stream, kind: int, count: int, what: str = "", call: Letter | None = None
     ) -> int:
         """Post a ticket for a worker, and return its cell; a call overtakes all items."""
         ring = self._ring
@@ -429,8 +455,7 @@ class StreamPool:
         if call is not None:
             self._rooms[cell][CALLED] = call.words
         start, epoch = stream.start, self._epoch if assignment is not None else 0
-        items = list(range(start, start + count))
-        self._held[cell] = Held(epoch, start, items, what)
+        self._posted[cell] = Posted(what, stream.number, epoch, start, count)
         slot, capacity = self._reader.room()
         ticket = self._ticket if kind != CALL else (self._ticket - AHEAD) % TICKETS
         owner = stream.number + 1
@@ -449,8 +474,7 @@ class StreamPool:
             count = stream.count
             if len(stream.ready) - leaving + stream.asked + count > self._prefetch:
                 break
-            what = f"{_items(stream.start, count)} of worker {stream.number}, epoch {self._epoch}"
-            cell = self._post(stream, ITEMS, what, count)
+            cell = self._post(stream, ITEMS, count)
             stream.tickets.append((cell, count))
             stream.asked += count
             stream.start += count
@@ -478,17 +502,26 @@ class StreamPool:
     def _working(self, owner: int) -> list[tuple[int, int, str]]:
         """Say what a worker works on, and since when."""
         held = [(cell, self._ring.holder(cell)[1]) for cell in self._ring.held(owner)]
-        return [(owner, since, self._held[cell].place) for cell, since in held if since]
+        return [(owner, since, self._posted[cell].place) for cell, since in held if since]
+
+    def _describe(self, cell: int) -> Held:
+        """Name what is in a cell."""
+        posted = self._posted[cell]
+        items = list(range(posted.start, posted.start + posted.items))
+        return Held(posted.epoch, posted.start, items, posted.place)
 
     # -- items
 
     def next(self, worker: int) -> Any:
         """Return the next item of a worker, or raise StopIteration."""
         stream = self._streams[worker]
-        if not stream.ready:
+        ready = stream.ready
+        if not ready:
             self._receive(stream)
-        self._request(stream, 1)
-        return stream.ready.popleft()
+        # Only where there is room for a ticket: this is done for every single item.
+        if len(ready) + stream.asked + stream.count <= self._prefetch + 1:
+            self._request(stream, 1)
+        return ready.popleft()
 
     def next_in_turn(self) -> Any:
         """Return the next item of the worker whose turn it is, or raise StopIteration."""
@@ -529,7 +562,7 @@ class StreamPool:
     ) -> None:
         """Take the items of a finished ticket out of its slot."""
         count = stream.tickets[0][1]
-        start = self._held[cell].batch
+        start = self._posted[cell].start
         error = None
         items: list[Any] = []
         made, ended = record[5] >> 2, bool(record[5] & 3)
@@ -581,9 +614,9 @@ class StreamPool:
             self._assign(assignments)
             cells = []
             for stream in self._streams:
-                what = f"the beginning of epoch {self._epoch} in worker {stream.number}"
                 stream.begin()
-                cells.append((stream, self._post(stream, BEGIN, what)))
+                what = f"the beginning of epoch {self._epoch}"
+                cells.append((stream, self._post(stream, BEGIN, 0, what)))
                 self._request(stream, 0)
             self._ring.wake()
             replies = [self._reply(*cell, generation) for cell in cells]
@@ -625,8 +658,7 @@ class StreamPool:
         try:
             for number in workers:
                 stream = self._streams[number]
-                what = f"the answer of worker {number} to {method}()"
-                cells.append((stream, self._post(stream, CALL, what, call=letter)))
+                cells.append((stream, self._post(stream, CALL, 0, f"a call of {method}()", letter)))
             self._ring.wake()
             replies = []
             while cells:
@@ -640,7 +672,7 @@ class StreamPool:
 
     def _reply(self, stream: Stream, cell: int, generation: int) -> Any:
         """Wait for the answer to a call."""
-        place = self._held[cell].place
+        place = self._posted[cell].place
         try:
             _, status, slot, capacity, record = self._await(stream, cell, generation)
         except BaseException:
@@ -695,11 +727,6 @@ class StreamPool:
         self._staff.close()
         self._writer.close()
         self._staff.free()
-
-
-def _items(start: int, count: int) -> str:
-    """Name some items."""
-    return f"item {start}" if count == 1 else f"items {start} to {start + count - 1}"
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

@@ -274,6 +274,29 @@ def run_script(tmp_path: Path) -> RunScript:
     return run
 
 
+@pytest.fixture(scope="session")
+def debug_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the package a second time, with fault points, and return the folder to import from."""
+    spec = find_spec("cseq")
+    root = Path(spec.origin).resolve().parents[1] if spec and spec.origin else Path()
+    if not (root / "setup.py").exists():
+        pytest.skip("tests run on an installed package, whose sources are not here")
+    tree = tmp_path_factory.mktemp("debug")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "cseq"):
+        subprocess.run(["cp", "-r", str(root / name), str(tree)], check=True)
+    for built in (tree / "cseq").glob("*.so"):
+        built.unlink()
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        cwd=tree,
+        env=os.environ | {"CSEQ_DEBUG": "1"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return tree
+
+
 def import_path() -> str:
     """PYTHONPATH under which a script finds the cseq that is being tested."""
     spec = find_spec("cseq")

@@ -149,28 +149,6 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
 POINTS = ["claim", "slice", "encode", "publish", "published", "knock"]
 
 
-@pytest.fixture(scope="session")
-def debug_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the package a second time, with fault points, and return the folder to import from."""
-    root = Path(cseq.__file__).resolve().parents[1]
-    if not (root / "setup.py").exists():
-        pytest.skip("tests run on an installed package, whose sources are not here")
-    tree = tmp_path_factory.mktemp("debug")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "cseq"):
-        subprocess.run(["cp", "-r", str(root / name), str(tree)], check=True)
-    for built in (tree / "cseq").glob("*.so"):
-        built.unlink()
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-        cwd=tree,
-        env=os.environ | {"CSEQ_DEBUG": "1"},
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    return tree
-
-
 FAULTY = """
 import sys
 import numpy as np

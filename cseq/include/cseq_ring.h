@@ -188,7 +188,8 @@ CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
 
 /* Where a runner should look: an open cell, or CSEQ_NONE. Tickets for anybody are taken from the
  * hint on, which is their order; those pinned to `owner` strictly in ticket order, since the hint
- * moves with what others claim. The cell's word into `word`. */
+ * moves with what others claim. (Tickets are posted in that order, too, but for calls, which overtake:
+ * whether one is seen in this look or in the next does not matter.) The cell's word into `word`. */
 CSEQ_INLINE int cseq_ring_look(const cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t *word) {
     const uint32_t n = r->capacity;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;

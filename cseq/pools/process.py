@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessPool", "main"]
 
-SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep costs both sides
 TIDY_NS = 500_000_000  # that a converter without a trainer has to remove its files
 
 
@@ -184,7 +183,6 @@ class ProcessPool:
         )
         self._ring, self._arena = staff.ring, staff.arena
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
-        self._ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
         self._crew = Crew(self._ring)
         self._receiver = Receiver(job.output) if in_processes else None
         self._imports: Imports | None = None
