@@ -1,0 +1,42 @@
+"""The process of one contender: `child.py CASE CONTENDER`, a round for each line it reads.
+
+It answers each line, and its start, with one line of JSON. Whatever else is printed, by a loader
+or by its workers, goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+if __name__ == "__main__":  # a spawned worker of a loader imports this file too
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from cases import all_cases
+
+
+def main() -> None:
+    """Set the contender up, then run a round for each line until the end of the input."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    case, contender = sys.argv[1:]
+    with closing(all_cases()[case].contender(contender).make()) as rounds:
+        run = next(rounds)
+        reply(replies, ready=True)
+        for _ in sys.stdin:
+            start = time.perf_counter()
+            figure = run()
+            reply(replies, figure=figure, seconds=time.perf_counter() - start)
+
+
+def reply(replies: object, **values: object) -> None:
+    """Send one line."""
+    print(json.dumps(values), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
