@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
+from typing import TextIO
 
 if __name__ == "__main__":  # a spawned worker of a loader imports this file too
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -24,16 +24,17 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     case, contender = sys.argv[1:]
-    with closing(all_cases()[case].contender(contender).make()) as rounds:
-        run = next(rounds)
-        reply(replies, ready=True)
-        for _ in sys.stdin:
-            start = time.perf_counter()
-            figure = run()
-            reply(replies, figure=figure, seconds=time.perf_counter() - start)
+    rounds = all_cases()[case].contender(contender).make()
+    run = next(rounds)
+    reply(replies, ready=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        figure = run()
+        reply(replies, figure=figure, seconds=time.perf_counter() - start)
+    next(rounds, None)  # clean up
 
 
-def reply(replies: object, **values: object) -> None:
+def reply(replies: TextIO, **values: object) -> None:
     """Send one line."""
     print(json.dumps(values), file=replies, flush=True)
 

@@ -112,12 +112,14 @@ class Running:
         result.peak_bytes = peak[0]
         result.descriptors = usage.descriptors(self._process.pid)
 
-    def end(self) -> None:
-        """Let it clean up, and kill what does not end."""
+    def end(self, result: Result) -> None:
+        """Let it clean up, kill what does not end, and note it if that was needed."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with self._watchdog():
             self._process.wait()
+        if self._process.returncode != 0 and not result.error:
+            result.error = self._last_words()
         self._process.stdout.close()
         self._errors.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -174,7 +176,7 @@ def run_afresh(case: Case, results: list[Result], rounds: int) -> None:
         for result in in_turn(results, number):
             with noting(result):
                 running = Running(case, result.contender)
-                with ending(running):
+                with ending(running, result):
                     if number < rounds:
                         running.round(result)
                     else:
@@ -188,7 +190,7 @@ def run_together(case: Case, results: list[Result], rounds: int) -> None:
         for result in results:
             with noting(result):
                 process = running[result.contender.name] = Running(case, result.contender)
-                stack.enter_context(ending(process))
+                stack.enter_context(ending(process, result))
                 process.warm_up()
         for number in range(rounds):
             for result in in_turn(results, number):
@@ -215,9 +217,9 @@ def noting(result: Result):
 
 
 @contextlib.contextmanager
-def ending(running: Running):
+def ending(running: Running, result: Result):
     """End a contender's process behind the work."""
     try:
         yield
     finally:
-        running.end()
+        running.end(result)
