@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cseq
-from work import Bare, Batches, Rows, Work
+from work import Bare, Batches, Rows, Work, shuffled
 
 Rounds = Iterator[Callable[[], float]]
 
@@ -51,10 +51,15 @@ def cseq_test_mode(work: Work, **options: Any) -> Rounds:
 
 def cseq_manager(kind: Callable[..., Any], work: Work, **options: Any) -> Any:
     """Make a manager for a work."""
-    options = {"out_type": "null", "seed": 1, "num_workers": work.num_workers} | options
-    return kind(
-        work.indexer, work.samples, batch_size=work.batch_size, buffer=work.buffer, **options
-    )
+    ours = {
+        "num_workers": work.num_workers,
+        "batch_size": work.batch_size,
+        "buffer": work.buffer,
+        "shuffle": work.shuffle,
+        "out_type": "null",
+        "seed": 1,
+    }
+    return kind(work.indexer, work.samples, **(ours | options))
 
 
 # -- the standard library
@@ -143,12 +148,13 @@ def torch_dataloader(work: Work, *, start_method: str = "fork") -> Rounds:
 
 def torch_loader(work: Work, start_method: str) -> Any:
     """Make a DataLoader for a work."""
-    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
     dataset = TorchDataset(work)
+    order = RandomSampler(dataset) if work.shuffle else SequentialSampler(dataset)
     return DataLoader(
         dataset,
-        sampler=BatchSampler(RandomSampler(dataset), work.batch_size, drop_last=False),
+        sampler=BatchSampler(order, work.batch_size, drop_last=False),
         batch_size=None,
         num_workers=work.num_workers,
         prefetch_factor=max(1, work.buffer // work.num_workers),
@@ -167,16 +173,18 @@ def spdl_process(work: Work, *, segment_bytes: int = 0) -> Rounds:
     del loader
 
 
-def spdl_subprocess(work: Work, segment_bytes: int = 0) -> Any:
-    """Start SPDL's worker process for a work."""
+def spdl_subprocess(work: Work, segment_bytes: int = 0, start_method: str | None = None) -> Any:
+    """Start SPDL's worker process for a work; segments go with the default start method alone."""
     from spdl.pipeline import SharedMemorySegmentPool, iterate_in_subprocess
 
     arena = None
     if segment_bytes:
         arena = SharedMemorySegmentPool(segment_bytes + 2**20, work.buffer + 4)
-    # The default start method: the pool's condition goes with no other.
     return iterate_in_subprocess(
-        functools.partial(Batches, work), buffer_size=work.buffer, arena=arena
+        functools.partial(Batches, work),
+        buffer_size=work.buffer,
+        mp_context=start_method,
+        arena=arena,
     )
 
 
@@ -200,11 +208,10 @@ def spdl_threads(work: Work) -> Rounds:
 
 
 class GrainSource:
-    """Batch number → batch, in an order of its own for each epoch; Grain does not shuffle it."""
+    """Batch number → batch, in one order; it is Grain that shuffles the batches anew."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.epoch = -1
 
     def __len__(self) -> int:
         return self.work.batches
@@ -220,8 +227,6 @@ class GrainSource:
     @functools.cached_property
     def rows(self) -> Any:
         """The indices of an epoch."""
-        from work import shuffled
-
         return shuffled(self.work, 0)
 
 
@@ -236,8 +241,10 @@ class GrainEpochs:
         # By default, each worker would read 500 batches ahead, in 16 threads.
         reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=share)
         working = grain.MultiprocessingOptions(work.num_workers, per_worker_buffer_size=share)
-        dataset = grain.MapDataset.source(GrainSource(work)).shuffle(seed=1).repeat()
-        self.batches = iter(dataset.to_iter_dataset(reading).mp_prefetch(working))
+        dataset = grain.MapDataset.source(GrainSource(work))
+        if work.shuffle:
+            dataset = dataset.shuffle(seed=1)
+        self.batches = iter(dataset.repeat().to_iter_dataset(reading).mp_prefetch(working))
         self.count = work.batches
 
     def __iter__(self) -> Iterator[Any]:

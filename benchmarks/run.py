@@ -8,13 +8,23 @@ import os
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from cases import all_cases
 from harness.case import TINY, Case
+from harness.chart import as_svg
 from harness.report import as_json, as_markdown, machine, section
 from harness.runner import run_case
 
 RESULTS = Path(__file__).parent / "results"
+CHARTED = (
+    "small_processes",
+    "small_threads",
+    "large_uint8",
+    "dict_113",
+    "start",
+    "permutation_1e7",
+)
 
 
 def main() -> int:
@@ -30,7 +40,7 @@ def main() -> int:
     for case in cases:
         report["cases"].append(measured(case, options))
         print(section(report["cases"][-1]), flush=True)
-        write(report, options.output)
+        write(report, options.output, "partial" if options.cases or options.only else "latest")
     failed = [one for case in report["cases"] for one in case["contenders"] if one["error"]]
     for one in failed:
         print(f"\n{one['name']} failed: {one['error']}", file=sys.stderr)
@@ -68,7 +78,7 @@ def matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern) or fnmatch(name, pattern)
 
 
-def measured(case: Case, options: argparse.Namespace) -> dict[str, object]:
+def measured(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Run one case; a contender whose distributions are missing is left out, and said so."""
     contenders = []
     for contender in case.contenders:
@@ -83,11 +93,16 @@ def measured(case: Case, options: argparse.Namespace) -> dict[str, object]:
     return as_json(case, run_case(case, contenders, options.rounds), load)
 
 
-def write(report: dict[str, object], folder: Path) -> None:
+def write(report: dict[str, Any], folder: Path, name: str) -> None:
     """Write what there is so far."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "latest.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / "latest.md").write_text(as_markdown(report), encoding="utf-8")
+    files = {"json": json.dumps(report, indent=1) + "\n", "md": as_markdown(report)}
+    charted = [case for case in report["cases"] if case["name"] in CHARTED]
+    if charted:
+        about = report["machine"]
+        files["svg"] = as_svg(charted, f"{about['cpu']}, {about['cores']} cores, {about['date']}")
+    for suffix, content in files.items():
+        (folder / f"{name}.{suffix}").write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

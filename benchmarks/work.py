@@ -1,6 +1,6 @@
 """The work that is the same for all: indexers, and the loop that takes the batches.
 
-Workers import this file, so it imports nothing but numpy and cseq.
+Workers import this file, so it imports nothing large but numpy and cseq.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cseq
+from harness.case import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PAGE = 4096
-IMAGES = 256  # enough that a batch comes from other places than the one before
+IMAGES = scaled(256, 16)  # enough that a batch comes from other places than the one before
 
 # -- indexers
 
@@ -53,12 +54,48 @@ class ImagesInPlace(Images):
         return np.take(self.images, rows, axis=0, out=batch, mode="clip")
 
 
+class Structured(Images):
+    """A dict of images and 112 arrays of 32 floats."""
+
+    NBYTES = 32 * 3 * 224 * 224 + 112 * 32 * 4
+    NAMES = tuple(f"target {number}" for number in range(112))
+
+    def __init__(self) -> None:
+        super().__init__("uint8")
+        self.targets = np.zeros((112, IMAGES), np.float32)
+
+    def __getitem__(self, indices):
+        rows = np.asarray(indices) % IMAGES
+        targets = zip(self.NAMES, self.targets, strict=True)
+        return {"images": self.images[rows]} | {name: one[rows] for name, one in targets}
+
+
+class Sleepy:
+    """5 ms a batch, without work for the processor; some batches take 20 times as long."""
+
+    def __init__(self, batches: int, slow: float) -> None:
+        self.seconds = np.full(batches, 0.005)
+        chosen = np.random.default_rng(0).permutation(batches)[: round(batches * slow)]
+        self.seconds[chosen] *= 20
+
+    def __getitem__(self, indices):
+        time.sleep(self.seconds[indices[0] // 32])
+        return np.asarray(indices, np.float32)
+
+
+class Echo:
+    """No data at all: the first index of the batch."""
+
+    def __getitem__(self, indices):
+        return int(indices[0])
+
+
 # -- the loop
 
 
 @dataclass(frozen=True)
 class Work:
-    """An epoch, and how it is measured.
+    """Epochs of batches, and what is measured of them.
 
     Attributes
     ----------
@@ -67,7 +104,7 @@ class Work:
     batches : int
         In an epoch.
     figure : callable
-        (seconds of an epoch, batches) → the figure.
+        (work, loader) → the figure of a round: it goes through the loader's epochs.
     epochs : int
         In a round.
     touch : bool
@@ -76,9 +113,10 @@ class Work:
 
     indexer: Callable[[], Any]
     batches: int
-    figure: Callable[[float, int], float]
+    figure: Callable[[Work, Iterable[Any]], float]
     epochs: int = 1
     touch: bool = False
+    shuffle: bool = True
     batch_size: int = 32
     num_workers: int = 2
     buffer: int = 10
@@ -92,16 +130,40 @@ class Work:
         """Return shorter epochs, for a contender that would take too long."""
         return replace(self, batches=max(1, self.batches // divisor))
 
-    def measure(self, batches: Iterable[Any]) -> float:
-        """Go through the epochs of a round and return the figure."""
-        seconds = count = 0
-        for _ in range(self.epochs):
-            start = time.perf_counter()
-            count += touch_all(batches) if self.touch else take_all(batches)
-            seconds += time.perf_counter() - start
-        if count != self.batches * self.epochs:
-            raise RuntimeError(f"{count} batches instead of {self.batches * self.epochs}")
-        return self.figure(seconds, count)
+    def measure(self, loader: Iterable[Any]) -> float:
+        """Do a round."""
+        return self.figure(self, loader)
+
+
+def seconds_a_batch(work: Work, loader: Iterable[Any]) -> float:
+    """Go through the epochs of a round; the time of a batch."""
+    take = touch_all if work.touch else take_all
+    start = time.perf_counter()
+    count = sum(take(loader) for _ in range(work.epochs))
+    seconds = time.perf_counter() - start
+    if count != work.batches * work.epochs:
+        raise RuntimeError(f"{count} batches instead of {work.batches * work.epochs}")
+    return seconds / count
+
+
+def milliseconds(work: Work, loader: Iterable[Any]) -> float:
+    """Time of a batch."""
+    return seconds_a_batch(work, loader) * 1e3
+
+
+def microseconds(work: Work, loader: Iterable[Any]) -> float:
+    """Time of a batch."""
+    return seconds_a_batch(work, loader) * 1e6
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Gigabytes a second, for batches of so many bytes."""
+
+    nbytes: int
+
+    def __call__(self, work: Work, loader: Iterable[Any]) -> float:
+        return self.nbytes / seconds_a_batch(work, loader) / 1e9
 
 
 def take_all(batches: Iterable[Any]) -> int:
@@ -130,27 +192,14 @@ def touch(batch: Any) -> None:
         np.asarray(batch).reshape(-1).view(np.uint8)[::PAGE].sum()
 
 
-def microseconds(seconds: float, batches: int) -> float:
-    """Time of a batch."""
-    return seconds / batches * 1e6
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Gigabytes a second, for batches of so many bytes."""
-
-    nbytes: int
-
-    def __call__(self, seconds: float, batches: int) -> float:
-        return self.nbytes * batches / seconds / 1e9
-
-
 # -- the order, for those who have none of their own
 
 
 def shuffled(work: Work, epoch: int) -> np.ndarray:
     """Return the indices of an epoch, a row a batch."""
-    order = np.random.default_rng((1, epoch)).permutation(work.samples)
+    order = np.arange(work.samples)
+    if work.shuffle:
+        np.random.default_rng((1, epoch)).shuffle(order)
     return order.reshape(work.batches, work.batch_size)
 
 

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.case import Case
 
-MODULES = ("small", "large", "permutation")
+MODULES = (
+    "small",
+    "large",
+    "structure",
+    "tensors",
+    "computing",
+    "starting",
+    "epochs",
+    "permutation",
+    "memory",
+    "idle",
+)
 
 
 def all_cases() -> dict[str, Case]:

@@ -55,8 +55,8 @@ def case(name: str, title: str, dtype: str, nbytes: int, batches: int, *, touch:
     )
 
 
-UINT8 = ("uint8", BATCH_BYTES, scaled(1000, 30))
-FLOAT32 = ("float32", 4 * BATCH_BYTES, scaled(250, 30))
+UINT8 = ("uint8", BATCH_BYTES, scaled(1000, 12))
+FLOAT32 = ("float32", 4 * BATCH_BYTES, scaled(250, 12))
 
 CASES = (
     case("large_uint8", "4.8 MB batches from processes", *UINT8, touch=False),
