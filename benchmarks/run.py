@@ -7,11 +7,12 @@ import json
 import os
 import sys
 from fnmatch import fnmatch
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from cases import all_cases
-from harness.case import TINY, Case
+from cases import groups
+from harness.case import TINY, Case, Contender
 from harness.chart import as_svg
 from harness.report import as_json, as_markdown, machine, section
 from harness.runner import run_case
@@ -38,7 +39,12 @@ def main() -> int:
         return 0
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     for case in cases:
-        report["cases"].append(measured(case, options))
+        contenders = present(case, options)
+        if not contenders:
+            continue
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else nan
+        results = run_case(case, contenders, options.rounds)
+        report["cases"].append(as_json(case, results, load))
         print(section(report["cases"][-1]), flush=True)
         write(report, options.output, "partial" if options.cases or options.only else "latest")
     failed = [one for case in report["cases"] for one in case["contenders"] if one["error"]]
@@ -50,7 +56,7 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     result = argparse.ArgumentParser(description=__doc__)
-    result.add_argument("cases", nargs="*", help="names, their beginnings or patterns; all")
+    result.add_argument("cases", nargs="*", help="names, beginnings, patterns, files; all")
     result.add_argument("--rounds", type=int, default=5, help="measured rounds of a contender")
     result.add_argument("--only", default="", help="contenders with this in their names")
     result.add_argument("--no-peers", action="store_true", help="those that need nothing else")
@@ -62,24 +68,25 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen(patterns: list[str]) -> list[Case]:
     """Find the cases that the command line names."""
-    cases = all_cases()
+    known = [(group, case) for group, cases in groups().items() for case in cases]
     for pattern in patterns:
-        if not any(matches(name, pattern) for name in cases):
-            raise SystemExit(f"no case {pattern!r}; there are {', '.join(cases)}")
+        if not any(matches(group, case, pattern) for group, case in known):
+            names = ", ".join(case.name for _, case in known)
+            raise SystemExit(f"no case {pattern!r}; there are {names}")
     return [
         case
-        for name, case in cases.items()
-        if not patterns or any(matches(name, pattern) for pattern in patterns)
+        for group, case in known
+        if not patterns or any(matches(group, case, pattern) for pattern in patterns)
     ]
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names this case or begins its name."""
-    return name.startswith(pattern) or fnmatch(name, pattern)
+def matches(group: str, case: Case, pattern: str) -> bool:
+    """Whether a pattern names a case or its file, or begins the case's name."""
+    return pattern == group or case.name.startswith(pattern) or fnmatch(case.name, pattern)
 
 
-def measured(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one case; a contender whose distributions are missing is left out, and said so."""
+def present(case: Case, options: argparse.Namespace) -> list[Contender]:
+    """Leave out contenders that are not asked for, or, saying so, that are not installed."""
     contenders = []
     for contender in case.contenders:
         if options.only not in contender.name or (options.no_peers and contender.needs):
@@ -89,8 +96,7 @@ def measured(case: Case, options: argparse.Namespace) -> dict[str, Any]:
             print(f"{case.name}: no {contender.name}, for want of {missing}", file=sys.stderr)
             continue
         contenders.append(contender)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    return as_json(case, run_case(case, contenders, options.rounds), load)
+    return contenders
 
 
 def write(report: dict[str, Any], folder: Path, name: str) -> None:

@@ -19,10 +19,15 @@ MODULES = (
     "permutation",
     "memory",
     "idle",
+    "adapters",
 )
 
 
+def groups() -> dict[str, tuple[Case, ...]]:
+    """The cases of each file, in the order of the table."""
+    return {name: import_module(f"cases.{name}").CASES for name in MODULES}
+
+
 def all_cases() -> dict[str, Case]:
-    """Every case by its name, in the order of the table."""
-    modules = [import_module(f"cases.{name}") for name in MODULES]
-    return {case.name: case for module in modules for case in module.CASES}
+    """Every case by its name."""
+    return {case.name: case for cases in groups().values() for case in cases}

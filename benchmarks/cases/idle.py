@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import loaders
@@ -29,7 +30,7 @@ def percent_of_a_core(_: Work, loader: Iterable[Any]) -> float:
     time.sleep(SECONDS)
     after = sum(map(usage.clock, members))
     del batches
-    return (after - before) / SECONDS * 100
+    return (after - before) / SECONDS * 100 if members else nan
 
 
 WORK = Work(partial(Floats, 32_000), 1000, percent_of_a_core)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 TINY = "CSEQ_BENCHMARKS_TINY"  # set in the environment: just enough work to see that all runs
 
@@ -25,7 +27,7 @@ class Contender:
     make : callable
         See `Make`.
     needs : tuple of str
-        Distributions that must be installed; without them the contender is left out.
+        Distributions, or modules with dots in their names, without which it is left out.
     ours : bool
         Whether it is cseq: every other contender is compared with those that are.
     """
@@ -93,13 +95,11 @@ class Case:
         return next(contender for contender in self.contenders if contender.name == name)
 
 
-def is_installed(distribution: str) -> bool:
-    """Whether a distribution is installed, found without importing it."""
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
+def is_installed(name: str) -> bool:
+    """Whether a distribution, or a module with dots in its name, is there; not imported."""
+    with contextlib.suppress(PackageNotFoundError, ModuleNotFoundError):
+        return bool(find_spec(name) if "." in name else version(name))
+    return False
 
 
 def scaled(full: int, tiny: int) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.case import Case
     from harness.runner import Result
 
-DISTRIBUTIONS = ("numpy", "torch", "spdl-core", "grain", "torchdata")
+DISTRIBUTIONS = ("numpy", "torch", "spdl-core", "grain", "torchdata", "returnn")
 
 
 # -- JSON

@@ -1,6 +1,6 @@
 """What a process and all its descendants use: CPU seconds, memory, descriptors.
 
-Read from `/proc`; on systems without it, everything is NaN.
+Read from `/proc`; on systems without it, every figure is NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Process:
 
 def tree(root: int) -> list[Process]:
     """Find a process and its descendants, and who else is of the session that it leads."""
-    table = {process.pid: process for process in processes()}
+    table = {process.pid: process for process in processes()} if HAS_PROC else {}
 
     def belongs(process: Process | None) -> bool:
         while process is not None:
