@@ -1,5 +1,6 @@
 # make test     build into .venv and run every test
 # make demo     train a small network on handwritten digits (examples/digits.py)
+# make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -16,6 +17,9 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 SECONDS ?= 60
 SEED ?=
+BENCH_VENV ?= .bench-venv
+CASES ?=
+ROUNDS ?= 5
 
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
@@ -23,7 +27,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test bench measure stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -37,6 +41,10 @@ $(VENV)/.torch:
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 	$(PIP) install $(BUILD_REQUIRES)
 	$(PIP) install --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
+	$(PIP) install --requirement $<
 	touch $@
 
 # cseq is there already; what its extra names is added.
@@ -55,6 +63,13 @@ debug: build
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+# In an environment of its own, with the peers at the versions of benchmarks/requirements.txt.
+bench:
+	$(MAKE) VENV=$(BENCH_VENV) measure
+
+measure: build $(VENV)/.bench
+	$(PY) benchmarks/run.py --rounds $(ROUNDS) $(CASES)
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
@@ -117,4 +132,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(BENCH_VENV)

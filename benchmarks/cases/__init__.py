@@ -1,0 +1,33 @@
+"""The cases, one file a group: `CASES` in each module."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.case import Case
+
+MODULES = (
+    "small",
+    "large",
+    "structure",
+    "tensors",
+    "computing",
+    "starting",
+    "epochs",
+    "permutation",
+    "memory",
+    "idle",
+    "adapters",
+)
+
+
+def groups() -> dict[str, tuple[Case, ...]]:
+    """The cases of each file, in the order of the table."""
+    return {name: import_module(f"cases.{name}").CASES for name in MODULES}
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case by its name."""
+    return {case.name: case for cases in groups().values() for case in cases}

@@ -1,0 +1,124 @@
+"""The adapters, each against what it takes the place of; an item is a sample or a sequence."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.case import Case, Contender, Goal, scaled
+from work import Work, microseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+OURS, THEIRS = "cseq's", "the original"
+SHAPES = {"small": (32, 1), "large": (10_000, 120)}  # float32: 128 bytes, 4.8 MB
+ITEMS = {"small": scaled(20_000, 40), "large": scaled(200, 12)}
+
+
+def work_of(size: str, part: int = 1) -> Work:
+    """Return a work whose batches are single items."""
+    return Work(partial(make, size), max(1, ITEMS[size] // part), microseconds, batch_size=1)
+
+
+def make(size: str, _: object = None) -> Any:
+    """Make an item."""
+    return np.zeros(SHAPES[size], np.float32)
+
+
+# -- torchdata's MultiProcessingReadingService
+
+
+def torchdata(size: str, part: int, *, original: bool) -> Iterator[Callable[[], float]]:
+    """A DataLoader2 over a mapped range, its items made by two processes."""
+    warnings.simplefilter("ignore")  # they say that datapipes are deprecated
+    from torchdata.dataloader2 import DataLoader2
+    from torchdata.datapipes.iter import IterableWrapper
+
+    if original:
+        from torchdata.dataloader2 import MultiProcessingReadingService
+    else:
+        from cseq.adapters.torchdata import MultiProcessingReadingService
+    work = work_of(size, part)
+    pipe = IterableWrapper(range(work.batches), deepcopy=False).shuffle().sharding_filter()
+    loader = DataLoader2(
+        pipe.map(partial(make, size)),
+        reading_service=MultiProcessingReadingService(num_workers=work.num_workers),
+    )
+    yield partial(work.measure, loader)
+    loader.shutdown()
+
+
+# -- RETURNN's MultiProcDataset
+
+
+class Sequences:
+    """A RETURNN dataset, epoch after epoch, the way its trainer reads it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        dataset = self.dataset
+        dataset.init_seq_order(epoch=self.epoch)
+        number = 0
+        while dataset.is_less_than_num_seqs(number):
+            dataset.load_seqs(number, number + 1)
+            yield dataset.get_data(number, "data")
+            number += 1
+
+
+def returnn(size: str, part: int, *, original: bool) -> Iterator[Callable[[], float]]:
+    """A MultiProcDataset over sequences in memory, in random order."""
+    from returnn.datasets.basic import init_dataset
+
+    if original:
+        from returnn.datasets.multi_proc import MultiProcDataset
+    else:
+        from cseq.adapters.returnn import MultiProcDataset
+    work = work_of(size, part)
+    inner = {
+        "class": "StaticDataset",
+        "data": [{"data": make(size)}] * work.batches,  # pickled once
+        "output_dim": {"data": (SHAPES[size][1], 2)},
+        "seq_ordering": "random",
+    }
+    dataset = init_dataset(
+        {
+            "class": MultiProcDataset,
+            "dataset": inner,
+            "num_workers": work.num_workers,
+            "buffer_size": work.buffer // work.num_workers,
+        }
+    )
+    yield partial(work.measure, Sequences(dataset))
+    dataset.finish_epoch(free_resources=True)
+
+
+def case(adapter: str, title: str, run: Callable[..., Any], size: str) -> Case:
+    """Declare a case: an adapter and its original, the latter with shorter epochs."""
+    mine = (f"cseq.adapters.{adapter}", adapter)
+    return Case(
+        f"{adapter}_{size}",
+        f"{title}: {size} items",
+        "µs/item",
+        (
+            Contender(OURS, partial(run, size, 1, original=False), needs=mine, ours=True),
+            Contender(THEIRS, partial(run, size, 5, original=True), needs=(adapter,)),
+        ),
+        goals=(Goal("times as fast", lambda f: f[THEIRS] / f[OURS], at_least=1),),
+    )
+
+
+CASES = (
+    *(
+        case("torchdata", "torchdata's MultiProcessingReadingService", torchdata, size)
+        for size in SHAPES
+    ),
+    *(case("returnn", "RETURNN's MultiProcDataset", returnn, size) for size in SHAPES),
+)

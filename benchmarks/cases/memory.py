@@ -1,0 +1,70 @@
+"""What the order of an epoch costs in memory."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import loaders
+from harness import usage
+from harness.case import Case, Contender, Goal, scaled
+from work import Echo, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+BATCH = scaled(100_000, 1000)
+LITTLE = 20 * BATCH
+OURS = "cseq, 10^8 samples"
+
+
+def bytes_late_in_the_epoch(work: Work, loader: Iterable[Any]) -> float:
+    """Memory of all processes, at 80 % of an epoch: not all batches are asked for yet."""
+    found = 0.0
+    for number, _batch in enumerate(loader):
+        if number == work.batches * 8 // 10:
+            found = usage.memory_bytes(os.getpid())
+    return found
+
+
+def grown(
+    loader: Callable[[Work], Iterator[Callable[[], float]]], samples: int
+) -> Iterator[Callable[[], float]]:
+    """Bytes for each sample that there is more of, in a large epoch over a little one."""
+
+    def weighed(samples: int) -> float:
+        work = Work(Echo, samples // BATCH, bytes_late_in_the_epoch, batch_size=BATCH)
+        rounds = loader(work)
+        found = next(rounds)()
+        next(rounds, None)
+        return found
+
+    def run() -> float:
+        little = weighed(LITTLE)  # first: what it leaves behind, the other finds there
+        return (weighed(samples) - little) / (samples - LITTLE)
+
+    yield run
+
+
+CASES = (
+    Case(
+        "index_memory",
+        "Memory for the order of an epoch, all processes together",
+        "bytes/sample",
+        (
+            Contender(
+                OURS,
+                partial(grown, loaders.cseq_processes, scaled(10**8, 10**6)),
+                ours=True,
+            ),
+            Contender(
+                "torch DataLoader, 10^7 samples",
+                partial(grown, loaders.torch_dataloader, scaled(10**7, 10**6)),
+                needs=("torch",),
+            ),
+        ),
+        goals=(Goal("bytes a sample", lambda f: f[OURS], at_most=4.2),),
+        fresh=True,
+    ),
+)

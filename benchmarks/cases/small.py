@@ -1,0 +1,82 @@
+"""Small batches, 32 floats: what a loader itself costs for every batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import loaders
+from harness.case import Case, Contender, Goal, scaled
+from work import Floats, Work, microseconds
+
+BATCHES = scaled(100_000, 40)
+WORK = Work(partial(Floats, BATCHES * 32), BATCHES, microseconds)
+
+LIMIT = "bare loop"
+TWO, ONE = "cseq, 2 workers", "cseq, 1 worker"
+TORCH, SPDL, GRAIN = "torch DataLoader", "SPDL subprocess, 1 worker", "Grain mp_prefetch"
+QUEUE = "queue.Queue"
+
+
+def processes(name: str, title: str, work: Work, goals: tuple[Goal, ...] = ()) -> Case:
+    """Declare the case in which processes make small batches."""
+    return Case(
+        name,
+        title,
+        "µs/batch",
+        (
+            Contender(TWO, partial(loaders.cseq_processes, work), ours=True),
+            Contender(ONE, partial(loaders.cseq_processes, work, num_workers=1), ours=True),
+            Contender(SPDL, partial(loaders.spdl_process, work.part(20)), needs=("spdl-core",)),
+            Contender(GRAIN, partial(loaders.grain_processes, work.part(50)), needs=("grain",)),
+            Contender(TORCH, partial(loaders.torch_dataloader, work.part(100)), needs=("torch",)),
+            Contender(LIMIT, partial(loaders.bare, work)),
+        ),
+        limit=LIMIT,
+        goals=goals,
+    )
+
+
+CASES = (
+    processes(
+        "small_processes",
+        "Small batches from processes",
+        WORK,
+        (
+            Goal("2 workers: part of the DataLoader's time", lambda f: f[TWO] / f[TORCH], 1 / 150),
+            Goal("1 worker: part of SPDL's time", lambda f: f[ONE] / f[SPDL], 1 / 25),
+        ),
+    ),
+    processes(
+        "small_processes_touched",
+        "Small batches from processes, touched",
+        replace(WORK, touch=True),
+    ),
+    Case(
+        "small_threads",
+        "Small batches from threads",
+        "µs/batch",
+        (
+            Contender(TWO, partial(loaders.cseq_threads, WORK), ours=True),
+            Contender(ONE, partial(loaders.cseq_threads, WORK, num_workers=1), ours=True),
+            Contender(QUEUE, partial(loaders.plain_queue, WORK.part(5))),
+            Contender(
+                "SPDL threads", partial(loaders.spdl_threads, WORK.part(100)), needs=("spdl-core",)
+            ),
+            Contender(LIMIT, partial(loaders.bare, WORK)),
+        ),
+        limit=LIMIT,
+        goals=(Goal("part of the plain queue's time", lambda f: f[TWO] / f[QUEUE], 1 / 2),),
+    ),
+    Case(
+        "test_mode",
+        "Small batches in test mode",
+        "µs/batch",
+        (
+            Contender("cseq, start_test()", partial(loaders.cseq_test_mode, WORK), ours=True),
+            Contender(LIMIT, partial(loaders.bare, WORK)),
+        ),
+        limit=LIMIT,
+        goals=(Goal("times the bare loop", lambda f: f["cseq, start_test()"] / f[LIMIT], 3),),
+    ),
+)

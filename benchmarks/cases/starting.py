@@ -1,0 +1,117 @@
+"""From nothing to the first batch, imports of the trainer's own process not included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import cseq
+import loaders
+from harness.case import Case, Contender, Goal
+from work import Floats, Work, microseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WORK = Work(partial(Floats, 32_000), 1000, microseconds)
+OURS, LIMIT = "cseq, forkserver", "python -c 'import numpy'"
+
+
+def first_batch(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
+    """Time how long it takes to make a loader and get a batch from it."""
+    kept = []
+
+    def run() -> float:
+        start = time.perf_counter()
+        loader = make()
+        batches = iter(loader)
+        next(batches)
+        seconds = time.perf_counter() - start
+        kept.extend((loader, batches))
+        return seconds * 1e3
+
+    yield run
+    end(*kept)
+
+
+def end(loader: Any, batches: Any) -> None:
+    """End a loader that has its own way to end."""
+    del batches
+    for name in ("finish", "close"):
+        if hasattr(loader, name):
+            getattr(loader, name)()
+
+
+def ours(start_method: str) -> Iterator[Callable[[], float]]:
+    """Start cseq with processes."""
+    yield from first_batch(
+        lambda: loaders.cseq_manager(cseq.MPSequence, WORK, start_method=start_method).start()
+    )
+
+
+def ours_threads() -> Iterator[Callable[[], float]]:
+    """Start cseq with threads."""
+    yield from first_batch(lambda: loaders.cseq_manager(cseq.MTSequence, WORK).start())
+
+
+def with_torch(start_method: str) -> Iterator[Callable[[], float]]:
+    """Start a DataLoader; its import was before."""
+    import torch.utils.data  # noqa: F401
+
+    yield from first_batch(lambda: loaders.torch_loader(WORK, start_method))
+
+
+def with_spdl(start_method: str) -> Iterator[Callable[[], float]]:
+    """Start SPDL's worker process."""
+    import spdl.pipeline  # noqa: F401
+
+    yield from first_batch(lambda: loaders.spdl_subprocess(WORK, start_method=start_method))
+
+
+def with_grain() -> Iterator[Callable[[], float]]:
+    """Start Grain."""
+    import grain  # noqa: F401
+
+    yield from first_batch(lambda: loaders.GrainEpochs(WORK))
+
+
+def import_numpy() -> Iterator[Callable[[], float]]:
+    """A new interpreter that imports numpy."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import numpy"], check=True)
+        return (time.perf_counter() - start) * 1e3
+
+    yield run
+
+
+CASES = (
+    Case(
+        "start",
+        "Start to first batch, 2 workers",
+        "ms",
+        (
+            Contender(OURS, partial(ours, "forkserver"), ours=True),
+            Contender("cseq, spawn", partial(ours, "spawn"), ours=True),
+            Contender("cseq, fork", partial(ours, "fork"), ours=True),
+            Contender("cseq, threads", ours_threads, ours=True),
+            *(
+                Contender(f"SPDL subprocess, {method}", partial(with_spdl, method), ("spdl-core",))
+                for method in ("forkserver", "spawn")
+            ),
+            Contender("Grain mp_prefetch", with_grain, needs=("grain",)),
+            *(
+                Contender(f"torch DataLoader, {method}", partial(with_torch, method), ("torch",))
+                for method in ("spawn", "fork")
+            ),
+            Contender(LIMIT, import_numpy),
+        ),
+        limit=LIMIT,
+        goals=(Goal("times the import of numpy", lambda f: f[OURS] / f[LIMIT], at_most=2),),
+        fresh=True,
+    ),
+)

@@ -1,0 +1,107 @@
+"""What a case is: contenders that do the same work, and the goals among them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+TINY = "CSEQ_BENCHMARKS_TINY"  # set in the environment: just enough work to see that all runs
+
+# A generator function. What it yields runs one round and returns that round's figure; what
+# comes before the yield is done once and not measured, what comes after it cleans up.
+Make = Callable[[], Iterator[Callable[[], float]]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work of a case.
+
+    Attributes
+    ----------
+    name : str
+        How the table calls it.
+    make : callable
+        See `Make`.
+    needs : tuple of str
+        Distributions, or modules with dots in their names, without which it is left out.
+    ours : bool
+        Whether it is cseq: every other contender is compared with those that are.
+    """
+
+    name: str
+    make: Make
+    needs: tuple[str, ...] = ()
+    ours: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """What it needs and is not installed."""
+        return [name for name in self.needs if not is_installed(name)]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure to reach: a value computed from the medians of the contenders, and its bound."""
+
+    text: str
+    value: Callable[[Mapping[str, float]], float]
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def is_reached(self, value: float) -> bool:
+        """Whether the value is inside the bound."""
+        return (self.at_most is None or value <= self.at_most) and (
+            self.at_least is None or value >= self.at_least
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contenders that do the same work.
+
+    Attributes
+    ----------
+    name : str
+        For the command line.
+    title : str
+        A line that says what is measured.
+    unit : str
+        Of the figures.
+    contenders : tuple of Contender
+    limit : str
+        The name of the contender that shows what the machine can do; empty if there is none.
+    goals : tuple of Goal
+    more_is_better : bool
+        For rates.
+    fresh : bool
+        A new process for every round, without a warm-up: for what can be measured but once.
+    """
+
+    name: str
+    title: str
+    unit: str
+    contenders: tuple[Contender, ...]
+    limit: str = ""
+    goals: tuple[Goal, ...] = ()
+    more_is_better: bool = False
+    fresh: bool = False
+
+    def contender(self, name: str) -> Contender:
+        """Find a contender by its name."""
+        return next(contender for contender in self.contenders if contender.name == name)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a distribution, or a module with dots in its name, is there; not imported."""
+    with contextlib.suppress(PackageNotFoundError, ModuleNotFoundError):
+        return bool(find_spec(name) if "." in name else version(name))
+    return False
+
+
+def scaled(full: int, tiny: int) -> int:
+    """Return the amount of work: `full`, or `tiny` where only a trial run is wanted."""
+    return tiny if os.environ.get(TINY) else full

@@ -1,0 +1,43 @@
+"""The process of one contender: `child.py CASE CONTENDER`, a round for each line it reads.
+
+It answers each line, and its start, with one line of JSON. Whatever else is printed, by a loader
+or by its workers, goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+if __name__ == "__main__":  # a spawned worker of a loader imports this file too
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from cases import all_cases
+
+
+def main() -> None:
+    """Set the contender up, then run a round for each line until the end of the input."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    case, contender = sys.argv[1:]
+    rounds = all_cases()[case].contender(contender).make()
+    run = next(rounds)
+    reply(replies, ready=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        figure = run()
+        reply(replies, figure=figure, seconds=time.perf_counter() - start)
+    next(rounds, None)  # clean up
+
+
+def reply(replies: TextIO, **values: object) -> None:
+    """Send one line."""
+    print(json.dumps(values), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The table: in Markdown to read, in JSON to compute with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite, nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cseq
+
+if TYPE_CHECKING:
+    from harness.case import Case
+    from harness.runner import Result
+
+DISTRIBUTIONS = ("numpy", "torch", "spdl-core", "grain", "torchdata", "returnn")
+
+
+# -- JSON
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine and the programs."""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory_gib": memory_gib(),
+        "system": platform.platform(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def cpu_name() -> str:
+    """Name the processor."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_gib() -> float | None:
+    """How much memory the machine has."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of cseq and of those peers that are installed."""
+    found = {"python": platform.python_version(), "cseq": cseq.__version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit that is measured; with a plus sign if files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return answer.stdout.strip()
+
+
+def as_json(case: Case, results: list[Result], load: float) -> dict[str, Any]:
+    """Everything that was measured in a case, as JSON values."""
+    return {
+        "name": case.name,
+        "title": case.title,
+        "unit": case.unit,
+        "more_is_better": case.more_is_better,
+        "limit": case.limit,
+        "load_before": round(load, 2),
+        "contenders": [contender_as_json(case, result, results) for result in results],
+        "goals": goals_as_json(case, results),
+    }
+
+
+def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict[str, Any]:
+    """What was measured of a contender, and how it stands against those that are ours."""
+    base = {
+        "name": result.contender.name,
+        "ours": result.contender.ours,
+        "error": result.error,
+    }
+    if not result.figures:
+        return base
+    return base | {
+        "median": result.median,
+        "min": min(result.figures),
+        "max": max(result.figures),
+        "figures": result.figures,
+        "round_seconds": number(statistics.median(result.seconds)),
+        "cpu_seconds": number(statistics.median(result.cpu_seconds)),
+        "cores_used": number(sum(result.cpu_seconds) / sum(result.seconds)),
+        "peak_mb": number(result.peak_bytes / 1e6),
+        "descriptors": number(result.descriptors),
+        "ratios": {
+            mine.contender.name: number(times_as_good(case, mine.median, result.median))
+            for mine in results
+            if mine.contender.ours and mine.figures
+        },
+    }
+
+
+def times_as_good(case: Case, mine: float, other: float) -> float:
+    """How many times as fast the first is."""
+    better, worse = (mine, other) if case.more_is_better else (other, mine)
+    return better / worse if worse else nan
+
+
+def goals_as_json(case: Case, results: list[Result]) -> list[dict[str, Any]]:
+    """The goals, with what was reached; those whose contenders are missing are left out."""
+    medians = {result.contender.name: result.median for result in results if result.figures}
+    goals = []
+    for goal in case.goals:
+        try:
+            value = goal.value(medians)
+        except KeyError:
+            continue
+        goals.append(
+            {
+                "text": goal.text,
+                "value": value,
+                "at_most": goal.at_most,
+                "at_least": goal.at_least,
+                "reached": goal.is_reached(value),
+            }
+        )
+    return goals
+
+
+def number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if isfinite(value) else None
+
+
+# -- Markdown
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The whole report."""
+    return "\n".join(
+        [head(report["machine"], report["rounds"]), *map(section, report["cases"]), ""]
+    )
+
+
+def head(about: dict[str, Any], rounds: int) -> str:
+    """Say what was measured where."""
+    programs = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
+    return (
+        f"# Results\n\n"
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB; "
+        f"{about['system']}; {programs}; commit {about['commit']}. "
+        f"{rounds} rounds. How to read this: [README.md](../README.md)."
+    )
+
+
+def section(case: dict[str, Any]) -> str:
+    """One case: its table and its goals."""
+    mine = [one["name"] for one in case["contenders"] if one["ours"] and "median" in one]
+    titles = ["", "median", "min", "max", *(f"{name} is" for name in mine)]
+    titles += ["cores", "CPU s", "memory MB", "descriptors"]
+    lines = [f"\n## {case['name']}: {case['title']}\n"]
+    lines += [f"Figures in {case['unit']}; load before: {case['load_before']}.\n"]
+    lines += [row(titles), row(["---", *["---:"] * (len(titles) - 1)])]
+    lines += [contender_row(one, case, mine) for one in case["contenders"]]
+    if case["goals"]:
+        lines += ["", row(["goal", "wanted", "reached", ""]), row(["---", "---:", "---:", "---"])]
+        lines += [goal_row(goal) for goal in case["goals"]]
+    return "\n".join(lines)
+
+
+def contender_row(one: dict[str, Any], case: dict[str, Any], mine: list[str]) -> str:
+    """One contender."""
+    name = one["name"] + (" (limit)" if one["name"] == case["limit"] else "")
+    if "median" not in one:
+        return row([name, f"failed: {' '.join(one['error'].split())[-200:]}"])
+    cells = [f"**{name}**" if one["ours"] else name]
+    cells += [short(one[key]) for key in ("median", "min", "max")]
+    cells += ["" if name == one["name"] else times(one["ratios"][name]) for name in mine]
+    return row([*cells, *map(short, (one["cores_used"], one["cpu_seconds"])), whole(one)])
+
+
+def whole(one: dict[str, Any]) -> str:
+    """The last two cells."""
+    return f"{short(one['peak_mb'])} | {short(one['descriptors'])}"
+
+
+def goal_row(goal: dict[str, Any]) -> str:
+    """One goal."""
+    wanted = [f"≤ {short(goal['at_most'])}"] if goal["at_most"] is not None else []
+    wanted += [f"≥ {short(goal['at_least'])}"] if goal["at_least"] is not None else []
+    reached = "yes" if goal["reached"] else "**no**"
+    return row([goal["text"], ", ".join(wanted), short(goal["value"]), reached])
+
+
+def row(cells: list[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio as a factor."""
+    return "" if ratio is None else f"{short(ratio)} ×"
+
+
+def short(value: float | None) -> str:
+    """A number in three digits, or whole."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,263 @@
+"""The loaders: for each of them, one function that does a `Work`.
+
+Each is a generator function: it sets the loader up, yields the function that runs a round, and
+ends the loader. All of them shuffle, fetch a whole batch with one call of the indexer, hold at
+most `work.buffer` batches in readiness and keep their workers from one epoch to the next.
+To add a loader, add a function here and name it in the cases it is for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cseq
+from work import Bare, Batches, Rows, Work, shuffled
+
+Rounds = Iterator[Callable[[], float]]
+
+# -- the limit
+
+
+def bare(work: Work) -> Rounds:
+    """No loader at all: a loop over the indexer, in this process."""
+    yield functools.partial(work.measure, Bare(work))
+
+
+# -- cseq
+
+
+def cseq_processes(work: Work, **options: Any) -> Rounds:
+    """`MPSequence`."""
+    with cseq_manager(cseq.MPSequence, work, **options).start() as batches:
+        yield functools.partial(work.measure, batches)
+
+
+def cseq_threads(work: Work, **options: Any) -> Rounds:
+    """`MTSequence`."""
+    with cseq_manager(cseq.MTSequence, work, **options).start() as batches:
+        yield functools.partial(work.measure, batches)
+
+
+def cseq_test_mode(work: Work, **options: Any) -> Rounds:
+    """`start_test()`."""
+    with cseq_manager(cseq.MPSequence, work, **options).start_test() as batches:
+        yield functools.partial(work.measure, batches)
+
+
+def cseq_manager(kind: Callable[..., Any], work: Work, **options: Any) -> Any:
+    """Make a manager for a work."""
+    ours = {
+        "num_workers": work.num_workers,
+        "batch_size": work.batch_size,
+        "buffer": work.buffer,
+        "shuffle": work.shuffle,
+        "out_type": "null",
+        "seed": 1,
+    }
+    return kind(work.indexer, work.samples, **(ours | options))
+
+
+# -- the standard library
+
+
+def plain_queue(work: Work) -> Rounds:
+    """Threads and two `queue.Queue`, and a dict that brings the batches back into order."""
+    inputs: queue.Queue = queue.Queue(work.buffer)
+    outputs: queue.Queue = queue.Queue(work.buffer)
+
+    def serve() -> None:
+        indexer = work.indexer()
+        while (task := inputs.get()) is not None:
+            ticket, indices = task
+            outputs.put((ticket, indexer[indices]))
+
+    threads = [threading.Thread(target=serve) for _ in range(work.num_workers)]
+    for thread in threads:
+        thread.start()
+    yield functools.partial(work.measure, InOrder(Rows(work), inputs, outputs, work.buffer))
+    for _ in threads:
+        inputs.put(None)
+    for thread in threads:
+        thread.join()
+
+
+class InOrder:
+    """The batches of an epoch out of a queue, at most `buffer` of them asked for at a time."""
+
+    def __init__(self, rows: Rows, inputs: queue.Queue, outputs: queue.Queue, buffer: int) -> None:
+        self.rows = rows
+        self.inputs = inputs
+        self.outputs = outputs
+        self.buffer = buffer
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = enumerate(self.rows)
+        asked = 0
+        early: dict[int, Any] = {}
+        for task in rows:
+            self.inputs.put(task)
+            asked += 1
+            if asked == self.buffer:
+                break
+        taken = 0
+        while taken < asked:
+            while taken not in early:
+                ticket, batch = self.outputs.get()
+                early[ticket] = batch
+            batch = early.pop(taken)
+            taken += 1
+            task = next(rows, None)
+            if task is not None:
+                self.inputs.put(task)
+                asked += 1
+            yield batch
+
+
+# -- torch
+
+
+class TorchDataset:
+    """An indexer as a data set; each worker makes its own at its first batch."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return self.work.samples
+
+    @functools.cached_property
+    def indexer(self) -> Any:
+        """The indexer of this process."""
+        return self.work.indexer()
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        return self.indexer[indices]
+
+
+def torch_dataloader(work: Work, *, start_method: str = "fork") -> Rounds:
+    """`DataLoader` with batch fetch: its sampler gives whole batches; tensors come out."""
+    loader = torch_loader(work, start_method)
+    yield functools.partial(work.measure, loader)
+    del loader
+
+
+def torch_loader(work: Work, start_method: str) -> Any:
+    """Make a DataLoader for a work."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+    dataset = TorchDataset(work)
+    order = RandomSampler(dataset) if work.shuffle else SequentialSampler(dataset)
+    return DataLoader(
+        dataset,
+        sampler=BatchSampler(order, work.batch_size, drop_last=False),
+        batch_size=None,
+        num_workers=work.num_workers,
+        prefetch_factor=max(1, work.buffer // work.num_workers),
+        persistent_workers=True,
+        multiprocessing_context=start_method,
+    )
+
+
+# -- SPDL
+
+
+def spdl_process(work: Work, *, segment_bytes: int = 0) -> Rounds:
+    """`iterate_in_subprocess`: one worker process; with shared memory where segments are given."""
+    loader = spdl_subprocess(work, segment_bytes)
+    yield functools.partial(work.measure, loader)
+    del loader
+
+
+def spdl_subprocess(work: Work, segment_bytes: int = 0, start_method: str | None = None) -> Any:
+    """Start SPDL's worker process for a work; segments go with the default start method alone."""
+    from spdl.pipeline import SharedMemorySegmentPool, iterate_in_subprocess
+
+    arena = None
+    if segment_bytes:
+        arena = SharedMemorySegmentPool(segment_bytes + 2**20, work.buffer + 4)
+    return iterate_in_subprocess(
+        functools.partial(Batches, work),
+        buffer_size=work.buffer,
+        mp_context=start_method,
+        arena=arena,
+    )
+
+
+def spdl_threads(work: Work) -> Rounds:
+    """A pipeline with the indexer as its one stage, run by as many threads as there are workers."""
+    from spdl.pipeline import PipelineBuilder
+
+    indexer = work.indexer()
+    builder = (
+        PipelineBuilder()
+        .add_source(Rows(work), continuous=True)
+        .pipe(indexer.__getitem__, concurrency=work.num_workers, output_order="input")
+        .add_sink(work.buffer)
+    )
+    pipeline = builder.build(num_threads=work.num_workers)
+    with pipeline.auto_stop():
+        yield functools.partial(work.measure, pipeline)
+
+
+# -- Grain
+
+
+class GrainSource:
+    """Batch number → batch, in one order; it is Grain that shuffles the batches anew."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return self.work.batches
+
+    def __getitem__(self, number: int) -> Any:
+        return self.indexer[self.rows[number]]
+
+    @functools.cached_property
+    def indexer(self) -> Any:
+        """The indexer of this process."""
+        return self.work.indexer()
+
+    @functools.cached_property
+    def rows(self) -> Any:
+        """The indices of an epoch."""
+        return shuffled(self.work, 0)
+
+
+class GrainEpochs:
+    """A Grain iterator that repeats its epochs without end, so that its workers are kept."""
+
+    def __init__(self, work: Work) -> None:
+        import grain
+
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        share = max(1, work.buffer // work.num_workers)
+        # By default, each worker would read 500 batches ahead, in 16 threads.
+        reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=share)
+        working = grain.MultiprocessingOptions(work.num_workers, per_worker_buffer_size=share)
+        dataset = grain.MapDataset.source(GrainSource(work))
+        if work.shuffle:
+            dataset = dataset.shuffle(seed=1)
+        self.batches = iter(dataset.repeat().to_iter_dataset(reading).mp_prefetch(working))
+        self.count = work.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.count):
+            yield next(self.batches)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.batches.close()
+
+
+def grain_processes(work: Work) -> Rounds:
+    """`mp_prefetch` over a source whose elements are batches."""
+    epochs = GrainEpochs(work)
+    yield functools.partial(work.measure, epochs)
+    epochs.close()

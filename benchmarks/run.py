@@ -1,0 +1,115 @@
+"""Run cases and write the results: `run.py [--rounds N] [CASE …]`; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from fnmatch import fnmatch
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from cases import groups
+from harness.case import TINY, Case, Contender
+from harness.chart import as_svg
+from harness.report import as_json, as_markdown, machine, section
+from harness.runner import run_case
+
+RESULTS = Path(__file__).parent / "results"
+CHARTED = (
+    "small_processes",
+    "small_threads",
+    "large_uint8",
+    "dict_113",
+    "start",
+    "permutation_1e7",
+)
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 if a contender failed."""
+    options = parser().parse_args()
+    if options.tiny:
+        os.environ[TINY] = "1"
+    cases = chosen(options.cases)
+    if options.list:
+        print(*(f"{case.name:28} {case.title}" for case in cases), sep="\n")
+        return 0
+    report = {"machine": machine(), "rounds": options.rounds, "cases": []}
+    for case in cases:
+        contenders = present(case, options)
+        if not contenders:
+            continue
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else nan
+        results = run_case(case, contenders, options.rounds)
+        report["cases"].append(as_json(case, results, load))
+        print(section(report["cases"][-1]), flush=True)
+        write(report, options.output, "partial" if options.cases or options.only else "latest")
+    failed = [one for case in report["cases"] for one in case["contenders"] if one["error"]]
+    for one in failed:
+        print(f"\n{one['name']} failed: {one['error']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    result = argparse.ArgumentParser(description=__doc__)
+    result.add_argument("cases", nargs="*", help="names, beginnings, patterns, files; all")
+    result.add_argument("--rounds", type=int, default=5, help="measured rounds of a contender")
+    result.add_argument("--only", default="", help="contenders with this in their names")
+    result.add_argument("--no-peers", action="store_true", help="those that need nothing else")
+    result.add_argument("--tiny", action="store_true", help="hardly any work: see that all runs")
+    result.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    result.add_argument("--list", action="store_true", help="name the cases")
+    return result
+
+
+def chosen(patterns: list[str]) -> list[Case]:
+    """Find the cases that the command line names."""
+    known = [(group, case) for group, cases in groups().items() for case in cases]
+    for pattern in patterns:
+        if not any(matches(group, case, pattern) for group, case in known):
+            names = ", ".join(case.name for _, case in known)
+            raise SystemExit(f"no case {pattern!r}; there are {names}")
+    return [
+        case
+        for group, case in known
+        if not patterns or any(matches(group, case, pattern) for pattern in patterns)
+    ]
+
+
+def matches(group: str, case: Case, pattern: str) -> bool:
+    """Whether a pattern names a case or its file, or begins the case's name."""
+    return pattern == group or case.name.startswith(pattern) or fnmatch(case.name, pattern)
+
+
+def present(case: Case, options: argparse.Namespace) -> list[Contender]:
+    """Leave out contenders that are not asked for, or, saying so, that are not installed."""
+    contenders = []
+    for contender in case.contenders:
+        if options.only not in contender.name or (options.no_peers and contender.needs):
+            continue
+        if contender.missing:
+            missing = ", ".join(contender.missing)
+            print(f"{case.name}: no {contender.name}, for want of {missing}", file=sys.stderr)
+            continue
+        contenders.append(contender)
+    return contenders
+
+
+def write(report: dict[str, Any], folder: Path, name: str) -> None:
+    """Write what there is so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"json": json.dumps(report, indent=1) + "\n", "md": as_markdown(report)}
+    charted = [case for case in report["cases"] if case["name"] in CHARTED]
+    if charted:
+        about = report["machine"]
+        files["svg"] = as_svg(charted, f"{about['cpu']}, {about['cores']} cores, {about['date']}")
+    for suffix, content in files.items():
+        (folder / f"{name}.{suffix}").write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

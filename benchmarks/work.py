@@ -1,0 +1,238 @@
+"""The work that is the same for all: indexers, and the loop that takes the batches.
+
+Workers import this file, so it imports nothing large but numpy and cseq.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cseq
+from harness.case import scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+PAGE = 4096
+IMAGES = scaled(256, 16)  # enough that a batch comes from other places than the one before
+
+# -- indexers
+
+
+class Floats:
+    """32 floats a batch: what an indexer costs at least."""
+
+    def __init__(self, samples: int) -> None:
+        self.table = np.arange(samples, dtype=np.float32)
+
+    def __getitem__(self, indices):
+        return self.table[indices]
+
+
+class Images:
+    """Images of 3 × 224 × 224, by fancy index: a fresh array for every batch."""
+
+    def __init__(self, dtype: str) -> None:
+        rows = np.arange(IMAGES, dtype=dtype).reshape(-1, 1, 1, 1)
+        self.images = np.empty((IMAGES, 3, 224, 224), dtype)
+        self.images[:] = rows
+
+    def __getitem__(self, indices):
+        return self.images[np.asarray(indices) % IMAGES]
+
+
+class ImagesInPlace(Images):
+    """The same, filled into an array from `cseq.empty`; outside a worker that is `numpy.empty`."""
+
+    def __getitem__(self, indices):
+        rows = np.asarray(indices) % IMAGES
+        batch = cseq.empty((len(rows), *self.images.shape[1:]), self.images.dtype)
+        return np.take(self.images, rows, axis=0, out=batch, mode="clip")
+
+
+class Structured(Images):
+    """A dict of images and 112 arrays of 32 floats."""
+
+    NBYTES = 32 * 3 * 224 * 224 + 112 * 32 * 4
+    NAMES = tuple(f"target {number}" for number in range(112))
+
+    def __init__(self) -> None:
+        super().__init__("uint8")
+        self.targets = np.zeros((112, IMAGES), np.float32)
+
+    def __getitem__(self, indices):
+        rows = np.asarray(indices) % IMAGES
+        targets = zip(self.NAMES, self.targets, strict=True)
+        return {"images": self.images[rows]} | {name: one[rows] for name, one in targets}
+
+
+class Sleepy:
+    """5 ms a batch, without work for the processor; some batches take 20 times as long."""
+
+    def __init__(self, batches: int, slow: float) -> None:
+        self.seconds = np.full(batches, 0.005)
+        chosen = np.random.default_rng(0).permutation(batches)[: round(batches * slow)]
+        self.seconds[chosen] *= 20
+
+    def __getitem__(self, indices):
+        time.sleep(self.seconds[indices[0] // 32])
+        return np.asarray(indices, np.float32)
+
+
+class Echo:
+    """No data at all: the first index of the batch."""
+
+    def __getitem__(self, indices):
+        return int(indices[0])
+
+
+# -- the loop
+
+
+@dataclass(frozen=True)
+class Work:
+    """Epochs of batches, and what is measured of them.
+
+    Attributes
+    ----------
+    indexer : callable
+        Makes the indexer, in every worker.
+    batches : int
+        In an epoch.
+    figure : callable
+        (work, loader) → the figure of a round: it goes through the loader's epochs.
+    epochs : int
+        In a round.
+    touch : bool
+        Whether the loop reads one byte of each page of a batch.
+    """
+
+    indexer: Callable[[], Any]
+    batches: int
+    figure: Callable[[Work, Iterable[Any]], float]
+    epochs: int = 1
+    touch: bool = False
+    shuffle: bool = True
+    batch_size: int = 32
+    num_workers: int = 2
+    buffer: int = 10
+
+    @property
+    def samples(self) -> int:
+        """In an epoch."""
+        return self.batches * self.batch_size
+
+    def part(self, divisor: int) -> Work:
+        """Return shorter epochs, for a contender that would take too long."""
+        return replace(self, batches=max(1, self.batches // divisor))
+
+    def measure(self, loader: Iterable[Any]) -> float:
+        """Do a round."""
+        return self.figure(self, loader)
+
+
+def seconds_a_batch(work: Work, loader: Iterable[Any]) -> float:
+    """Go through the epochs of a round; the time of a batch."""
+    take = touch_all if work.touch else take_all
+    start = time.perf_counter()
+    count = sum(take(loader) for _ in range(work.epochs))
+    seconds = time.perf_counter() - start
+    if count != work.batches * work.epochs:
+        raise RuntimeError(f"{count} batches instead of {work.batches * work.epochs}")
+    return seconds / count
+
+
+def milliseconds(work: Work, loader: Iterable[Any]) -> float:
+    """Time of a batch."""
+    return seconds_a_batch(work, loader) * 1e3
+
+
+def microseconds(work: Work, loader: Iterable[Any]) -> float:
+    """Time of a batch."""
+    return seconds_a_batch(work, loader) * 1e6
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Gigabytes a second, for batches of so many bytes."""
+
+    nbytes: int
+
+    def __call__(self, work: Work, loader: Iterable[Any]) -> float:
+        return self.nbytes / seconds_a_batch(work, loader) / 1e9
+
+
+def take_all(batches: Iterable[Any]) -> int:
+    """Take every batch."""
+    count = 0
+    for _batch in batches:
+        count += 1
+    return count
+
+
+def touch_all(batches: Iterable[Any]) -> int:
+    """Take every batch and read one byte of each of its pages."""
+    count = 0
+    for batch in batches:
+        touch(batch)
+        count += 1
+    return count
+
+
+def touch(batch: Any) -> None:
+    """Read one byte of each page of a batch, and the first of every array."""
+    if isinstance(batch, dict):
+        for part in batch.values():
+            touch(part)
+    else:
+        np.asarray(batch).reshape(-1).view(np.uint8)[::PAGE].sum()
+
+
+# -- the order, for those who have none of their own
+
+
+def shuffled(work: Work, epoch: int) -> np.ndarray:
+    """Return the indices of an epoch, a row a batch."""
+    order = np.arange(work.samples)
+    if work.shuffle:
+        np.random.default_rng((1, epoch)).shuffle(order)
+    return order.reshape(work.batches, work.batch_size)
+
+
+class Bare:
+    """In process, with the indices at hand: the indexer's own time, the limit of every loader."""
+
+    def __init__(self, work: Work) -> None:
+        self.indexer = work.indexer()
+        self.rows = list(shuffled(work, 0))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.indexer.__getitem__, self.rows)
+
+
+class Rows:
+    """The indices of one epoch after the other, a row a batch."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        rows = shuffled(self.work, self.epoch)
+        self.epoch += 1
+        return iter(rows)
+
+
+class Batches(Rows):
+    """The batches of one epoch after the other."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.indexer = work.indexer()
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.indexer.__getitem__, super().__iter__())

@@ -1,0 +1,58 @@
+"""The benchmarks run, as far as they need no other loader; what they measure is not judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from math import isfinite
+from pathlib import Path
+
+import pytest
+from conftest import import_path
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}
+GROUPS_OF_PEERS = {"adapters"}  # without a contender that needs nothing
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the benchmarks read /proc and start sessions"
+)
+
+
+def run(*args: object) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end."""
+    return subprocess.run(
+        [sys.executable, FOLDER / "run.py", *args],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("group", sorted(GROUPS - GROUPS_OF_PEERS))
+def test_contenders_that_need_no_peer_give_numbers(group, tmp_path):
+    """Every contender that needs no peer runs a tiny round and reports numbers, in both forms."""
+    done = run("--tiny", "--no-peers", "--rounds", "1", "--output", tmp_path, group)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "partial.json").read_text(encoding="utf-8"))
+    assert report["cases"]
+    for case in report["cases"]:
+        assert f"## {case['name']}" in done.stdout
+        for one in case["contenders"]:
+            assert not one["error"]
+            assert all(isfinite(one[key]) for key in ("median", "min", "max"))
+            assert one["cpu_seconds"] >= 0
+            assert one["peak_mb"] > 0
+            assert one["descriptors"] > 0
+    assert (tmp_path / "partial.md").read_text(encoding="utf-8").startswith("# Results")
+
+
+def test_an_unknown_case_is_refused():
+    """A name that is no case ends the program, with the names there are."""
+    done = run("--list", "small", "no_such_case")
+    assert done.returncode == 1
+    assert "no_such_case" in done.stderr
+    assert "small_threads" in done.stderr
