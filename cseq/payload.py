@@ -351,17 +351,20 @@ def _pickle(obj: object, name: str, sink: _Sink) -> bool:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, cloudpickle can do more
         plainly = error
-    sink.rewind()
     try:
-        _by_value_pickler()
-    except ModuleNotFoundError:
-        raise _without_cloudpickle(obj, name, plainly) from plainly
-    try:
-        _dump_by_value(obj, sink, modules)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _unpicklable(obj, name, error, _dump_by_value) from error
+        sink.rewind()
+        try:
+            _by_value_pickler()
+        except ModuleNotFoundError:
+            raise _without_cloudpickle(obj, name, plainly) from plainly
+        try:
+            _dump_by_value(obj, sink, modules)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise _unpicklable(obj, name, error, _dump_by_value) from error
+    finally:
+        del plainly  # its traceback has this frame, and with it all of the caller's: a circle
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -179,6 +181,21 @@ def test_small_buffers_stay_in_the_pickle() -> None:
     made = payload.dump([np.arange(8) for _ in range(100)])
     assert made.buffers == []
     assert made.nbytes < 20000
+
+
+def test_what_goes_by_value_keeps_nothing_of_the_caller() -> None:
+    """Nothing that the caller holds lives on until the garbage collector comes by."""
+
+    def caller() -> weakref.ref[Indexer]:
+        mine = Indexer()
+        payload.dump(lambda: 1)  # by value, after the plain pickler has given up
+        return weakref.ref(mine)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def test_load_is_the_inverse_of_dump() -> None:
