@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cseq
-from harness.case import scaled
+from harness.case import Counter, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -143,6 +143,7 @@ def seconds_a_batch(work: Work, loader: Iterable[Any]) -> float:
     seconds = time.perf_counter() - start
     if count != work.batches * work.epochs:
         raise RuntimeError(f"{count} batches instead of {work.batches * work.epochs}")
+    Counter.batches += count
     return seconds / count
 
 

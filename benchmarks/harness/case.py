@@ -105,3 +105,9 @@ def is_installed(name: str) -> bool:
 def scaled(full: int, tiny: int) -> int:
     """Return the amount of work: `full`, or `tiny` where only a trial run is wanted."""
     return tiny if os.environ.get(TINY) else full
+
+
+class Counter:
+    """How many batches the process of a contender has taken, if it counts them."""
+
+    batches = 0

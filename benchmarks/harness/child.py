@@ -17,6 +17,7 @@ if __name__ == "__main__":  # a spawned worker of a loader imports this file too
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from cases import all_cases
+from harness.case import Counter
 
 
 def main() -> None:
@@ -28,9 +29,11 @@ def main() -> None:
     run = next(rounds)
     reply(replies, ready=True)
     for _ in sys.stdin:
+        Counter.batches = 0
         start = time.perf_counter()
         figure = run()
-        reply(replies, figure=figure, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        reply(replies, figure=figure, seconds=seconds, batches=Counter.batches)
     next(rounds, None)  # clean up
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from harness.runner import Result
 
 DISTRIBUTIONS = ("numpy", "torch", "spdl-core", "grain", "torchdata", "returnn")
+HOLDINGS = ("peak_mb", "descriptors")
 
 
 # -- JSON
@@ -104,6 +105,7 @@ def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict
         "figures": result.figures,
         "round_seconds": number(statistics.median(result.seconds)),
         "cpu_seconds": number(statistics.median(result.cpu_seconds)),
+        "cpu_us_per_batch": cpu_microseconds(result),
         "cores_used": number(sum(result.cpu_seconds) / sum(result.seconds)),
         "peak_mb": number(result.peak_bytes / 1e6),
         "descriptors": number(result.descriptors),
@@ -113,6 +115,13 @@ def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict
             if mine.contender.ours and mine.figures
         },
     }
+
+
+def cpu_microseconds(result: Result) -> float | None:
+    """CPU time of a batch, all processes together; None where batches are not counted."""
+    if not result.batches:
+        return None
+    return number(statistics.median(result.cpu_seconds) / result.batches * 1e6)
 
 
 def times_as_good(case: Case, mine: float, other: float) -> float:
@@ -172,31 +181,28 @@ def section(case: dict[str, Any]) -> str:
     """One case: its table and its goals."""
     mine = [one["name"] for one in case["contenders"] if one["ours"] and "median" in one]
     titles = ["", "median", "min", "max", *(f"{name} is" for name in mine)]
-    titles += ["cores", "CPU s", "memory MB", "descriptors"]
+    counted = any(one.get("cpu_us_per_batch") is not None for one in case["contenders"])
+    key = "cpu_us_per_batch" if counted else "cpu_seconds"
+    titles += ["cores", "CPU µs/batch" if counted else "CPU s/round", "memory MB", "descriptors"]
     lines = [f"\n## {case['name']}: {case['title']}\n"]
     lines += [f"Figures in {case['unit']}; load before: {case['load_before']}.\n"]
     lines += [row(titles), row(["---", *["---:"] * (len(titles) - 1)])]
-    lines += [contender_row(one, case, mine) for one in case["contenders"]]
+    lines += [contender_row(one, case, mine, key) for one in case["contenders"]]
     if case["goals"]:
         lines += ["", row(["goal", "wanted", "reached", ""]), row(["---", "---:", "---:", "---"])]
         lines += [goal_row(goal) for goal in case["goals"]]
     return "\n".join(lines)
 
 
-def contender_row(one: dict[str, Any], case: dict[str, Any], mine: list[str]) -> str:
-    """One contender."""
+def contender_row(one: dict[str, Any], case: dict[str, Any], mine: list[str], cpu: str) -> str:
+    """One contender; `cpu` names the value for its CPU time."""
     name = one["name"] + (" (limit)" if one["name"] == case["limit"] else "")
     if "median" not in one:
         return row([name, f"failed: {' '.join(one['error'].split())[-200:]}"])
     cells = [f"**{name}**" if one["ours"] else name]
     cells += [short(one[key]) for key in ("median", "min", "max")]
     cells += ["" if name == one["name"] else times(one["ratios"][name]) for name in mine]
-    return row([*cells, *map(short, (one["cores_used"], one["cpu_seconds"])), whole(one)])
-
-
-def whole(one: dict[str, Any]) -> str:
-    """The last two cells."""
-    return f"{short(one['peak_mb'])} | {short(one['descriptors'])}"
+    return row([*cells, *(short(one[key]) for key in ("cores_used", cpu, *HOLDINGS))])
 
 
 def goal_row(goal: dict[str, Any]) -> str:

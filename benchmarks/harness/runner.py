@@ -42,6 +42,8 @@ class Result:
         Duration of the rounds.
     cpu_seconds : list of float
         CPU time of all processes of the contender, in the rounds.
+    batches : int
+        That the last round took; 0 where rounds do not count batches.
     peak_bytes : float
         Most memory of all processes together, sampled in a round of its own.
     descriptors : float
@@ -54,6 +56,7 @@ class Result:
     figures: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    batches: int = 0
     peak_bytes: float = nan
     descriptors: float = nan
     error: str = ""
@@ -88,6 +91,7 @@ class Running:
         result.cpu_seconds.append(usage.cpu_seconds(self._process.pid) - before)
         result.figures.append(answer["figure"])
         result.seconds.append(answer["seconds"])
+        result.batches = answer["batches"]
 
     def warm_up(self) -> None:
         """Run a round for nothing."""
