@@ -99,19 +99,25 @@ class Desk:
         self.ticket = self.allocator = self._rng = None
 
 
-_here = threading.local()
+class Here(threading.local):
+    """The place of a thread: at a desk, or nowhere."""
+
+    desk: Desk | None = None
+
+
+here = Here()
 
 
 def enter(desk: Desk | None) -> Desk | None:
     """Sit down at a desk; returns the one left for it, to be entered again afterwards."""
-    left: Desk | None = getattr(_here, "desk", None)
-    _here.desk = desk
+    left = here.desk
+    here.desk = desk
     return left
 
 
 def leave(left: Desk | None) -> None:
     """Go back to the desk that `enter` returned."""
-    _here.desk = left
+    here.desk = left
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
@@ -137,7 +143,7 @@ def rng() -> np.random.Generator:
     RuntimeError
         Called outside of an indexer's ``__getitem__``.
     """
-    desk: Desk | None = getattr(_here, "desk", None)
+    desk = here.desk
     if desk is None:
         raise RuntimeError(
             "cseq.rng() was called outside of an indexer: it belongs to the batch that is being "
@@ -164,7 +170,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     MemoryError
         There is no room for it.
     """
-    desk: Desk | None = getattr(_here, "desk", None)
+    desk = here.desk
     dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
     if desk is None or desk.allocator is None:
         return np.empty(dims, dtype)
@@ -173,7 +179,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
 
 def worker_info() -> WorkerInfo | None:
     """Return who is making which batch, or None outside of an indexer."""
-    desk: Desk | None = getattr(_here, "desk", None)
+    desk = here.desk
     if desk is None:
         return None
     at = desk.ticket

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, failure, indexer
+from cseq.context import here
 from cseq.converter import Converter
 from cseq.stats import Stats
 
@@ -60,10 +61,10 @@ class InlinePool:
 
     def next(self) -> Any:
         """Make the next batch."""
+        desk = self._desk
         while self._at < self._batches:
-            desk = self._desk
             desk.sit(self)
-            left = context.enter(desk)
+            left, here.desk = here.desk, desk
             try:
                 batch = self._indexer[self._sampler.indices(self._at)]  # type: ignore[index]
                 if self._convert is not None:
@@ -72,9 +73,8 @@ class InlinePool:
                 self._raised(error)
                 continue
             finally:
-                context.leave(left)
-            self._at += 1
-            self.done = self._at
+                here.desk = left
+            self.done = self._at = self._at + 1
             self._count += 1
             return batch
         raise StopIteration
