@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import cseq
 import loaders
 from harness.case import Case, Contender, Goal
-from work import Floats, Work, microseconds
+from work import Echo, Floats, Work, microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,10 +45,10 @@ def end(loader: Any, batches: Any) -> None:
             getattr(loader, name)()
 
 
-def ours(start_method: str) -> Iterator[Callable[[], float]]:
+def ours(start_method: str, work: Work = WORK) -> Iterator[Callable[[], float]]:
     """Start cseq with processes."""
     yield from first_batch(
-        lambda: loaders.cseq_manager(cseq.MPSequence, WORK, start_method=start_method).start()
+        lambda: loaders.cseq_manager(cseq.MPSequence, work, start_method=start_method).start()
     )
 
 
@@ -89,7 +89,25 @@ def import_numpy() -> Iterator[Callable[[], float]]:
     yield run
 
 
+BY_SIZE = {
+    f"cseq, {name} samples": Work(Echo, samples // 32, microseconds)
+    for name, samples in {"10^4": 10**4, "10^6": 10**6, "10^9": 10**9}.items()
+}
+
 CASES = (
+    Case(
+        "start_by_size",
+        "Start to first batch, by the number of samples",
+        "ms",
+        tuple(
+            Contender(name, partial(ours, "forkserver", work), ours=True)
+            for name, work in BY_SIZE.items()
+        ),
+        goals=(
+            Goal("slowest over fastest", lambda f: max(f.values()) / min(f.values()), at_most=1.2),
+        ),
+        fresh=True,
+    ),
     Case(
         "start",
         "Start to first batch, 2 workers",
