@@ -572,11 +572,12 @@ def test_converters_without_a_trainer_leave_no_counts(
 
 
 STARTING = """
-import os, random, signal, sys, threading, time
+import gc, os, random, signal, sys, threading, time
 import numpy as np
 import cseq
 
 def left():
+    gc.collect()
     mine = [pid for pid in filter(str.isdecimal, os.listdir("/proc")) if parent(pid) == os.getpid()]
     return len(mine), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
