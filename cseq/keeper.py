@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from cseq.launcher import Child, Launcher
 
-__all__ = ["FAILED", "READY", "STACK_SIGNAL", "Keeper", "Steward", "send_state"]
+__all__ = ["FAILED", "LAST_GRACE", "READY", "STACK_SIGNAL", "Keeper", "Steward", "send_state"]
 
 log = logging.getLogger("cseq")
 
@@ -118,6 +118,11 @@ class Keeper:
         self._bell, self._ear = socket.socketpair()
         self._selector.register(self._ear, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="cseq-keeper", daemon=True)
+        self._begun = False
+
+    def start(self) -> None:
+        """Begin to start the workers, and do not wait for them."""
+        self._begun = True  # before it is so: a signal handler may raise in between
         self._thread.start()
 
     def pid(self, owner: int) -> int | None:
@@ -224,7 +229,7 @@ class Keeper:
         """
         self._closing = True
         self._bell.send(b"!")
-        if not self._empty.wait(GRACE):
+        if self._begun and not self._empty.wait(GRACE):
             with self._lock:
                 wards = list(self._wards.values())
             for ward in wards:
@@ -233,7 +238,8 @@ class Keeper:
             self._empty.wait(LAST_GRACE)
         if not self._launcher.close(time.monotonic() + LAST_GRACE):
             raise RuntimeError("worker processes were killed and do not end")
-        self._thread.join(LAST_GRACE)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(LAST_GRACE)
         for ward in self._wards.values():  # if the thread broke, it has buried nobody
             ward.child.sock.close()
         self._selector.close()

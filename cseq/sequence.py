@@ -362,9 +362,13 @@ class MSequence:
             resolved = converter.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0
             job = replace(self._job, output=resolved, num_converters=converters, compat=compat)
-            self._run = Run(make(job))
-            self._finalizer = weakref.finalize(self, Run.close, self._run)
-            self._change(State.RUNNING)
+            try:
+                self._run = Run(make(job))
+                self._finalizer = weakref.finalize(self, Run.close, self._run)
+                self._change(State.RUNNING)
+            except BaseException:
+                self._end()
+                raise
         return self
 
     def finish(self) -> None:

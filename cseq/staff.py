@@ -29,7 +29,7 @@ from cseq import failure, payload
 from cseq._core import Mapping, Ring, arm_fault, commit, exit_on_hangup, now_ns, ring_bytes
 from cseq.arena import Arena, Segment, Writer
 from cseq.errors import WorkerDied, WorkerTimeout
-from cseq.keeper import STACK_SIGNAL, Keeper
+from cseq.keeper import LAST_GRACE, STACK_SIGNAL, Keeper
 from cseq.launcher import describe_exit, make_launcher
 
 if TYPE_CHECKING:
@@ -216,19 +216,21 @@ class Staff:
         self.deaths = deaths
         launcher = make_launcher(method, entry=entry, preload=preload)
         self.takes_objects = launcher.takes_objects
-        launcher.prepare()
-        try:  # pickled once, and put where every worker process can read it
-            if not launcher.takes_objects:
+        try:  # a signal handler may raise here (Ctrl-C): nothing is to be left then
+            launcher.prepare()
+            if not launcher.takes_objects:  # pickled once, where every worker can read it
                 self._payload_fd = payload.dump(worker, name=name).share()
+            self.keeper = Keeper(launcher, self, range(1, owners + 1), worker)
+            self.keeper.start()
+            if launcher.takes_objects:
+                # A copy of this process must not be made while this thread is importing
+                # something: the copy would wait for ever for it to finish.
+                self.keeper.launched.wait()
         except BaseException:
-            self.ring.close()
-            launcher.close(time.monotonic())
+            self.close()
+            launcher.close(time.monotonic() + LAST_GRACE)
+            self.free()
             raise
-        self.keeper = Keeper(launcher, self, range(1, owners + 1), worker)
-        if launcher.takes_objects:
-            # A copy of this process must not be made while this thread is importing something:
-            # the copy would wait for ever for it to finish.
-            self.keeper.launched.wait()
 
     # -- the keeper asks (on its thread)
 

@@ -571,6 +571,73 @@ def test_converters_without_a_trainer_leave_no_counts(
 # -- signals
 
 
+STARTING = """
+import gc, os, random, signal, sys, threading, time
+import numpy as np
+import cseq
+
+def left():
+    gc.collect()
+    mine = [pid for pid in filter(str.isdecimal, os.listdir("/proc")) if parent(pid) == os.getpid()]
+    return len(mine), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+def parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+def interrupt(number, frame):
+    if armed:
+        raise KeyboardInterrupt
+
+armed, struck = False, 0
+signal.signal(signal.SIGINT, interrupt)
+ear, mouth = os.pipe()
+if os.fork() == 0:  # strikes when it is told to
+    os.close(mouth)
+    while delay := os.read(ear, 10):
+        time.sleep(float(delay))
+        os.kill(os.getppid(), signal.SIGINT)
+    os._exit(0)
+kind, method = sys.argv[1:]
+options = {"start_method": method} if kind == "MPSequence" else {}
+random.seed(7)
+before = left()
+for _ in range(25):
+    m = getattr(cseq, kind)(np.arange(100), 100, out_type="null", **options)
+    os.write(mouth, f"{random.random() * 0.02:10.7f}".encode())
+    try:
+        armed = True
+        m.start()
+        armed = False
+    except KeyboardInterrupt:
+        armed = False
+        struck += 1
+    if struck % 2:
+        m.finish()
+    else:
+        del m
+with cseq.MTSequence(np.arange(100), 100, out_type="null").start() as m:
+    assert len(list(m)) == 4
+print(before == left(), before, left(), struck)
+os.close(mouth)
+os.wait()  # it may be about to strike
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts what is left in /proc")
+@pytest.mark.parametrize(
+    ("kind", "method"), [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MTSequence", "")]
+)
+def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -> None:
+    """Ctrl-C in `start` leaves no process, thread or descriptor, and the next start works."""
+    done = run_script(STARTING, kind, method)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True"), done.stdout
+
+
 class Interrupting:
     """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
 

@@ -97,6 +97,7 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def make(steward: Steward, owners: int = 1) -> Keeper:
         launcher = make_launcher("fork", entry=f"{__name__}:obey")
         keeper = Keeper(launcher, steward, range(1, owners + 1), None)
+        keeper.start()
         made.append((keeper, steward))
         return keeper
 
@@ -201,6 +202,7 @@ def test_close_waits_for_all() -> None:
     """`close` returns when every worker has left; none of them counts as dead."""
     steward = Steward(b"R", b"R")
     keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2), None)
+    keeper.start()
     steward.await_events(2)
     steward.end()
     keeper.close()
@@ -215,6 +217,7 @@ def test_close_kills_the_busy(
     monkeypatch.setattr(keeper_module, "GRACE", 0.05)
     steward = Steward(b"RS", b"R")
     keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2), None)
+    keeper.start()
     steward.await_events(2)
     steward.end()
     keeper.close()
@@ -233,6 +236,7 @@ def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
 
     steward = Last(b"R")
     keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1,), None)
+    keeper.start()
     steward.await_events(1)
     keeper._closing = True
     steward.end()
@@ -245,6 +249,7 @@ def test_close_at_once() -> None:
     for _ in range(5):
         steward = Steward(b"R", b"R", b"R")
         keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2, 3), None)
+        keeper.start()
         steward.end()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(keeper_module, "GRACE", 0.05)

@@ -117,6 +117,9 @@ class _Server:
                 self._process = spawn(theirs, start, "cseq-server")
         except BaseException:
             self._sock.close()
+            if hasattr(self, "_process"):  # it began, and then a signal handler raised
+                self._process.send_signal(KILL)
+                self._process.wait(LAST)
             raise
 
     def enrol(self, child: _ServedChild) -> int:

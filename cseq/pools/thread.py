@@ -66,7 +66,7 @@ class Crew:
     def join(self, deadline: float) -> None:
         """Wait for all threads until `deadline` (of time.monotonic)."""
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
         stuck = [t.name for t in self._threads if t.is_alive()]
         if stuck:
@@ -125,10 +125,14 @@ class ThreadPool:
             check=self._check,
             convert=receive if job.num_converters else None,
         )
-        for number in range(job.num_workers):
-            self._crew.start(f"cseq-w{number}", partial(self._index, number))
-        if job.num_converters:
-            ConverterThreads(job, self._ring, self._edge, self._edge, self._crew)
+        try:  # a signal handler may raise here (Ctrl-C): no thread is to be left then
+            for number in range(job.num_workers):
+                self._crew.start(f"cseq-w{number}", partial(self._index, number))
+            if job.num_converters:
+                ConverterThreads(job, self._ring, self._edge, self._edge, self._crew)
+        except BaseException:
+            self.close()
+            raise
 
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed."""
