@@ -20,6 +20,7 @@ one of N shards, and those that end first are left out of the round.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -32,8 +33,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq import payload
+from cseq import context, payload
 from cseq._core import derive
+from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.stream import Streams
 
 try:
@@ -239,13 +241,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _describe(self) -> None:
         """Ask what every dataset knows as soon as it is made."""
         if not self.num_outputs:
-            self._learn(self._workers().ask("describe", worker=0))
+            with self._guarded() as streams:
+                self._learn(streams.ask("describe", worker=0))
 
     def _answer(self, question: str) -> Any:
         """Ask for something that does not change; the answer may be that it is not known."""
         if question not in self._meta:
             self._describe()
-            self._meta[question] = self._workers().ask("answer", question, worker=0)
+            with self._guarded() as streams:
+                self._meta[question] = streams.ask("answer", question, worker=0)
         answer = self._meta[question]
         if isinstance(answer, NotImplementedError):
             raise type(answer)(*answer.args)
@@ -323,6 +327,21 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             )
         return self._streams
 
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[Streams]:
+        """Give the workers, for a question."""
+        streams = self._workers()
+        try:
+            yield streams
+        except Exception as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: Exception) -> None:
+        """End the workers if nothing more is to be had from them; the next use starts new ones."""
+        if isinstance(error, (WorkerDied, WorkerTimeout)):
+            self.close()
+
     def close(self) -> None:
         """End the workers now rather than with this object; a later use starts new ones."""
         streams, self._streams = self._streams, None
@@ -335,8 +354,10 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._streams.stats() if self._streams is not None else None
 
     def pids(self) -> list[int]:
-        """Return the workers' process numbers."""
-        return self._streams.pids() if self._streams is not None and self._is_running() else []
+        """Return the workers' process numbers, of those that have started."""
+        if self._streams is None or not self._is_running():
+            return []
+        return [pid for pid in self._streams.pids() if pid is not None]
 
     # -- an epoch -------------------------------------------------------------------------------
 
@@ -366,8 +387,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             self._num_seqs = 0
             return True
         self._asked = (epoch, seq_list, seq_order)
-        lengths = self._workers().begin(self._requests())
+        requests = self._requests()
+        with self._guarded() as streams:
+            lengths = streams.begin(requests)
         self._num_seqs = None if None in lengths else sum(lengths)
+        self.reached_final_seq = self._num_seqs == 0
         self._turns = deque(range(self.num_workers))
         return True
 
@@ -399,11 +423,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def _ask_order(self) -> Sequence[int]:
         """Ask worker 0 for the order of the whole, or each for the order of its shard."""
-        streams, request = self._workers(), self._request()
-        if self._sharding_method == "seq_order":
-            order: Sequence[int] = streams.ask("order", request, worker=0)
-            return order
-        orders = streams.ask("shard_order", request)
+        with self._guarded() as streams:
+            if self._sharding_method == "seq_order":
+                order: Sequence[int] = streams.ask("order", self._request(), worker=0)
+                return order
+            orders = streams.ask("shard_order", self._request())
         for answer in orders:
             if isinstance(answer, NotImplementedError):
                 raise type(answer)(*answer.args)
@@ -414,9 +438,10 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """End the epoch; `free_resources`: the workers' datasets are dropped until the next one."""
         super().finish_epoch(free_resources=free_resources)
         self._end_epoch()
-        if self._streams is not None and self._is_running():
-            self._streams.interrupt()
-            self._streams.ask("finish", free_resources)
+        if self._is_running():
+            with self._guarded() as streams:
+                streams.interrupt()
+                streams.ask("finish", free_resources)
 
     def _end_epoch(self) -> None:
         """Expect no sequence any more."""
@@ -498,6 +523,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             except StopIteration:
                 turns.popleft()
             except Exception as error:
+                self._give_up(error)
                 self._broken = repr(error)
                 raise
             else:
@@ -577,7 +603,9 @@ class _Producer:
         self._dedicated = plan.sharding_method == "dedicated"
         self._dataset: Any = None  # made when it is needed, and again after `finish`
         self._serial: int | None = None  # of the request that the dataset was prepared for
-        self._dice = _Dice()
+        self._desk = context.Desk(number, num_workers, 0)
+        context.enter(self._desk)
+        self._dice = _Dice(self._desk)
         self._shards = self._shards_of(plan.dataset["_num_shards"], plan.dataset["_shard_index"])
 
     def _shards_of(self, num_shards: int, shard_index: int) -> tuple[int, int]:
@@ -663,7 +691,7 @@ class _Producer:
             self._dataset.finish_epoch(free_resources=free_resources)
         if free_resources:
             self._dataset = None
-            self._dice = _Dice()
+            self._dice = _Dice(self._desk)
             gc.collect()
 
     # -- an epoch -------------------------------------------------------------------------------
@@ -684,10 +712,11 @@ class _Producer:
     def items(self, start: int) -> Iterator[Any]:
         """Load one sequence after another.
 
-        A dataset that knows its length can begin anywhere; of one that is a stream, what is not
-        wanted has to be loaded as well.
+        A dataset that knows its length can begin anywhere. One that is a stream goes through what
+        is not wanted as well; so does a `PostprocessingDataset`, in any case.
         """
-        number = start if self._length(self._dataset) is not None else 0
+        leaps = self._length(self._dataset) is not None and not self._dice.in_order
+        number = start if leaps else 0
         while self._load(number):
             if number >= start:
                 yield self._loaded(number)
@@ -695,15 +724,25 @@ class _Producer:
 
     def _load(self, number: int) -> bool:
         """Load a sequence, if there is one of this number."""
+        if self._serial is None:  # the epoch was finished
+            return False
         dataset = self._dataset
         length = self._length(dataset)
         if length is not None and number >= length:
             return False
-        self._dice.roll(self._place(number, known=length is not None))
-        if length is None and not dataset.is_less_than_num_seqs(number):
+        self._dice.roll(number, self._place(number, known=length is not None))
+        if length is None and not self._reaches(number):
             return False
         dataset.load_seqs(number, number + 1)
         return True
+
+    def _reaches(self, number: int) -> bool:
+        """Whether a dataset that does not know its length has a sequence of this number."""
+        dataset = self._dataset
+        if number == 0 and isinstance(dataset, CachedDataset2):
+            dataset.load_seqs(0, 1)  # the question would be refused: "Not a single seq was loaded?"
+            return bool(dataset.added_data)
+        return bool(dataset.is_less_than_num_seqs(number))
 
     def _place(self, number: int, *, known: bool) -> int:
         """Return what tells a sequence from all others of the epoch, whoever loads it.
@@ -737,11 +776,14 @@ class _Dice:
     RETURNN seeds them, if at all, once an epoch and alike in every worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, desk: context.Desk) -> None:
+        self._desk = desk  # of `cseq.rng`
+        self._epoch = 0
         self._key = 0  # of the epoch
         self._words: tuple[int, ...] = (0, 0, 0, 0)  # of the sequence
         self._found: list[Callable[[int], object]] = []  # set the seeds of the dataset's own
         self._handed: list[Any] = []  # generators that the user's functions were given this epoch
+        self.in_order = False  # whether there are functions that want all sequences, in order
 
     def wrapped(self, plan: Any) -> Any:
         """Copy a dataset's plan so that the user's functions in it come by here."""
@@ -755,6 +797,7 @@ class _Dice:
             for key in ("map_seq", "map_seq_stream"):
                 if copy.get(key) is not None:
                     copy[key] = _Rolled(copy[key], self)
+                    self.in_order = True
         return copy
 
     def find(self, dataset: Any) -> None:
@@ -773,10 +816,14 @@ class _Dice:
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_AUGMENTATION, 1)
+        self._epoch = epoch
         self._handed = []
+        self._desk.seed = self._key
+        self._desk.rise()
 
-    def roll(self, place: int) -> None:
-        """Turn to a sequence."""
+    def roll(self, number: int, place: int) -> None:
+        """Turn to a sequence: the worker's `number`-th."""
+        self._desk.sit(_Place(self._epoch, number, place))
         self._words = derive(self._key, place, PURPOSE_AUGMENTATION, 4)
         random.seed(self._words[0])
         np.random.seed(self._words[1] % 2**32)  # noqa: NPY002 - the global one is what is used
@@ -793,6 +840,14 @@ class _Dice:
         if not any(generator is known for known in self._handed):
             self._handed.append(generator)
             generator.seed(self._words[3] % 2**32)
+
+
+class _Place(NamedTuple):
+    """Which sequence is in hand, as `cseq.rng` and `cseq.worker_info` ask."""
+
+    epoch: int
+    batch: int
+    start: int
 
 
 class _Rolled:

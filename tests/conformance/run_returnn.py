@@ -38,8 +38,9 @@ def main() -> int:
     times = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     paths = [str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    plugins = ["-p", "returnn_plugin", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, *TESTS]
+    # Under RETURNN's settings, not under those of the folder around it.
+    options = ["-c", "../pyproject.toml", "-p", "returnn_plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *options, *TESTS]
     failed = 0
     for number in range(times):
         print(f"RETURNN {VERSION}, run {number + 1} of {times}", flush=True)
