@@ -747,12 +747,13 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     """`timeout` bounds a sequence: an error that shows where the worker is, or another attempt."""
     os.mkfifo(tmp_path / "gate")
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3)
-    with pytest.raises(cseq.WorkerTimeout, match="worker 0"):
+    with pytest.raises(cseq.WorkerTimeout, match="is here"):
         tags(dataset)
-    dataset.close()
-    (tmp_path / "again").unlink()
-    dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3, on_timeout="restart")
+    assert dataset.pids() == []
+    (tmp_path / "again").unlink(missing_ok=True)
+    dataset = make(numbers(Gated, str(tmp_path), 2), timeout=3.0, on_timeout="restart")
     assert len(tags(dataset)) == 12
+    assert dataset.stats().restarts == 1
 
 
 # ── 9 of D: randomness ─────────────────────────────────────────────────────────────────────
