@@ -1,4 +1,4 @@
-"""A worker of RETURNN's `MultiProcDataset`: a dataset in its process, and how it got there.
+"""A worker of RETURNN's `MultiProcDataset`: its dataset, and how it got there.
 
 ::
 
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     dataset: dict[str, Any]
     sharding_method: str
     name: str
-    installed: bool
+    install: Callable[[], None] | None  # to be called first
 
 
 class _Restored:
@@ -91,10 +91,8 @@ class Maker:
         return _make, (_Restored(), tuple(self._plan))
 
     def __call__(self, number: int, num_workers: int) -> Producer:
-        if self._plan.installed:
-            from cseq.adapters.returnn import install
-
-            install()
+        if self._plan.install is not None:
+            self._plan.install()
         _name_process(f"{self._plan.name} worker proc {number + 1}/{num_workers}", number)
         return Producer(self._plan, number, num_workers)
 

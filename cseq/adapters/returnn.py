@@ -47,7 +47,7 @@ except ModuleNotFoundError as missing:
 from cseq.adapters._returnn_worker import Maker, Plan, Request, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cseq.stats import Stats
 
@@ -55,7 +55,7 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-_installed = False
+_installed: Callable[[], None] | None = None  # `install`, once it was called
 
 
 def install() -> None:
@@ -71,7 +71,7 @@ def install() -> None:
     multi_proc.MultiProcDataset = MultiProcDataset
     if basic._dataset_classes:  # filled at the first look-up; until then, the line above is enough
         basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
-    _installed = True
+    _installed = install
 
 
 class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
