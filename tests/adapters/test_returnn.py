@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+
 HAS_PROC = Path("/proc/self/comm").exists()
 
 TASK = {"class": "Task12AXDataset", "num_seqs": 23, "seq_ordering": "random"}
@@ -213,13 +215,17 @@ def numbers(kind: Any = Numbers, *args: Any, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Return what makes and initialises datasets, and ends their workers afterwards."""
+    """Return what makes and initialises datasets, and ends their workers afterwards.
+
+    Workers are forked where nothing else is said: they start quickest.
+    """
     made = []
 
     def make(
         plan: dict[str, Any], num_workers: int = 2, buffer_size: int = 3, **options: Any
     ) -> Any:
-        options = {"num_workers": num_workers, "buffer_size": buffer_size, **options}
+        options = {"start_method": "fork"} | options
+        options |= {"num_workers": num_workers, "buffer_size": buffer_size}
         made.append(init_dataset({"class": MultiProcDataset, "dataset": plan, **options}))
         return made[-1]
 
@@ -347,7 +353,7 @@ def test_workers_start_when_they_are_needed_and_have_names(make: Any) -> None:
     plan = numbers(Who, np.zeros(100_000))
     lazy = MultiProcDataset(plan, 2, 1, name="it")
     assert (lazy.pids(), lazy.stats()) == ([], None)
-    dataset = make(plan, name="it")
+    dataset = make(plan, name="it", start_method="forkserver")
     assert len(dataset.pids()) == 2
     assert tags(dataset)[:2] == [f"it worker proc {n}/2, daemon=False, mmap" for n in (1, 2)]
     if HAS_PROC:
@@ -420,14 +426,16 @@ def test_answers_are_the_wrapped_dataset_s(make: Any, plan: dict[str, Any]) -> N
 # ── 5, 8, 9: the order ─────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
-def test_the_order_is_the_wrapped_dataset_s(make: Any, num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "start_method"), [(1, "fork"), (2, "forkserver"), (5, "fork")]
+)
+def test_the_order_is_the_wrapped_dataset_s(make: Any, num_workers: int, start_method: str) -> None:
     """Tags, types and values of every epoch are the wrapped dataset's, for any number of workers.
 
     Also with parts of epochs, with more workers than sequences, and begun anew in the middle.
     """
     plan = {**TASK, "partition_epoch": 6, "window": 3}
-    plain, dataset = init_dataset(plan), make(plan, num_workers)
+    plain, dataset = init_dataset(plan), make(plan, num_workers, start_method=start_method)
     for epoch in (1, 2, 6, 7):
         assert_same(sequences(dataset, epoch), sequences(plain, epoch))
         assert dataset.num_seqs == plain.num_seqs
