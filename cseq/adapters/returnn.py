@@ -96,9 +96,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     max_restarts : int
         Worker processes that may die and be replaced in an epoch before `cseq.WorkerDied`.
     timeout : float or None
-        Seconds that a sequence may take; None: any time.
+        Seconds that a sequence, an answer, or making the dataset may take; None: any time.
     on_timeout : {'raise', 'restart'}
-        Then: raise `cseq.WorkerTimeout`, or replace the worker and load the sequence again.
+        Then: raise `cseq.WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int or str or None
         The most shared memory that sequences in the loop's hands may keep occupied, in bytes or as
         ``'2GiB'``; what goes beyond is copied.
@@ -270,7 +270,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
-        self._order = None
+        if self._turns is None:  # else the order is that of the epoch under way
+            self._order = None
 
     # -- the workers ----------------------------------------------------------------------------
 
