@@ -1,5 +1,6 @@
 # make test     build into .venv and run every test
 # make demo     train a small network on handwritten digits (examples/digits.py)
+# make conformance  RETURNN's own tests, TIMES (1) in a row, with cseq's class in its place
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
@@ -17,6 +18,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 SECONDS ?= 60
 SEED ?=
+TIMES ?= 1
 BENCH_VENV ?= .bench-venv
 CASES ?=
 ROUNDS ?= 5
@@ -27,7 +29,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test bench measure stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance bench measure stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -40,7 +42,7 @@ $(VENV)/.torch:
 # Not isolated: the compiler's tools stay in .venv, where the next build finds them at once.
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 	$(PIP) install $(BUILD_REQUIRES)
-	$(PIP) install --no-build-isolation --editable '.[test]'
+	$(PIP) install --no-build-isolation --editable '.[test,returnn]'
 	touch $@
 
 $(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
@@ -63,6 +65,9 @@ debug: build
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+conformance: build $(VENV)/.conformance
+	$(PY) tests/conformance/run_returnn.py $(TIMES)
 
 # In an environment of its own, with the peers at the versions of benchmarks/requirements.txt.
 bench:

@@ -38,7 +38,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = ["Payload", "check", "dump", "dumps", "load", "loads", "read"]
+__all__ = ["Payload", "check", "dump", "dumps", "load", "loads", "promise", "read"]
 
 UserObject: TypeAlias = Any  # whatever the user brought
 Reduced: TypeAlias = Any  # what a reducer returns: a name, a tuple, or NotImplemented
@@ -50,6 +50,9 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _SMALL = 1024  # bytes: below, a buffer of its own costs more than a copy
 _MOST_LEVELS = 24  # how deep the search for what cannot be pickled goes
 _MOST_PROBES = 4000  # how many objects that search tries to pickle
+
+# Modules that worker processes will have although no finder finds them.
+_promised: set[str] = set()
 
 # cloudpickle's list of modules that go by value is one for the process.
 _by_value_lock = threading.Lock()
@@ -160,6 +163,15 @@ def check(obj: object, *, name: str = "worker") -> bool:
         When it cannot be pickled; the message says which attribute is to blame and what to do.
     """
     return _pickle(obj, name, _nowhere())
+
+
+def promise(module: str) -> None:
+    """Say that worker processes will have a module that they cannot import by themselves.
+
+    Its classes and functions then go by reference. Whoever says so sees to it that the module is
+    there before the rest of a pickle is read.
+    """
+    _promised.add(module)
 
 
 def dumps(obj: object) -> bytes:
@@ -557,6 +569,8 @@ class _Modules:
         module = sys.modules.get(name)
         if module is None or name in _MAIN:
             return False
+        if name in _promised:
+            return True
         parent = name.rpartition(".")[0]
         if not parent:
             return _is_same(module, _find_spec(name, None))

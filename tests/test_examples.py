@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = ("README.md", "docs/from-mdnc.md")
+PAGES = ("README.md", "docs/from-mdnc.md", "docs/from-returnn.md")
 
 # A block of Python, the heading it stands under, and the output that the page shows after it.
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)

@@ -1,0 +1,9 @@
+"""Other libraries' interfaces, one module for each, on cseq's engine.
+
+``returnn``    `MultiProcDataset`: a RETURNN dataset whose sequences are loaded by workers
+``torchdata``  `MultiProcessingReadingService`: DataLoader2's data pipes, run by workers
+
+None is imported with cseq: each needs its library, and says which package brings it.
+"""
+
+from __future__ import annotations

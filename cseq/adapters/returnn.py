@@ -1,0 +1,506 @@
+"""RETURNN's `MultiProcDataset`, its sequences loaded by cseq's worker processes.
+
+The dataset of another `RETURNN <https://github.com/rwth-i6/returnn>`_ configuration, spread over
+worker processes that each hold one. Worker 0 says in which order the sequences of an epoch come;
+each worker loads its share of them, ahead of the loop; they arrive in that order.
+
+::
+
+    MultiProcDataset ── order? ──► worker 0: get_current_seq_order() ──► order
+        │  begin: order[w::N], to each worker w
+        ▼
+    worker 0: seq 0, seq N, …   ──┐
+    worker 1: seq 1, seq N+1, … ──┼── round robin ──► load_seqs, get_data, …
+        ⋮                         │
+    worker N-1: …               ──┘
+
+With ``sharding_method='dedicated'`` nobody asks for the order: each worker's dataset is told to be
+one of N shards, and those that end first are left out of the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.stream import Streams
+
+try:
+    from returnn.datasets import basic
+    from returnn.datasets.basic import DatasetSeq, extend_dataset_dict_from_parent_dataset
+    from returnn.datasets.cached2 import CachedDataset2
+    from returnn.util import NumbersDict
+except ModuleNotFoundError as missing:
+    if missing.name != "returnn":
+        raise
+    raise ModuleNotFoundError(
+        "cseq.adapters.returnn needs RETURNN; install it with: pip install 'cseq[returnn]'",
+        name="returnn",
+    ) from missing
+
+from cseq.adapters._returnn_worker import Maker, Plan, Request, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cseq.stats import Stats
+
+__all__ = ["MultiProcDataset", "install"]
+
+SHARDING_METHODS = ("seq_order", "dedicated")
+
+_installed: Callable[[], None] | None = None  # `install`, once it was called
+
+
+def install() -> None:
+    """Let RETURNN find this class under the plain name ``"MultiProcDataset"``.
+
+    Call it before the first dataset is made. It holds for this process and for the workers of this
+    module's datasets; other processes that RETURNN starts get datasets as objects, which remember
+    their class. It stays until the process ends.
+    """
+    global _installed
+    from returnn.datasets import multi_proc
+
+    multi_proc.MultiProcDataset = MultiProcDataset
+    if basic._dataset_classes:  # filled at the first look-up; until then, the line above is enough
+        basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
+    _installed = install
+
+
+class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
+    """A dataset whose sequences are loaded by worker processes.
+
+    Takes the place of ``returnn.datasets.multi_proc.MultiProcDataset``: same arguments, same order.
+
+    Parameters
+    ----------
+    dataset : dict
+        The dataset that every worker makes, as in a RETURNN configuration.
+    num_workers : int
+    buffer_size : int
+        Sequences of each worker that are loaded ahead.
+    sharding_method : {'seq_order', 'dedicated'}
+        'seq_order': the order of the wrapped dataset, whatever the number of workers; it has to
+        know that order (`get_current_seq_order`). 'dedicated': each worker's dataset is one of
+        `num_workers` shards, of any sizes, known or not; the same sequences in an order that
+        depends on the number of workers.
+    start_method : {None, 'forkserver', 'spawn', 'fork'}
+        How workers are started; None: as cseq does it on this system.
+    max_restarts : int
+        Worker processes that may die and be replaced in an epoch before `cseq.WorkerDied`.
+    timeout : float or None
+        Seconds that a sequence, an answer, or making the dataset may take; None: any time.
+    on_timeout : {'raise', 'restart'}
+        Then: raise `cseq.WorkerTimeout`, or replace the worker and let it try again.
+    memory_limit : int or str or None
+        The most shared memory that sequences in the loop's hands may keep occupied, in bytes or as
+        ``'2GiB'``; what goes beyond is copied.
+    **kwargs
+        What every dataset takes (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
+        handed down to `dataset`, whose own entries prevail.
+
+    Raises
+    ------
+    AssertionError
+        `num_workers` or `buffer_size` below 1.
+    ValueError
+        Unknown `sharding_method`.
+
+    Notes
+    -----
+    Workers start when they are first needed. What the wrapped dataset raises in one of them is
+    raised here, as itself, with the worker's traceback. A worker that dies is replaced, and the
+    sequences it had in hand are loaded again.
+
+    In a worker, Python's, NumPy's and torch's global generators are seeded for each sequence from
+    `random_seed_offset`, the epoch and the sequence's place in it, so that augmentation that draws
+    from them differs between sequences and is the same for any number of workers ('seq_order').
+    The same holds for the ``rng`` of a `PostprocessingDataset`.
+    """
+
+    num_inputs: Any
+    num_outputs: Any
+    labels: Any
+    expected_load_seq_start: int
+    _num_seqs: int | float | None
+
+    def __init__(
+        self,
+        dataset: dict[str, Any],
+        num_workers: int,
+        buffer_size: int,
+        sharding_method: str = "seq_order",
+        _meta_info_cache: dict[str, Any] | None = None,
+        *,
+        start_method: str | None = None,
+        max_restarts: int = 100,
+        timeout: float | None = None,
+        on_timeout: str = "raise",
+        memory_limit: int | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._streams: Streams | None = None
+        super().__init__(**kwargs)
+        assert num_workers > 0, f"num_workers={num_workers!r}; give at least 1"
+        assert buffer_size > 0, f"buffer_size={buffer_size!r}; give at least 1"
+        if sharding_method not in SHARDING_METHODS:
+            raise ValueError(
+                f"invalid sharding_method {sharding_method!r}, must be seq_order or dedicated"
+            )
+        self.dataset = extend_dataset_dict_from_parent_dataset(
+            {**kwargs, **dataset}, parent_dataset=self
+        )
+        self.num_workers = num_workers
+        self.buffer_size = buffer_size
+        # Under these names, `Dataset.__reduce__` finds the arguments again.
+        self._sharding_method = sharding_method
+        self._start_method = start_method
+        self._max_restarts = max_restarts
+        self._timeout = timeout
+        self._on_timeout = on_timeout
+        self._memory_limit = memory_limit
+        self._meta: dict[str, Any] = {}  # what the wrapped dataset has answered
+        self._learn(_meta_info_cache or {})
+        self._home = os.getpid()  # the process that started `_streams`
+        self._serial = 0
+        self._asked: tuple[Any, Any, Any] | None = None  # arguments of the last `init_seq_order`
+        self._order: Sequence[int] | None = None  # of the epoch, once it is known
+        self._turns: deque[int] | None = None  # workers that are not at their end, the next first
+        self._taken = 0  # sequences
+        self._complete = 0.0  # greatest `complete_frac` so far
+        self._frames: dict[str, int] = {}  # loaded so far
+        self._broken: str | None = None  # the error that ended the epoch
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    @property
+    def _meta_info_cache(self) -> dict[str, Any] | None:
+        """What copies need not ask again."""
+        return dict(self._meta) if self.num_outputs else None
+
+    def __reduce__(self) -> Any:
+        make, (cls, arguments, state) = super().__reduce__()
+        # The copy gets all arguments of `Dataset` spelt out, and would hand them all down.
+        state |= {"dataset": self.dataset, "_asked": self._asked}
+        return make, (cls, arguments, state)
+
+    # -- what is known of the wrapped dataset ---------------------------------------------------
+
+    def initialize(self) -> None:
+        """Learn what data there is, for which the workers are started."""
+        self._describe()
+        super().initialize()
+
+    def _learn(self, answers: dict[str, Any]) -> None:
+        """Remember what the wrapped dataset has answered."""
+        self._meta.update(answers)
+        if "num_outputs" in self._meta:
+            self.num_inputs = self._meta["num_inputs"]
+            self.num_outputs = self._meta["num_outputs"]
+            self.labels = self._meta["labels"]
+
+    def _describe(self) -> None:
+        """Ask what every dataset knows as soon as it is made."""
+        if not self.num_outputs:
+            with self._guarded() as streams:
+                self._learn(streams.ask("describe", worker=0))
+
+    def _answer(self, question: str) -> Any:
+        """Ask for something that does not change; the answer may be that it is not known."""
+        if question not in self._meta:
+            self._describe()
+            with self._guarded() as streams:
+                self._meta[question] = streams.ask("answer", question, worker=0)
+        answer = self._meta[question]
+        if isinstance(answer, NotImplementedError):
+            raise type(answer)(*answer.args)
+        return answer
+
+    def get_data_keys(self) -> list[str]:
+        """Return the names of the data, in the wrapped dataset's order."""
+        return list(self._answer("data_keys"))
+
+    def get_data_dtype(self, key: str) -> str:
+        """Return the type of a key's data."""
+        return str(self._answer("data_dtypes")[key])
+
+    def get_total_num_seqs(self, *, fast: bool = False) -> int:
+        """Return how many sequences there are, all parts of the epoch together.
+
+        Raises NotImplementedError where the wrapped dataset does not know. `fast` changes nothing,
+        except that no worker is started for the answer.
+        """
+        if fast and "total_num_seqs" not in self._meta and not self._is_running():
+            raise NotImplementedError(f"{self}: no worker has been started that could be asked")
+        answer: int = self._answer("total_num_seqs")
+        return answer
+
+    def get_all_tags(self) -> list[str]:
+        """Return the tags of all sequences, all parts of the epoch together."""
+        return list(self._answer("all_tags"))
+
+    def supports_sharding(self) -> bool:
+        """Whether the wrapped dataset can be one of several shards."""
+        self._describe()
+        return bool(self._meta["supports_sharding"])
+
+    def supports_seq_order_sorting(self) -> bool:
+        """Whether the wrapped dataset can sort by length."""
+        return bool(self._answer("supports_seq_order_sorting"))
+
+    def have_corpus_seq_idx(self) -> bool:
+        """Whether `get_corpus_seq_idx` can be called."""
+        return bool(self._answer("have_corpus_seq_idx"))
+
+    def get_corpus_seq_idx(self, seq_idx: int) -> int:
+        """Return a sequence's number in the corpus from its number in the epoch."""
+        if self.have_corpus_seq_idx():
+            return int(self.get_current_seq_order()[seq_idx])
+        return int(super().get_corpus_seq_idx(seq_idx))
+
+    def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
+        """Be one of several shards, from the next `init_seq_order` on."""
+        super().set_sharding(num_shards=num_shards, shard_index=shard_index)
+        self.dataset["_num_shards"] = num_shards
+        self.dataset["_shard_index"] = shard_index
+        if self._turns is None:  # else the order is that of the epoch under way
+            self._order = None
+
+    # -- the workers ----------------------------------------------------------------------------
+
+    def _is_running(self) -> bool:
+        """Whether there are workers, and they are this process's own."""
+        return self._streams is not None and self._home == os.getpid()
+
+    def _workers(self) -> Streams:
+        """Return the workers; they are started at the first call, and again in a fork."""
+        if self._streams is None or not self._is_running():
+            self._end_epoch()
+            self._home = os.getpid()
+            self._streams = Streams(
+                Maker(Plan(self.dataset, self._sharding_method, self.name, _installed)),
+                self.num_workers,
+                prefetch=self.buffer_size,
+                start_method=self._start_method,
+                max_restarts=self._max_restarts,
+                timeout=self._timeout,
+                on_timeout=self._on_timeout,
+                memory_limit=self._memory_limit,
+            )
+        return self._streams
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[Streams]:
+        """Give the workers, for a question."""
+        streams = self._workers()
+        try:
+            yield streams
+        except Exception as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: Exception) -> None:
+        """End the workers if nothing more is to be had from them; the next use starts new ones."""
+        if isinstance(error, (WorkerDied, WorkerTimeout)):
+            self.close()
+
+    def close(self) -> None:
+        """End the workers now rather than with this object; a later use starts new ones."""
+        streams, self._streams = self._streams, None
+        self._end_epoch()
+        if streams is not None and self._home == os.getpid():
+            streams.close()
+
+    def stats(self) -> Stats | None:
+        """Return what was done since the workers started; None without workers."""
+        return self._streams.stats() if self._streams is not None else None
+
+    def pids(self) -> list[int]:
+        """Return the workers' process numbers, of those that have started."""
+        if self._streams is None or not self._is_running():
+            return []
+        return [pid for pid in self._streams.pids() if pid is not None]
+
+    # -- an epoch -------------------------------------------------------------------------------
+
+    def init_seq_order(
+        self,
+        epoch: int | None = None,
+        seq_list: list[str] | None = None,
+        seq_order: Sequence[int] | None = None,
+    ) -> bool:
+        """Begin an epoch; sequences are loaded ahead from here on.
+
+        Parameters
+        ----------
+        epoch : int or None
+            From 1. With None, and no order given, nothing begins.
+        seq_list : list of str, optional
+            Tags of the sequences to load, in order.
+        seq_order : sequence of int, optional
+            Numbers in the corpus of the sequences to load, in order.
+        """
+        super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
+        self._end_epoch()
+        self._order = None
+        self._serial += 1
+        if epoch is None and seq_list is None and seq_order is None:
+            self._asked = None
+            self._num_seqs = 0
+            return True
+        self._asked = (epoch, seq_list, seq_order)
+        requests = self._requests()
+        with self._guarded() as streams:
+            lengths = streams.begin(requests)
+        self._num_seqs = None if None in lengths else sum(lengths)
+        self.reached_final_seq = self._num_seqs == 0
+        self._turns = deque(range(self.num_workers))
+        return True
+
+    def _request(self) -> Request:
+        """Say what was asked for last."""
+        epoch, seq_list, seq_order = self._asked or (None, None, None)
+        num_shards, shard_index = (self.dataset[f"_{key}"] for key in ("num_shards", "shard_index"))
+        return Request(self._serial, epoch, seq_list, seq_order, num_shards, shard_index)
+
+    def _requests(self) -> list[Request]:
+        """Say what each worker has to do."""
+        request = self._request()
+        if self._sharding_method == "dedicated":
+            return [request] * self.num_workers
+        order = self.get_current_seq_order()
+        shares = (order[number :: self.num_workers] for number in range(self.num_workers))
+        return [request._replace(seq_list=None, seq_order=share) for share in shares]
+
+    def get_current_seq_order(self) -> Sequence[int]:
+        """Return the order of the epoch that `init_seq_order` began last, also if it has ended.
+
+        Raises NotImplementedError where the wrapped dataset does not know it.
+        """
+        if self._asked is None:
+            return []
+        if self._order is None:
+            self._order = self._ask_order()
+        return self._order
+
+    def _ask_order(self) -> Sequence[int]:
+        """Ask worker 0 for the order of the whole, or each for the order of its shard."""
+        with self._guarded() as streams:
+            if self._sharding_method == "seq_order":
+                order: Sequence[int] = streams.ask("order", self._request(), worker=0)
+                return order
+            orders = streams.ask("shard_order", self._request())
+        for answer in orders:
+            if isinstance(answer, NotImplementedError):
+                raise type(answer)(*answer.args)
+        rounds = zip_longest(*(np.asarray(order, np.int64).tolist() for order in orders))
+        return [index for turn in rounds for index in turn if index is not None]
+
+    def finish_epoch(self, *, free_resources: bool = False) -> None:
+        """End the epoch; `free_resources`: the workers' datasets are dropped until the next one."""
+        super().finish_epoch(free_resources=free_resources)
+        self._end_epoch()
+        if self._is_running():
+            with self._guarded() as streams:
+                streams.interrupt()
+                streams.ask("finish", free_resources)
+
+    def _end_epoch(self) -> None:
+        """Expect no sequence any more."""
+        self._turns = None
+        self._taken = 0
+        self._complete = 0.0
+        self._frames = {}
+        self._broken = None
+
+    # -- sequences ------------------------------------------------------------------------------
+
+    def is_less_than_num_seqs(self, n: int) -> bool:
+        """Whether there is a sequence `n`; loads up to it where the number is not known."""
+        if n < self.expected_load_seq_start:
+            return True
+        if self.epoch is None:
+            return False
+        if self._num_seqs is None:
+            self._load_seqs(self.expected_load_seq_start, n + 1)
+        return self._num_seqs is None or n < self._num_seqs
+
+    def _load_seqs(self, start: int, end: int) -> None:
+        """Have sequences from `start` to before `end`, as far as there are so many."""
+        assert start >= self.expected_load_seq_start, (
+            f"{self}: sequence {start} was given up when {self.expected_load_seq_start} was loaded"
+        )
+        if start > self.expected_load_seq_start:
+            self._cleanup_old_seqs(start)
+            self.expected_load_seq_start = start
+        if self.added_data:
+            start = max(self.added_data[-1].seq_idx + 1, start)
+        for seq_idx in range(start, end):
+            seq = self._collect_single_seq(seq_idx)
+            if seq is None:
+                return
+            self.added_data.append(seq)
+
+    def _collect_single_seq(self, seq_idx: int) -> Any:
+        """Take sequences up to this one; None when there are not so many."""
+        while self._num_seqs is None or seq_idx < self._num_seqs:
+            taken = self._take()
+            if taken is None:
+                self._check_length()
+                continue
+            tag, fraction, features = taken
+            if fraction is not None:
+                fraction = self._complete = max(self._complete, fraction)
+            for key, value in features.items():
+                self._frames[key] = self._frames.get(key, 0) + (len(value) if value.ndim else 1)
+            self._taken += 1
+            self.reached_final_seq = self._taken == self._num_seqs
+            if self._taken > seq_idx:
+                return DatasetSeq(seq_idx, features, seq_tag=tag, complete_frac=fraction)
+        return None
+
+    def _check_length(self) -> None:
+        """Learn the number of sequences from their end."""
+        if self._num_seqs is not None:
+            raise RuntimeError(
+                f"{self}: the wrapped dataset has {self._taken} sequences in this epoch, and said "
+                f"{self._num_seqs}"
+            )
+        self._num_seqs = self._taken
+        self.reached_final_seq = True
+
+    def _take(self) -> tuple[str, float | None, dict[str, Any]] | None:
+        """Take the next sequence, round robin; None when no worker has any."""
+        if self._broken is not None:
+            raise RuntimeError(
+                f"{self}: an error has ended this epoch ({self._broken}); "
+                "begin another one with init_seq_order"
+            )
+        turns = self._turns
+        if turns is None or self._streams is None or not self._is_running():
+            raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
+        while turns:
+            try:
+                taken = unpack(self._streams.next(turns[0]))
+            except StopIteration:
+                turns.popleft()
+            except Exception as error:
+                self._give_up(error)
+                self._broken = repr(error)
+                raise
+            else:
+                turns.rotate(-1)
+                return taken
+        return None
+
+    def get_num_timesteps(self) -> Any:
+        """Return how many frames there were, after the last sequence."""
+        assert self.reached_final_seq
+        return NumbersDict(self._frames)
