@@ -1,0 +1,1 @@
+"""cseq behind the interfaces of other libraries."""

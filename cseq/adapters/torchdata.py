@@ -1,0 +1,676 @@
+"""torchdata's MultiProcessingReadingService for DataLoader2, on cseq's engine.
+
+The graph of datapipes is cut into at most three parts::
+
+    dispatching process            worker processes 0 … N-1              main process
+
+    source ─► … ─► dispatcher ──►  (sharded) ─► map, batch, … ──► round robin ─► tail ─► outlet
+    if there is a                  all that is replicable         0, 1, …, N-1   what is not
+    sharding_round_robin_dispatch                                 by turns       replicable
+
+Workers are the streams of one `Streams`, the dispatching process is the only stream of another.
+What a worker makes of its own accord goes to the main process through slots of shared memory; what
+it needs from the dispatching process it asks of the main process (`_Relay`), because the main
+process is there for as long as anybody asks: either end may die, be replaced and begin again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+import random
+import secrets
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from functools import partial
+from multiprocessing import AuthenticationError, get_all_start_methods
+from multiprocessing.connection import Client, Listener
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cseq import failure, payload
+from cseq.check import count, flag, seconds
+from cseq.errors import WorkerDied
+from cseq.stream import Streams
+
+try:
+    import torch
+    from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+    from torch.utils.data.graph import traverse_dps
+    from torch.utils.data.graph_settings import apply_sharding
+    from torchdata.dataloader2.graph import (
+        list_dps,
+        replace_dp,
+        set_datapipes_seed,
+        set_graph_random_seed,
+    )
+    from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
+    from torchdata.dataloader2.utils import WorkerInfo
+    from torchdata.datapipes.iter import IterDataPipe, ShardingRoundRobinDispatcher
+    from torchdata.datapipes.map import MapDataPipe
+except ImportError as error:
+    raise ImportError(
+        "cseq.adapters.torchdata needs torch and torchdata 0.9, the last release with DataLoader2; "
+        "install them with: pip install 'cseq[torchdata]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from typing import TypeAlias
+
+    from torchdata.dataloader2.random import SeedGenerator
+
+    from cseq.stats import Stats
+
+    DataPipe: TypeAlias = Any  # an IterDataPipe or a MapDataPipe
+    InitFn: TypeAlias = Callable[[DataPipe, Any], DataPipe]
+    ResetFn: TypeAlias = Callable[[DataPipe, Any, Any], DataPipe]
+    GraphFn: TypeAlias = Callable[[DataPipe], DataPipe]
+    LimitFn: TypeAlias = Callable[[DataPipe, int | None], Any]
+
+__all__ = ["MultiProcessingReadingService"]
+
+STATE_VERSION = 1
+QUICK = 0.0005  # seconds in which a relay looks for more items to send along
+MOST_TOGETHER = 64  # items that a relay sends in one message
+DISPATCHING = "in dispatching process"
+
+
+class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
+    """Run the graph of a ``DataLoader2`` in worker processes.
+
+    Takes the place of ``torchdata.dataloader2.MultiProcessingReadingService``: same arguments,
+    same sharding, same order, same seeds. `docs/from-torchdata.md` says what differs.
+
+    Parameters
+    ----------
+    num_workers : int
+        Worker processes; 0 runs the graph in this process.
+    multiprocessing_context : {None, 'forkserver', 'spawn', 'fork'}
+        How processes are started; None: forkserver where it exists.
+    worker_prefetch_cnt : int
+        Items that each worker may make ahead of what was asked for.
+    main_prefetch_cnt : int
+        Items that all workers together may make ahead on top of that.
+    worker_init_fn : callable, optional
+        ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, called once in each worker.
+    worker_reset_fn : callable, optional
+        ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each
+        worker as each epoch begins, after everything has been seeded.
+    max_restarts : int
+        Processes that may die and be replaced in an epoch. A replacement repeats the epoch of the
+        one that died and leaves out what that one had delivered, so above 0 is for graphs that
+        repeat themselves under the same seeds. 0: the first death raises `cseq.WorkerDied`.
+    timeout : float, optional
+        Seconds that an item may take before `cseq.WorkerTimeout` is raised.
+    repeat_epochs : bool
+        As in the original, all epochs after one ``DataLoader2.seed(s)`` have the same shuffle and
+        the same random numbers; and `checkpoint` does not keep the position within an epoch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong: which one, its value, and what to do.
+    AssertionError
+        `multiprocessing_context` is not a start method of this system.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 0,
+        multiprocessing_context: str | None = None,
+        worker_prefetch_cnt: int = 10,
+        main_prefetch_cnt: int = 10,
+        worker_init_fn: InitFn | None = None,
+        worker_reset_fn: ResetFn | None = None,
+        *,
+        max_restarts: int = 0,
+        timeout: float | None = None,
+        repeat_epochs: bool = False,
+    ) -> None:
+        self._engine: _Engine | None = None
+        self.num_workers = count("num_workers", num_workers, least=0)
+        if not num_workers:
+            warnings.warn(
+                "Please use `InProcessReadingService` for num_workers=0", UserWarning, stacklevel=2
+            )
+        methods = get_all_start_methods()
+        if multiprocessing_context is not None and multiprocessing_context not in methods:
+            raise AssertionError(f"Please choose one available multiprocessing context from {methods}")
+        self.multiprocessing_context = multiprocessing_context
+        self.worker_prefetch_cnt = count("worker_prefetch_cnt", worker_prefetch_cnt, least=0)
+        self.main_prefetch_cnt = count("main_prefetch_cnt", main_prefetch_cnt, least=0)
+        self.worker_init_fn = worker_init_fn
+        self.worker_reset_fn = worker_reset_fn
+        self.max_restarts = count("max_restarts", max_restarts, least=0)
+        self.timeout = seconds("timeout", timeout)
+        self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
+        self._end_datapipe: DataPipe = None  # the last datapipe of the user's that is here
+        self._outlet: _Outlet | None = None
+        self._seeds: list[SeedGenerator] = []  # as this epoch was given them, and as it left them
+        self._restored: dict[str, Any] | None = None
+
+    # -- what DataLoader2 calls
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """Cut the graph, start the processes, and return what is left for this process.
+
+        Parameters
+        ----------
+        datapipe : DataPipe
+            The end of the graph, which is changed in place.
+        """
+        self.finalize()
+        if self.num_workers:
+            self._end_datapipe = self._start(datapipe)
+        else:
+            self._end_datapipe = _shard_and_init(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
+        self._outlet = _Outlet(self._end_datapipe)
+        return self._outlet
+
+    def _start(self, datapipe: DataPipe) -> DataPipe:
+        """Start the processes; return the end of what is left of the graph."""
+        datapipe, dispatched = _cut_dispatched(datapipe)
+        root = _replicable_root(datapipe)
+        self._engine = _Engine(self, root, dispatched)
+        return _replaced(datapipe, root, _Reader(self._engine))
+
+    def initialize_iteration(
+        self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
+    ) -> GraphFn | None:
+        """Begin an epoch, wherever the last one stands.
+
+        Parameters
+        ----------
+        seed_generator : SeedGenerator
+            Where all seeds of the epoch come from. It is then moved on, so that the next epoch
+            has others (unless `repeat_epochs`).
+        iter_reset_fn : callable, optional
+            Of another reading service; called with the graph in every worker.
+        """
+        if self._outlet is None:
+            raise RuntimeError("initialize_iteration() comes after initialize()")
+        self._stop()
+        seeds, skip = self._where_to_begin(seed_generator)
+        before = _copied(seeds)
+        set_graph_random_seed(self._end_datapipe, seeds)
+        if self._engine is not None:
+            self._engine.begin(seeds, iter_reset_fn)
+            if not self.repeat_epochs:
+                seeds.seed(seeds.generate_shared_seed())
+        self._seeds = [before, _copied(seeds)]
+        self._outlet.begin(skip)
+        return None
+
+    def _where_to_begin(self, given: SeedGenerator) -> tuple[SeedGenerator, int]:
+        """Choose the epoch's seeds, and how many of its items to leave out at the beginning."""
+        state, self._restored = self._restored, None
+        if state is None or state["position"] is None:
+            return given, 0
+        before, after = state["seeds"]
+        if _peeked(given) == _peeked(before):  # the epoch from its start was asked for
+            return given, 0
+        return before, state["position"]
+
+    def finalize_iteration(self) -> None:
+        """Do nothing: a finished epoch has nothing left, and a stale iterator may call this."""
+
+    def finalize(self) -> None:
+        """Stop everything, from any state; twice is fine."""
+        self._stop()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _stop(self) -> None:
+        """Let nobody here read on: the tail may have threads that do."""
+        if self._engine is not None:
+            self._engine.stop()
+        if self._outlet is not None:
+            self._outlet.close()
+
+    # -- the state of a DataLoader2
+
+    def checkpoint(self) -> bytes:
+        """Describe where the epoch is: how many items were handed out, and what it was seeded by."""
+        position = None if self._outlet is None else self._outlet.position
+        if self.repeat_epochs or position is None:
+            return pickle.dumps({"version": STATE_VERSION, "position": None})
+        state = {
+            "version": STATE_VERSION,
+            "num_workers": self.num_workers,
+            "position": position,
+            "seeds": self._seeds,
+        }
+        return pickle.dumps(state)
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """Initialize, and let the next epoch be the one described, from where it was.
+
+        It is made again from its start and what was handed out is left out.
+
+        Raises
+        ------
+        ValueError
+            The state is of another version or number of workers.
+        """
+        state = pickle.loads(serialized_state) if serialized_state else None
+        if state is not None:
+            _check_state(state, self.num_workers)
+        adapted = self.initialize(datapipe)
+        self._restored = state
+        return adapted
+
+    # -- pause, resume, limit
+
+    def _pause(self, pause_fn: GraphFn | None = None) -> None:
+        """Hold every thread in every process; what was made ahead is kept."""
+        engine = self._needs_workers("pause")
+        self._in_tail("pause")
+        engine.ask("pause", pause_fn)
+
+    def _resume(self, resume_fn: GraphFn | None = None) -> None:
+        """Go on after `_pause`."""
+        engine = self._needs_workers("resume")
+        engine.ask("resume", resume_fn, first_dispatched=True)
+        self._in_tail("resume")
+
+    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> None:
+        """Pass a limit on to the workers, if another reading service says how."""
+        if limit_fn is None or self._engine is None:
+            return
+        for worker in range(self.num_workers):
+            share = None
+            if num_batches is not None:
+                share = num_batches // self.num_workers + (worker < num_batches % self.num_workers)
+            self._engine.streams.ask("limit", limit_fn, share, worker=worker)
+
+    def _needs_workers(self, verb: str) -> _Engine:
+        """Return the engine; there is none without workers."""
+        if self._engine is None:
+            raise RuntimeError(
+                f"cannot {verb}: there are no worker processes (num_workers={self.num_workers}); "
+                "use `InProcessReadingService`, or call this after the first iter()"
+            )
+        return self._engine
+
+    def _in_tail(self, verb: str) -> None:
+        """Call a method of those datapipes of this process that have it."""
+        _call_all(self._end_datapipe, verb)
+
+    # -- ours
+
+    def stats(self) -> Stats:
+        """Count what the workers have done so far; see `cseq.Stats`."""
+        return self._needs_workers("count").streams.stats()
+
+
+def _check_state(state: dict[str, Any], num_workers: int) -> None:
+    """Raise if a state does not belong here."""
+    if state["version"] != STATE_VERSION:
+        raise ValueError(f"this state is of version {state['version']}, not {STATE_VERSION}")
+    if state["position"] is not None and state["num_workers"] != num_workers:
+        raise ValueError(
+            f"this state is within an epoch of num_workers={state['num_workers']}, not "
+            f"{num_workers}, and the order of items depends on it; give the same number"
+        )
+
+
+def _copied(seeds: SeedGenerator) -> SeedGenerator:
+    """Copy a seed generator."""
+    copy: SeedGenerator = pickle.loads(pickle.dumps(seeds))
+    return copy
+
+
+def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
+    """Tell what a seed generator would draw, which says whether two are alike."""
+    copy = _copied(seeds)
+    return copy.generate_shared_seed(), copy.generate_seed()
+
+
+# ── the graph ──────────────────────────────────────────────────────────────────────────────
+
+
+class _Graph:
+    """The datapipes that one of them is made from, itself included."""
+
+    def __init__(self, end: DataPipe) -> None:
+        self.end = id(end)
+        self.pipes: dict[int, DataPipe] = {}
+        self.sources: dict[int, list[int]] = {}
+        self._add(traverse_dps(end))
+
+    def _add(self, graph: dict[int, Any]) -> None:
+        """Flatten what `traverse_dps` returns, a tree in which shared datapipes are repeated."""
+        for number, (pipe, below) in graph.items():
+            self.pipes[number] = pipe
+            known = self.sources.setdefault(number, [])
+            known += [source for source in below if source not in known]
+            self._add(below)
+
+    def above(self, start: int, *, without: int | None = None) -> set[int]:
+        """All that a datapipe is made from, itself included; the paths through one left out."""
+        found: set[int] = set()
+        todo = [start]
+        while todo:
+            number = todo.pop()
+            if number != without and number not in found:
+                found.add(number)
+                todo += self.sources[number]
+        return found
+
+    def having(self, test: Callable[[DataPipe], bool]) -> set[int]:
+        """Those datapipes of which something is true."""
+        return {number for number, pipe in self.pipes.items() if test(pipe)}
+
+    def tops(self, good: set[int]) -> list[DataPipe]:
+        """Of the datapipes with only good ones above them, those that nobody such reads."""
+        pure = {number for number in self.pipes if self.above(number) <= good}
+        read = {source for number in pure for source in self.sources[number]}
+        return [self.pipes[number] for number in self.pipes if number in pure - read]
+
+
+def _is_dispatcher(pipe: DataPipe) -> bool:
+    """Whether everything up to this datapipe belongs into the dispatching process."""
+    return type(pipe) is ShardingRoundRobinDispatcher
+
+
+def _is_replicable(pipe: DataPipe) -> bool:
+    """Whether each worker may have a copy of this datapipe; most do not say, and may."""
+    asked = getattr(pipe, "is_replicable", None)
+    return asked is None or bool(asked())
+
+
+def _cut_dispatched(end: DataPipe) -> tuple[DataPipe, DataPipe]:
+    """Cut off what belongs into the dispatching process.
+
+    It ends where all paths to a dispatcher meet. Returns the new end of the graph, with a
+    `_Dispatched` at the cut, and what was cut off; that is None if there is no dispatcher.
+    """
+    graph = _Graph(end)
+    dispatchers = graph.having(_is_dispatcher)
+    if not dispatchers:
+        return end, None
+    gates = [n for n in graph.pipes if not graph.above(graph.end, without=n) & dispatchers]
+    cut = graph.pipes[min(gates, key=lambda n: len(graph.above(n)))]
+    return _replaced(end, cut, _Dispatched()), cut
+
+
+def _replicable_root(end: DataPipe) -> DataPipe:
+    """Find the end of that part of the graph that every worker gets a copy of."""
+    graph = _Graph(end)
+    roots = graph.tops(graph.having(_is_replicable))
+    if len(roots) != 1:
+        raise AssertionError(
+            "MultiProcessingReadingService only supports single replicable branch currently; "
+            f"this graph has {len(roots)}"
+        )
+    return roots[0]
+
+
+def _replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
+    """Put one datapipe in the place of another; return the end of the graph."""
+    if old is end:
+        return new
+    replace_dp(traverse_dps(end), old, new)
+    return end
+
+
+def _shard_and_init(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
+    """Give a worker's copy of the graph its shard, where it is not fed by the dispatcher."""
+    graph = _Graph(pipe)
+    for branch in graph.tops(graph.having(lambda each: not isinstance(each, _Dispatched))):
+        apply_sharding(branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+    return pipe if init_fn is None else _as_pipe(init_fn(pipe, info), "worker_init_fn")
+
+
+def _as_pipe(value: Any, origin: str) -> DataPipe:
+    """Check that a function of the user's has returned a datapipe."""
+    if not isinstance(value, (IterDataPipe, MapDataPipe)):
+        raise TypeError(f"{origin} returned {value!r}, which is no datapipe; return its argument")
+    return value
+
+
+def _call_all(end: DataPipe, verb: str) -> None:
+    """Call a method of all datapipes that have it; those that resume, from the source on."""
+    pipes = list_dps(traverse_dps(end))
+    for pipe in reversed(pipes) if verb == "resume" else pipes:
+        method = getattr(pipe, verb, None)
+        if callable(method):
+            method()
+
+
+# ── in the workers ─────────────────────────────────────────────────────────────────────────
+
+
+class _Epoch(NamedTuple):
+    """What a process is told as an epoch begins."""
+
+    number: int
+    seeds: SeedGenerator
+    reset_fn: GraphFn | None
+
+
+class _Pipeline:
+    """One process's part of the graph: a producer of `Streams`."""
+
+    where = ""
+
+    def __init__(self, pipe: DataPipe) -> None:
+        self._pipe = pipe
+        self._running: DataPipe = None  # as this epoch's reset functions left it
+        self._iterator: Iterator[Any] | None = None
+
+    def begin(self, epoch: _Epoch) -> None:
+        """Begin an epoch."""
+        self.close()  # before anything is seeded: it may have threads that draw
+        with _named(self.where):
+            self._running = self._reset(epoch)
+
+    def _reset(self, epoch: _Epoch) -> DataPipe:
+        """Seed everything, and call the functions that want to be called; return the graph."""
+        raise NotImplementedError
+
+    def items(self, start: int) -> Iterator[Any]:
+        """Make this epoch's items; the first `start` were delivered before."""
+        with _named(self.where):
+            self._iterator = iterator = iter(self._running)
+            yield from itertools.islice(iterator, start, None)
+
+    def pause(self, function: GraphFn | None) -> None:
+        """Hold the threads of the graph."""
+        with _named(self.where):
+            _call_all(self._graph, "pause")
+            self._apply(function)
+
+    def resume(self, function: GraphFn | None) -> None:
+        """Let them go on."""
+        with _named(self.where):
+            self._apply(function)
+            _call_all(self._graph, "resume")
+
+    def limit(self, function: LimitFn, share: int | None) -> None:
+        """Limit the graph to this worker's share."""
+        with _named(self.where):
+            function(self._graph, share)
+
+    @property
+    def _graph(self) -> DataPipe:
+        """The graph as it runs; between init and the first epoch, as it is."""
+        return self._pipe if self._running is None else self._running
+
+    def _apply(self, function: GraphFn | None) -> None:
+        """Call another reading service's function with the graph."""
+        if function is not None:
+            self._running = _as_pipe(function(self._graph), "the function")
+
+    def close(self) -> None:
+        """End the epoch: a graph's threads end as its iterators are closed."""
+        iterator, self._iterator = self._iterator, None
+        if hasattr(iterator, "close"):
+            iterator.close()
+
+
+class _Worker(_Pipeline):
+    """A worker's part of the graph."""
+
+    def __init__(
+        self,
+        pipe: DataPipe,
+        init_fn: InitFn | None,
+        reset_fn: ResetFn | None,
+        line: tuple[Any, bytes] | None,
+        number: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__(pipe)
+        torch.set_num_threads(1)
+        self.where = f"in worker process {number}"
+        self._init_fn = init_fn
+        self._reset_fn = reset_fn
+        self._line = line
+        self._info = WorkerInfo(num_workers, number)
+        self._source: _Dispatched | None = None
+        self._is_ready = False
+
+    def _reset(self, epoch: _Epoch) -> DataPipe:
+        if not self._is_ready:
+            self._make_ready()
+        if self._source is not None:
+            self._source.epoch = epoch.number
+        _seed_globals(epoch.seeds.generate_seed)
+        pipe = set_graph_random_seed(self._pipe, epoch.seeds)
+        if epoch.reset_fn is not None:
+            pipe = _as_pipe(epoch.reset_fn(pipe), "iter_reset_fn")
+        if self._reset_fn is not None:
+            pipe = _as_pipe(self._reset_fn(pipe, self._info, epoch.seeds), "worker_reset_fn")
+        return pipe
+
+    def _make_ready(self) -> None:
+        """Shard, connect, call the user's function: once, and where it can be reported."""
+        if self._line is not None:
+            (self._source,) = (p for p in _Graph(self._pipe).pipes.values() if type(p) is _Dispatched)
+            self._source.connect(self._line, self._info.worker_id)
+        self._pipe = _shard_and_init(self._pipe, self._info, self._init_fn)
+        self._is_ready = True
+
+
+class _Dispatcher(_Pipeline):
+    """The dispatching process's part of the graph; its items go on as they are, pickled."""
+
+    where = DISPATCHING
+
+    def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
+        super().__init__(pipe)
+        torch.set_num_threads(1)
+
+    def _reset(self, epoch: _Epoch) -> DataPipe:
+        _seed_globals(epoch.seeds.generate_shared_seed)
+        set_datapipes_seed(list_dps(traverse_dps(self._pipe)), epoch.seeds, distributed_shared=True)
+        return self._pipe if epoch.reset_fn is None else _as_pipe(epoch.reset_fn(self._pipe), "…")
+
+    def items(self, start: int) -> Iterator[Any]:
+        return map(payload.dumps, super().items(start))
+
+
+def _seed_globals(draw: Callable[[], int]) -> None:
+    """Seed the generators that user code may draw from without a word."""
+    random.seed(draw())
+    torch.manual_seed(draw())
+    np.random.seed(draw() >> 32)  # noqa: NPY002 - it is the one that others draw from
+
+
+# ── exceptions ─────────────────────────────────────────────────────────────────────────────
+
+
+class _Verbatim(str):
+    """A text that a `KeyError` shows as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Let an exception say in its text where it was raised, as users of torch know it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the user's graph
+        if getattr(error, "_cseq_where", None) is None:
+            error = _described(error, where)
+        raise error from None
+
+
+def _described(error: Exception, where: str) -> Exception:
+    """Make an exception of the same type, or a RuntimeError, whose text tells all."""
+    name = type(error).__name__
+    text = f"Caught {name} {where}.\nOriginal {''.join(traceback.format_exception(error))}"
+    made: Exception
+    try:
+        made = type(error)(_Verbatim(text) if isinstance(error, KeyError) else text)
+    except Exception:  # noqa: BLE001 - a constructor that wants something else
+        made = RuntimeError(text)
+    made._cseq_where = where  # type: ignore[attr-defined]
+    return made
+
+
+# ── from the dispatching process to the workers ────────────────────────────────────────────
+
+
+class _Dispatched(IterDataPipe):
+    """In a worker: what the dispatching process makes for it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._connection: Connection[Any, Any] | None = None
+
+    def connect(self, line: tuple[Any, bytes], worker: int) -> None:
+        """Call the relay in the main process."""
+        address, key = line
+        self._connection = Client(address, authkey=key)
+        self._connection.send(worker)
+
+    def __iter__(self) -> Iterator[Any]:
+        connection = self._connection
+        assert connection is not None
+        position = 0
+        while True:
+            connection.send((self.epoch, position))
+            items, error = pickle.loads(connection.recv_bytes())
+            for item in items:
+                position += 1
+                yield payload.loads(item)
+            if error is not None:
+                raise failure.unpack(error)
+            if not items:
+                return
+
+
+class _Relay:
+    """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
+
+    A thread for each worker sleeps on its connection. Whoever is asked for an item takes as many
+    from the stream as it needs to come to one for this worker; the others' wait for them to ask.
+    A worker that asks for what was sent before is a replacement: the stream is begun again.
+    """
+
+    def __init__(self, streams: Streams, num_workers: int) -> None:
+        self._streams = streams
+        self._listener = Listener(authkey=secrets.token_bytes(32))
+        self._turn = threading.Lock()
+        self._num_workers = num_workers
+        self._epoch: _Epoch | None = None
+        self._closed = False
+        self._together = 1
+        self._rewind()
+        self._connections: list[Connection[Any, Any]] = []
+        self._threads = [threading.Thread(target=self._accept, name="cseq-relay", daemon=True)]
+        self._threads[0].start()
