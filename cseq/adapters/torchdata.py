@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import pickle
 import random
 import secrets
@@ -29,6 +30,7 @@ from collections import deque
 from functools import partial
 from multiprocessing import AuthenticationError, get_all_start_methods
 from multiprocessing.connection import Client, Listener
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,16 +45,20 @@ try:
     from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
     from torch.utils.data.graph import traverse_dps
     from torch.utils.data.graph_settings import apply_sharding
-    from torchdata.dataloader2.graph import (
-        list_dps,
-        replace_dp,
-        set_datapipes_seed,
-        set_graph_random_seed,
-    )
-    from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
-    from torchdata.dataloader2.utils import WorkerInfo
-    from torchdata.datapipes.iter import IterDataPipe, ShardingRoundRobinDispatcher
-    from torchdata.datapipes.map import MapDataPipe
+
+    with warnings.catch_warnings():
+        # That it is deprecated would be said again by every process.
+        warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
+        from torchdata.dataloader2.graph import (
+            list_dps,
+            replace_dp,
+            set_datapipes_seed,
+            set_graph_random_seed,
+        )
+        from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
+        from torchdata.dataloader2.utils import WorkerInfo
+        from torchdata.datapipes.iter import IterDataPipe, ShardingRoundRobinDispatcher
+        from torchdata.datapipes.map import MapDataPipe
 except ImportError as error:
     raise ImportError(
         "cseq.adapters.torchdata needs torch and torchdata 0.9, the last release with DataLoader2; "
@@ -513,7 +519,7 @@ class _Pipeline:
     def close(self) -> None:
         """End the epoch: a graph's threads end as its iterators are closed."""
         iterator, self._iterator = self._iterator, None
-        if hasattr(iterator, "close"):
+        if isinstance(iterator, GeneratorType):
             iterator.close()
 
 
@@ -658,19 +664,285 @@ class _Relay:
     """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
 
     A thread for each worker sleeps on its connection. Whoever is asked for an item takes as many
-    from the stream as it needs to come to one for this worker; the others' wait for them to ask.
-    A worker that asks for what was sent before is a replacement: the stream is begun again.
+    from the stream as it needs to come to one for this worker; the others' wait for them to ask,
+    however many they are. A worker that asks for what was sent before has taken a dead one's
+    place: then the stream is begun again.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
-        self._listener = Listener(authkey=secrets.token_bytes(32))
-        self._turn = threading.Lock()
         self._num_workers = num_workers
+        self._turn = threading.Lock()  # around the stream and all that is below
         self._epoch: _Epoch | None = None
-        self._closed = False
-        self._together = 1
+        self._sent = [0] * num_workers
+        self._together = 0  # items that the next asking may look for beyond its first
         self._rewind()
-        self._connections: list[Connection[Any, Any]] = []
-        self._threads = [threading.Thread(target=self._accept, name="cseq-relay", daemon=True)]
-        self._threads[0].start()
+        self._closed = False
+        key = secrets.token_bytes(32)
+        self._listener = Listener(authkey=key)
+        self.line = self._listener.address, key
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    def _run(self, target: Callable[..., None], *args: Any) -> None:
+        """Start a thread."""
+        thread = threading.Thread(target=target, args=args, name="cseq-relay", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        """Wait for workers to call."""
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, OSError):  # it died on the way, or is no worker
+                continue
+            self._run(self._serve, connection)
+
+    def _serve(self, connection: Connection[Any, Any]) -> None:
+        """Answer one worker until it is gone."""
+        with connection, contextlib.suppress(EOFError, ConnectionError):
+            worker = connection.recv()
+            while True:
+                epoch, position = connection.recv()
+                answer = self._answer(worker, epoch, position)
+                connection.send_bytes(pickle.dumps(answer, protocol=5))
+
+    def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
+        """Return items of a worker from a position on, and what was raised behind them.
+
+        No items: there are no more, or the epoch is over.
+        """
+        with self._turn, contextlib.suppress(InterruptedError):
+            if self._epoch is not None and self._epoch.number == epoch:
+                if position < self._sent[worker]:
+                    self._replay()
+                self._sent[worker] = position
+                return self._collect(worker), self._error
+        return [], None
+
+    def _collect(self, worker: int) -> list[bytes]:
+        """Take all that there is for a worker, one item at least; more if that is quick."""
+        waiting = self._waiting[worker]
+        if not waiting:
+            begun = time.perf_counter()
+            while not waiting and self._pull():
+                pass
+            for _ in range(self._together * self._num_workers):
+                if time.perf_counter() - begun > QUICK or not self._pull():
+                    break
+            was_quick = time.perf_counter() - begun <= QUICK
+            self._together = min(2 * self._together + 1, MOST_TOGETHER) if was_quick else 0
+        items = list(waiting)
+        waiting.clear()
+        self._sent[worker] += len(items)
+        return items
+
+    def _pull(self) -> bool:
+        """Take an item from the stream and put it where its worker will ask; False: no more."""
+        if self._over:
+            return False
+        try:
+            item = self._streams.next(0)
+        except StopIteration:
+            self._over = True
+            return False
+        except InterruptedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is raised where the item is asked for
+            self._over = True
+            self._error = failure.pack(_of_dispatching(error))
+            return False
+        owner, place = self._next % self._num_workers, self._next // self._num_workers
+        self._next += 1
+        if place >= self._sent[owner]:
+            self._waiting[owner].append(item)
+        return True
+
+    def _rewind(self) -> None:
+        """Be at the beginning of the stream."""
+        self._next = 0
+        self._over = False
+        self._error: bytes | None = None
+        self._waiting: list[deque[bytes]] = [deque() for _ in range(self._num_workers)]
+
+    def _replay(self) -> None:
+        """Go through the epoch again; what others were sent is left out."""
+        self._rewind()
+        self._streams.begin([self._epoch])
+
+    def begin(self, epoch: _Epoch) -> None:
+        """Begin an epoch in the dispatching process."""
+        self.stop()
+        with self._turn:
+            self._rewind()
+            self._sent = [0] * self._num_workers
+            self._streams.begin([epoch])
+            self._epoch = epoch
+
+    def ask(self, verb: str, function: GraphFn | None) -> None:
+        """Have the dispatching process pause or resume."""
+        with self._turn:
+            self._streams.ask(verb, function, behind=True)
+
+    def stop(self) -> None:
+        """End the epoch: whoever waits or asks for an item of it is told that there are no more."""
+        self._epoch = None
+        self._streams.interrupt()
+
+    def close(self) -> None:
+        """End the dispatching process and the threads; the workers are gone already."""
+        self.stop()
+        self._closed = True
+        with contextlib.suppress(OSError):  # wakes the thread that waits for calls
+            Client(self.line[0], authkey=self.line[1]).close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # garbage collection can strike anywhere
+                thread.join()
+        self._listener.close()
+        self._streams.close()
+
+
+def _of_dispatching(error: Exception) -> Exception:
+    """Let the death of the dispatching process not look like that of a worker."""
+    if isinstance(error, WorkerDied):
+        error = WorkerDied(f"the dispatching process: {error}", exitcode=error.exitcode)
+        error._cseq_where = DISPATCHING  # type: ignore[attr-defined]
+    return error
+
+
+# ── in the main process ────────────────────────────────────────────────────────────────────
+
+
+class _Engine:
+    """The processes behind one reading service."""
+
+    def __init__(
+        self, service: MultiProcessingReadingService, root: DataPipe, dispatched: DataPipe
+    ) -> None:
+        self._pid = os.getpid()
+        self._number = 0
+        workers = service.num_workers
+        ahead = 1 + service.worker_prefetch_cnt
+        options: dict[str, Any] = {
+            "start_method": service.multiprocessing_context,
+            "max_restarts": service.max_restarts,
+            "timeout": service.timeout,
+            "preload": [__name__],
+        }
+        self._relay: _Relay | None = None
+        if dispatched is not None:
+            dispatcher = partial(_Dispatcher, dispatched)
+            streams = Streams(dispatcher, 1, prefetch=workers * ahead, **options)
+            self._relay = _Relay(streams, workers)
+        line = None if self._relay is None else self._relay.line
+        worker = partial(_Worker, root, service.worker_init_fn, service.worker_reset_fn, line)
+        ahead += -(-service.main_prefetch_cnt // workers)
+        try:
+            self.streams = Streams(worker, workers, prefetch=ahead, **options)
+        except BaseException:
+            if self._relay is not None:
+                self._relay.close()
+            raise
+
+    def begin(self, seeds: SeedGenerator, reset_fn: GraphFn | None) -> None:
+        """Begin an epoch in all processes."""
+        self._number += 1
+        if self._relay is not None:
+            self._relay.begin(_Epoch(self._number, seeds.spawn(0), reset_fn))
+        self.streams.begin(
+            [
+                _Epoch(self._number, seeds.spawn(worker), reset_fn)
+                for worker in range(self.streams.num_workers)
+            ]
+        )
+
+    def ask(self, verb: str, function: GraphFn | None, *, first_dispatched: bool = False) -> None:
+        """Have all processes pause or resume, when they have made what they were asked for."""
+        if self._relay is not None and first_dispatched:
+            self._relay.ask(verb, function)
+        self.streams.ask(verb, function, behind=True)
+        if self._relay is not None and not first_dispatched:
+            self._relay.ask(verb, function)
+
+    def stop(self) -> None:
+        """End the epoch: nobody gets an item of it, and nobody waits for one."""
+        if os.getpid() == self._pid:
+            if self._relay is not None:
+                self._relay.stop()
+            self.streams.interrupt()
+
+    def close(self) -> None:
+        """End all processes; one that was forked off this process has none to end."""
+        if os.getpid() != self._pid:
+            return
+        self.stop()
+        self.streams.close()
+        if self._relay is not None:
+            self._relay.close()
+
+
+class _Unhooked:
+    """An ``__iter__`` for datapipes, without what torch does around each item of one's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class _Reader(_Unhooked, IterDataPipe):
+    """Where the workers' items come out; the source of what is left of the graph here."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+
+    def _iterate(self) -> Iterator[Any]:
+        return iter(self._engine.streams)
+
+
+class _Outlet(_Unhooked, IterDataPipe):
+    """The end of the graph: counts what is handed out, and can be closed.
+
+    Attributes
+    ----------
+    position : int or None
+        Items of this epoch that were handed out; None if no epoch is under way.
+    """
+
+    def __init__(self, pipe: DataPipe) -> None:
+        self.source_datapipe = pipe
+        self.position: int | None = None
+        self._skip = 0
+        self._running: Iterator[Any] | None = None
+
+    def begin(self, skip: int) -> None:
+        """Begin an epoch; its first items were handed out before."""
+        self.position = self._skip = skip
+
+    def _iterate(self) -> Iterator[Any]:
+        self._running = self._items(self._skip)
+        return self._running
+
+    def _items(self, skip: int) -> Iterator[Any]:
+        """Hand out the items of an epoch."""
+        items = iter(self.source_datapipe)
+        found = sum(1 for _ in itertools.islice(items, skip))
+        if found < skip:
+            raise RuntimeError(
+                f"the epoch was left off after {skip} items, but now has {found} only: this graph "
+                "does not repeat itself under the same seeds, or its data has changed"
+            )
+        for place, item in enumerate(items, skip + 1):
+            self.position = place
+            yield item
+        self.position = None
+
+    def close(self) -> None:
+        """End the epoch: threads of the graph end as its iterators are closed."""
+        running, self._running = self._running, None
+        self.position = None
+        if isinstance(running, GeneratorType):
+            with contextlib.suppress(ValueError):  # another thread is in it, and was interrupted
+                running.close()
