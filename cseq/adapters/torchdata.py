@@ -21,15 +21,17 @@ import itertools
 import os
 import pickle
 import random
-import secrets
+import shutil
+import socket
+import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections import deque
 from functools import partial
-from multiprocessing import AuthenticationError, get_all_start_methods
-from multiprocessing.connection import Client, Listener
+from multiprocessing import get_all_start_methods
+from multiprocessing.connection import Connection
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,9 +57,15 @@ try:
             set_datapipes_seed,
             set_graph_random_seed,
         )
+        from torchdata.dataloader2.random import SeedGenerator
         from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
         from torchdata.dataloader2.utils import WorkerInfo
-        from torchdata.datapipes.iter import IterDataPipe, ShardingRoundRobinDispatcher
+        from torchdata.datapipes.iter import (
+            IterDataPipe,
+            PinMemory,
+            Prefetcher,
+            ShardingRoundRobinDispatcher,
+        )
         from torchdata.datapipes.map import MapDataPipe
 except ImportError as error:
     raise ImportError(
@@ -67,10 +75,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
     from typing import TypeAlias
-
-    from torchdata.dataloader2.random import SeedGenerator
 
     from cseq.stats import Stats
 
@@ -84,6 +89,7 @@ __all__ = ["MultiProcessingReadingService"]
 
 STATE_VERSION = 1
 QUICK = 0.0005  # seconds in which a relay looks for more items to send along
+MOST_FOLDER = 72  # characters: macOS takes 103 for the name of a socket
 MOST_TOGETHER = 64  # items that a relay sends in one message
 DISPATCHING = "in dispatching process"
 
@@ -159,7 +165,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         self._end_datapipe: DataPipe = None  # the last datapipe of the user's that is here
         self._outlet: _Outlet | None = None
-        self._seeds: list[SeedGenerator] = []  # as this epoch was given them, and as it left them
+        self._epoch: dict[str, Any] = {}  # what a state has to say of it, beside the position
         self._restored: dict[str, Any] | None = None
 
     # -- what DataLoader2 calls
@@ -204,13 +210,12 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
             raise RuntimeError("initialize_iteration() comes after initialize()")
         self._stop()
         seeds, skip = self._where_to_begin(seed_generator)
-        before = _copied(seeds)
+        self._epoch = {"seeds": _copied(seeds), "seeded": _is_seeded(seeds)}
         set_graph_random_seed(self._end_datapipe, seeds)
         if self._engine is not None:
             self._engine.begin(seeds, iter_reset_fn)
             if not self.repeat_epochs:
                 seeds.seed(seeds.generate_shared_seed())
-        self._seeds = [before, _copied(seeds)]
         self._outlet.begin(skip)
         return None
 
@@ -219,9 +224,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
         state, self._restored = self._restored, None
         if state is None or state["position"] is None:
             return given, 0
-        before, after = state["seeds"]
-        if _peeked(given) == _peeked(before):  # the epoch from its start was asked for
-            return given, 0
+        before = state["seeds"]
+        if state["seeded"] and _peeked(given) == _peeked(before):
+            return given, 0  # `_restore_checkpoint_beginning_of_epoch` was called
         return before, state["position"]
 
     def finalize_iteration(self) -> None:
@@ -252,7 +257,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
             "version": STATE_VERSION,
             "num_workers": self.num_workers,
             "position": position,
-            "seeds": self._seeds,
+            **self._epoch,
         }
         return pickle.dumps(state)
 
@@ -278,14 +283,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
         """Hold every thread in every process; what was made ahead is kept."""
         engine = self._needs_workers("pause")
-        self._in_tail("pause")
+        _pause_all(self._end_datapipe)
         engine.ask("pause", pause_fn)
 
     def _resume(self, resume_fn: GraphFn | None = None) -> None:
         """Go on after `_pause`."""
         engine = self._needs_workers("resume")
         engine.ask("resume", resume_fn, first_dispatched=True)
-        self._in_tail("resume")
+        _resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> None:
         """Pass a limit on to the workers, if another reading service says how."""
@@ -305,10 +310,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
                 "use `InProcessReadingService`, or call this after the first iter()"
             )
         return self._engine
-
-    def _in_tail(self, verb: str) -> None:
-        """Call a method of those datapipes of this process that have it."""
-        _call_all(self._end_datapipe, verb)
 
     # -- ours
 
@@ -338,6 +339,11 @@ def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
     """Tell what a seed generator would draw, which says whether two are alike."""
     copy = _copied(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()
+
+
+def _is_seeded(seeds: SeedGenerator) -> bool:
+    """Whether `DataLoader2.seed` was called; otherwise seeds are what torch would draw now."""
+    return _peeked(seeds) != _peeked(SeedGenerator())
 
 
 # ── the graph ──────────────────────────────────────────────────────────────────────────────
@@ -443,13 +449,34 @@ def _as_pipe(value: Any, origin: str) -> DataPipe:
     return value
 
 
-def _call_all(end: DataPipe, verb: str) -> None:
-    """Call a method of all datapipes that have it; those that resume, from the source on."""
-    pipes = list_dps(traverse_dps(end))
-    for pipe in reversed(pipes) if verb == "resume" else pipes:
-        method = getattr(pipe, verb, None)
-        if callable(method):
-            method()
+def _pause_all(end: DataPipe) -> None:
+    """Have all datapipes that can pause do so, from the end on."""
+    for pipe in list_dps(traverse_dps(end)):
+        if isinstance(pipe, Prefetcher):
+            _hold(pipe)
+        elif callable(getattr(pipe, "pause", None)):
+            pipe.pause()
+
+
+def _hold(pipe: DataPipe) -> None:
+    """Pause a prefetching datapipe.
+
+    Its own method waits for ever if its thread is just about to end, which happens in the last
+    items of an epoch; that of `PinMemory` does so always.
+    """
+    thread, shared = pipe.thread, pipe.prefetch_data
+    if thread is None or shared is None:
+        return
+    shared.run_prefetcher = False
+    while thread.is_alive() and not shared.paused and not isinstance(pipe, PinMemory):
+        thread.join(0.001)
+
+
+def _resume_all(end: DataPipe) -> None:
+    """Have all datapipes that can resume do so, from the source on."""
+    for pipe in reversed(list_dps(traverse_dps(end))):
+        if callable(getattr(pipe, "resume", None)):
+            pipe.resume()
 
 
 # ── in the workers ─────────────────────────────────────────────────────────────────────────
@@ -469,6 +496,8 @@ class _Pipeline:
     where = ""
 
     def __init__(self, pipe: DataPipe) -> None:
+        torch.set_num_threads(1)
+        _forget_traversal()
         self._pipe = pipe
         self._running: DataPipe = None  # as this epoch's reset functions left it
         self._iterator: Iterator[Any] | None = None
@@ -492,14 +521,14 @@ class _Pipeline:
     def pause(self, function: GraphFn | None) -> None:
         """Hold the threads of the graph."""
         with _named(self.where):
-            _call_all(self._graph, "pause")
+            _pause_all(self._graph)
             self._apply(function)
 
     def resume(self, function: GraphFn | None) -> None:
         """Let them go on."""
         with _named(self.where):
             self._apply(function)
-            _call_all(self._graph, "resume")
+            _resume_all(self._graph)
 
     def limit(self, function: LimitFn, share: int | None) -> None:
         """Limit the graph to this worker's share."""
@@ -523,6 +552,13 @@ class _Pipeline:
             iterator.close()
 
 
+def _forget_traversal() -> None:
+    """End a traversal of a graph in which the main process was when it forked this one off."""
+    for kind in (IterDataPipe, MapDataPipe):
+        kind.set_reduce_ex_hook(None)
+        kind.set_getstate_hook(None)
+
+
 class _Worker(_Pipeline):
     """A worker's part of the graph."""
 
@@ -531,16 +567,15 @@ class _Worker(_Pipeline):
         pipe: DataPipe,
         init_fn: InitFn | None,
         reset_fn: ResetFn | None,
-        line: tuple[Any, bytes] | None,
+        address: str | None,
         number: int,
         num_workers: int,
     ) -> None:
         super().__init__(pipe)
-        torch.set_num_threads(1)
         self.where = f"in worker process {number}"
         self._init_fn = init_fn
         self._reset_fn = reset_fn
-        self._line = line
+        self._address = address
         self._info = WorkerInfo(num_workers, number)
         self._source: _Dispatched | None = None
         self._is_ready = False
@@ -560,9 +595,9 @@ class _Worker(_Pipeline):
 
     def _make_ready(self) -> None:
         """Shard, connect, call the user's function: once, and where it can be reported."""
-        if self._line is not None:
+        if self._address is not None:
             (self._source,) = (p for p in _Graph(self._pipe).pipes.values() if type(p) is _Dispatched)
-            self._source.connect(self._line, self._info.worker_id)
+            self._source.connect(self._address, self._info.worker_id)
         self._pipe = _shard_and_init(self._pipe, self._info, self._init_fn)
         self._is_ready = True
 
@@ -574,7 +609,6 @@ class _Dispatcher(_Pipeline):
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
-        torch.set_num_threads(1)
 
     def _reset(self, epoch: _Epoch) -> DataPipe:
         _seed_globals(epoch.seeds.generate_shared_seed)
@@ -617,8 +651,11 @@ def _named(where: str) -> Iterator[None]:
 
 def _described(error: Exception, where: str) -> Exception:
     """Make an exception of the same type, or a RuntimeError, whose text tells all."""
-    name = type(error).__name__
-    text = f"Caught {name} {where}.\nOriginal {''.join(traceback.format_exception(error))}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    text = f"Caught {type(error).__name__} {where}.\nOriginal {''.join(lines)}"
     made: Exception
     try:
         made = type(error)(_Verbatim(text) if isinstance(error, KeyError) else text)
@@ -637,20 +674,27 @@ class _Dispatched(IterDataPipe):
     def __init__(self) -> None:
         self.epoch = 0
         self._connection: Connection[Any, Any] | None = None
+        self._turn: threading.Lock | None = None
 
-    def connect(self, line: tuple[Any, bytes], worker: int) -> None:
+    def connect(self, address: str, worker: int) -> None:
         """Call the relay in the main process."""
-        address, key = line
-        self._connection = Client(address, authkey=key)
+        self._turn = threading.Lock()
+        self._connection = _call(address)
         self._connection.send(worker)
 
+    def _ask(self, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
+        """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
+        assert self._turn is not None
+        assert self._connection is not None
+        with self._turn:
+            self._connection.send((epoch, position))
+            answer: tuple[list[bytes], bytes | None] = pickle.loads(self._connection.recv_bytes())
+        return answer
+
     def __iter__(self) -> Iterator[Any]:
-        connection = self._connection
-        assert connection is not None
-        position = 0
+        epoch, position = self.epoch, 0
         while True:
-            connection.send((self.epoch, position))
-            items, error = pickle.loads(connection.recv_bytes())
+            items, error = self._ask(epoch, position)
             for item in items:
                 position += 1
                 yield payload.loads(item)
@@ -678,9 +722,11 @@ class _Relay:
         self._together = 0  # items that the next asking may look for beyond its first
         self._rewind()
         self._closed = False
-        key = secrets.token_bytes(32)
-        self._listener = Listener(authkey=key)
-        self.line = self._listener.address, key
+        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
+        self.address = os.path.join(self._folder, "relay")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen(num_workers)
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
 
@@ -692,12 +738,12 @@ class _Relay:
 
     def _accept(self) -> None:
         """Wait for workers to call."""
-        while not self._closed:
-            try:
-                connection = self._listener.accept()
-            except (AuthenticationError, EOFError, OSError):  # it died on the way, or is no worker
-                continue
-            self._run(self._serve, connection)
+        while True:
+            caller, _ = self._listener.accept()
+            if self._closed:
+                caller.close()
+                return
+            self._run(self._serve, Connection(caller.detach()))
 
     def _serve(self, connection: Connection[Any, Any]) -> None:
         """Answer one worker until it is gone."""
@@ -794,13 +840,29 @@ class _Relay:
         """End the dispatching process and the threads; the workers are gone already."""
         self.stop()
         self._closed = True
-        with contextlib.suppress(OSError):  # wakes the thread that waits for calls
-            Client(self.line[0], authkey=self.line[1]).close()
+        _call(self.address).close()  # wakes the thread that waits for calls
         for thread in self._threads:
             if thread is not threading.current_thread():  # garbage collection can strike anywhere
                 thread.join()
         self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._streams.close()
+
+
+def _short_folder() -> str | None:
+    """Where to put a socket: the usual folder, unless a socket's name would be too long there."""
+    return None if len(tempfile.gettempdir()) < MOST_FOLDER else "/tmp"
+
+
+def _call(address: str) -> Connection[Any, Any]:
+    """Connect to a relay."""
+    caller = socket.socket(socket.AF_UNIX)
+    try:
+        caller.connect(address)
+    except BaseException:
+        caller.close()
+        raise
+    return Connection(caller.detach())
 
 
 def _of_dispatching(error: Exception) -> Exception:
@@ -835,8 +897,8 @@ class _Engine:
             dispatcher = partial(_Dispatcher, dispatched)
             streams = Streams(dispatcher, 1, prefetch=workers * ahead, **options)
             self._relay = _Relay(streams, workers)
-        line = None if self._relay is None else self._relay.line
-        worker = partial(_Worker, root, service.worker_init_fn, service.worker_reset_fn, line)
+        address = None if self._relay is None else self._relay.address
+        worker = partial(_Worker, root, service.worker_init_fn, service.worker_reset_fn, address)
         ahead += -(-service.main_prefetch_cnt // workers)
         try:
             self.streams = Streams(worker, workers, prefetch=ahead, **options)
