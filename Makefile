@@ -1,5 +1,6 @@
 # make test     build into .venv and run every test
 # make demo     train a small network on handwritten digits (examples/digits.py)
+# make conformance  torchdata's own tests, TIMES (1) in a row, with cseq's class in its place
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -16,6 +17,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 SECONDS ?= 60
 SEED ?=
+TIMES ?= 1
 
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
@@ -23,7 +25,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -36,7 +38,7 @@ $(VENV)/.torch:
 # Not isolated: the compiler's tools stay in .venv, where the next build finds them at once.
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 	$(PIP) install $(BUILD_REQUIRES)
-	$(PIP) install --no-build-isolation --editable '.[test]'
+	$(PIP) install --no-build-isolation --editable '.[test,torchdata]'
 	touch $@
 
 # cseq is there already; what its extra names is added.
@@ -55,6 +57,9 @@ debug: build
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+conformance: build $(VENV)/.conformance
+	$(PY) tests/conformance/run_torchdata.py $(TIMES)
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)

@@ -12,6 +12,7 @@ The journey of a batch::
 The modules; imports point down::
 
     cseq/
+    ├── adapters/       other libraries' interfaces: RETURNN's, torchdata's
     ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
     ├── stream.py       a stream of items from each worker process
     ├── producer.py     a worker's side of it: makes the items that are asked for

@@ -182,9 +182,7 @@ class Streams:
             self._present = run.pool.began
             return replies
 
-    def ask(
-        self, method: str, *args: Any, worker: int | None = None, behind: bool = False
-    ) -> Any:
+    def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, between two items.
 
         It overtakes the items that were asked for and are not yet being made.

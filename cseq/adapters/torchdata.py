@@ -94,7 +94,7 @@ MOST_TOGETHER = 64  # items that a relay sends in one message
 DISPATCHING = "in dispatching process"
 
 
-class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
+class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # type: ignore[misc]
     """Run the graph of a ``DataLoader2`` in worker processes.
 
     Takes the place of ``torchdata.dataloader2.MultiProcessingReadingService``: same arguments,
@@ -154,7 +154,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
             )
         methods = get_all_start_methods()
         if multiprocessing_context is not None and multiprocessing_context not in methods:
-            raise AssertionError(f"Please choose one available multiprocessing context from {methods}")
+            raise AssertionError(
+                f"Please choose one available multiprocessing context from {methods}"
+            )
         self.multiprocessing_context = multiprocessing_context
         self.worker_prefetch_cnt = count("worker_prefetch_cnt", worker_prefetch_cnt, least=0)
         self.main_prefetch_cnt = count("main_prefetch_cnt", main_prefetch_cnt, least=0)
@@ -249,7 +251,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Describe where the epoch is: how many items were handed out, and what it was seeded by."""
+        """Describe where the epoch is: the items that were handed out, and its seeds."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -438,7 +440,9 @@ def _shard_and_init(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPi
     """Give a worker's copy of the graph its shard, where it is not fed by the dispatcher."""
     graph = _Graph(pipe)
     for branch in graph.tops(graph.having(lambda each: not isinstance(each, _Dispatched))):
-        apply_sharding(branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+        apply_sharding(
+            branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING
+        )
     return pipe if init_fn is None else _as_pipe(init_fn(pipe, info), "worker_init_fn")
 
 
@@ -596,7 +600,9 @@ class _Worker(_Pipeline):
     def _make_ready(self) -> None:
         """Shard, connect, call the user's function: once, and where it can be reported."""
         if self._address is not None:
-            (self._source,) = (p for p in _Graph(self._pipe).pipes.values() if type(p) is _Dispatched)
+            (self._source,) = (
+                p for p in _Graph(self._pipe).pipes.values() if type(p) is _Dispatched
+            )
             self._source.connect(self._address, self._info.worker_id)
         self._pipe = _shard_and_init(self._pipe, self._info, self._init_fn)
         self._is_ready = True
@@ -643,7 +649,7 @@ def _named(where: str) -> Iterator[None]:
     """Let an exception say in its text where it was raised, as users of torch know it."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the user's graph
+    except Exception as error:
         if getattr(error, "_cseq_where", None) is None:
             error = _described(error, where)
         raise error from None
@@ -668,7 +674,7 @@ def _described(error: Exception, where: str) -> Exception:
 # ── from the dispatching process to the workers ────────────────────────────────────────────
 
 
-class _Dispatched(IterDataPipe):
+class _Dispatched(IterDataPipe):  # type: ignore[misc]
     """In a worker: what the dispatching process makes for it."""
 
     def __init__(self) -> None:
@@ -720,6 +726,10 @@ class _Relay:
         self._epoch: _Epoch | None = None
         self._sent = [0] * num_workers
         self._together = 0  # items that the next asking may look for beyond its first
+        self._next = 0  # the item that the stream comes to next
+        self._over = False
+        self._error: bytes | None = None
+        self._waiting: list[deque[bytes]] = []  # of each worker: from what was sent on
         self._rewind()
         self._closed = False
         self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
@@ -809,8 +819,8 @@ class _Relay:
         """Be at the beginning of the stream."""
         self._next = 0
         self._over = False
-        self._error: bytes | None = None
-        self._waiting: list[deque[bytes]] = [deque() for _ in range(self._num_workers)]
+        self._error = None
+        self._waiting = [deque() for _ in range(self._num_workers)]
 
     def _replay(self) -> None:
         """Go through the epoch again; what others were sent is left out."""
@@ -954,7 +964,7 @@ class _Unhooked:
         raise NotImplementedError
 
 
-class _Reader(_Unhooked, IterDataPipe):
+class _Reader(_Unhooked, IterDataPipe):  # type: ignore[misc]
     """Where the workers' items come out; the source of what is left of the graph here."""
 
     def __init__(self, engine: _Engine) -> None:
@@ -964,7 +974,7 @@ class _Reader(_Unhooked, IterDataPipe):
         return iter(self._engine.streams)
 
 
-class _Outlet(_Unhooked, IterDataPipe):
+class _Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
     """The end of the graph: counts what is handed out, and can be closed.
 
     Attributes
