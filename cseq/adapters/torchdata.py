@@ -31,7 +31,7 @@ import warnings
 from collections import deque
 from functools import partial
 from multiprocessing import get_all_start_methods
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -731,12 +731,13 @@ class _Relay:
         self._error: bytes | None = None
         self._waiting: list[deque[bytes]] = []  # of each worker: from what was sent on
         self._rewind()
-        self._closed = False
         self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
         self.address = os.path.join(self._folder, "relay")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
         self._listener.listen(num_workers)
+        self._hangup, self._hung_up = socket.socketpair()
+        self._callers: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
 
@@ -748,15 +749,14 @@ class _Relay:
 
     def _accept(self) -> None:
         """Wait for workers to call."""
-        while True:
+        while self._hung_up not in wait([self._listener, self._hung_up]):
             caller, _ = self._listener.accept()
-            if self._closed:
-                caller.close()
-                return
-            self._run(self._serve, Connection(caller.detach()))
+            self._callers.append(caller)
+            self._run(self._serve, caller)
 
-    def _serve(self, connection: Connection[Any, Any]) -> None:
+    def _serve(self, caller: socket.socket) -> None:
         """Answer one worker until it is gone."""
+        connection = Connection(os.dup(caller.fileno()))
         with connection, contextlib.suppress(EOFError, ConnectionError):
             worker = connection.recv()
             while True:
@@ -849,14 +849,23 @@ class _Relay:
     def close(self) -> None:
         """End the dispatching process and the threads; the workers are gone already."""
         self.stop()
-        self._closed = True
-        _call(self.address).close()  # wakes the thread that waits for calls
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # garbage collection can strike anywhere
-                thread.join()
-        self._listener.close()
+        self._hangup.send(b"!")  # closing it is no sign while forked processes have copies of it
+        _join(self._threads[:1])  # then nobody calls any more
+        for caller in self._callers:
+            with contextlib.suppress(OSError):  # it has hung up
+                caller.shutdown(socket.SHUT_RDWR)
+        _join(self._threads[1:])
+        for each in (self._listener, self._hangup, self._hung_up, *self._callers):
+            each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._streams.close()
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    """Wait for threads to end; garbage collection can strike in one of them."""
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 def _short_folder() -> str | None:
