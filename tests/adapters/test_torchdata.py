@@ -455,6 +455,19 @@ def test_limit() -> None:
     assert sorted(itertools.chain(*parts)) == list(range(10))
 
 
+def test_pausing_as_the_source_ends() -> None:
+    """A pause comes to an end, also where threads of prefetching pipes are about to."""
+    with loader(shuffled(10).prefetch().prefetch(), 1, worker_prefetch_cnt=0) as loaded:
+        for _ in range(20):
+            items = iter(loaded)
+            got = []
+            for limit in (3, 4, 2, None):
+                items.limit(limit)
+                got += items
+                loaded._resume() if limit else None
+            assert sorted(got) == list(range(10))
+
+
 def add_share(pipe: Any, share: int | None) -> None:
     pipe.share = share
 
