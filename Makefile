@@ -1,6 +1,6 @@
 # make test     build into .venv and run every test
 # make demo     train a small network on handwritten digits (examples/digits.py)
-# make conformance  RETURNN's own tests, TIMES (1) in a row, with cseq's class in its place
+# make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
@@ -42,7 +42,7 @@ $(VENV)/.torch:
 # Not isolated: the compiler's tools stay in .venv, where the next build finds them at once.
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 	$(PIP) install $(BUILD_REQUIRES)
-	$(PIP) install --no-build-isolation --editable '.[test,returnn]'
+	$(PIP) install --no-build-isolation --editable '.[test,returnn,torchdata]'
 	touch $@
 
 $(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
@@ -68,6 +68,7 @@ test: build
 
 conformance: build $(VENV)/.conformance
 	$(PY) tests/conformance/run_returnn.py $(TIMES)
+	$(PY) tests/conformance/run_torchdata.py $(TIMES)
 
 # In an environment of its own, with the peers at the versions of benchmarks/requirements.txt.
 bench:

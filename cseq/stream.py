@@ -87,6 +87,8 @@ class Streams:
     memory_limit : int, str or None
         Most shared memory that items in the user's hands may hold ('2GiB'; None: a quarter of the
         machine's or the container's); beyond it, items are copied out of it.
+    preload : sequence of str
+        Modules that a fork server imports, so that its workers have them at once.
 
     Raises
     ------
@@ -122,6 +124,7 @@ class Streams:
         timeout: float | None = None,
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         if not callable(producer):
             raise TypeError(
@@ -136,6 +139,7 @@ class Streams:
             timeout=seconds("timeout", timeout),
             restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
             memory_limit=memory_limit_of(memory_limit),
+            preload=preload,
         )
         self._run = Run(pool)
         self._present = -1  # the run's generation in which an epoch was begun
@@ -178,7 +182,7 @@ class Streams:
             self._present = run.pool.began
             return replies
 
-    def ask(self, method: str, *args: Any, worker: int | None = None) -> Any:
+    def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, between two items.
 
         It overtakes the items that were asked for and are not yet being made.
@@ -189,6 +193,8 @@ class Streams:
         *args : object
         worker : int, optional
             The one to ask; None: all of them.
+        behind : bool
+            Overtake nothing: a worker that has answered makes no item until one is taken.
 
         Returns
         -------
@@ -199,8 +205,9 @@ class Streams:
         everybody = range(self.num_workers)
         with run.turn:
             if worker is None:
-                return run.pool.ask(method, args, everybody)
-            return run.pool.ask(method, args, [everybody[self._number(worker)]])[0]
+                return run.pool.ask(method, args, everybody, behind=behind)
+            only = [everybody[self._number(worker)]]
+            return run.pool.ask(method, args, only, behind=behind)[0]
 
     def next(self, worker: int) -> Any:
         """Return the next item of a worker's stream.
@@ -368,6 +375,7 @@ class StreamPool:
         timeout: float | None,
         restart: bool,
         memory_limit: int,
+        preload: Sequence[str],
     ) -> None:
         self.num_workers = num_workers
         self._prefetch = prefetch
@@ -402,6 +410,7 @@ class StreamPool:
             method=start_method,
             entry=ENTRY,
             name="producer",
+            preload=preload,
         )
 
     # -- letters
@@ -439,9 +448,16 @@ class StreamPool:
     # -- tickets
 
     def _post(
-        self, stream: Stream, kind: int, count: int, what: str = "", call: Letter | None = None
+        self,
+        stream: Stream,
+        kind: int,
+        count: int,
+        what: str = "",
+        call: Letter | None = None,
+        *,
+        behind: bool = False,
     ) -> int:
-        """Post a ticket for a worker, and return its cell; a call overtakes all items."""
+        """Post a ticket for a worker, and return its cell; a call overtakes all items, or none."""
         ring = self._ring
         if ring.abandoned_count:
             self._sweep()
@@ -457,7 +473,8 @@ class StreamPool:
         start, epoch = stream.start, self._epoch if assignment is not None else 0
         self._posted[cell] = Posted(what, stream.number, epoch, start, count)
         slot, capacity = self._reader.room()
-        ticket = self._ticket if kind != CALL else (self._ticket - AHEAD) % TICKETS
+        overtakes = kind == CALL and not behind
+        ticket = (self._ticket - AHEAD) % TICKETS if overtakes else self._ticket
         owner = stream.number + 1
         ring.post(cell, ticket, epoch, kind, count, start, slot, capacity, owner)
         self._ticket = (self._ticket + 1) % TICKETS
@@ -649,7 +666,9 @@ class StreamPool:
         self._ring.abandon()
         self._sweep()
 
-    def ask(self, method: str, args: tuple[Any, ...], workers: Sequence[int]) -> list[Any]:
+    def ask(
+        self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
+    ) -> list[Any]:
         """Call a method in some workers."""
         generation = self._interrupts
         self._staff.check()
@@ -658,7 +677,8 @@ class StreamPool:
         try:
             for number in workers:
                 stream = self._streams[number]
-                cells.append((stream, self._post(stream, CALL, 0, f"a call of {method}()", letter)))
+                what = f"a call of {method}()"
+                cells.append((stream, self._post(stream, CALL, 0, what, letter, behind=behind)))
             self._ring.wake()
             replies = []
             while cells:

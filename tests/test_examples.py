@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = ("README.md", "docs/from-mdnc.md", "docs/from-returnn.md")
+PAGES = ("README.md", "docs/from-mdnc.md", "docs/from-returnn.md", "docs/from-torchdata.md")
 
 # A block of Python, the heading it stands under, and the output that the page shows after it.
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -58,7 +58,13 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 def imports_of(code: str) -> set[str]:
     """Name the modules that a piece of Python imports at its top."""
     nodes = ast.walk(ast.parse(code))
-    return {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+    return found
 
 
 @pytest.fixture

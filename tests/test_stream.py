@@ -276,6 +276,17 @@ def test_calls_between_items() -> None:
         assert s.ask("add", 0, 0) == [(0, 0), (1, 0)]
 
 
+def test_a_call_behind_all_items() -> None:
+    """A call that overtakes nothing is answered when all items that were asked for are made."""
+    with streams(prefetch=5) as s:
+        s.begin([20, 3])
+        assert s.ask("count", behind=True) == [5, 3]
+        assert s.ask("count", worker=0) == 5
+        s.next(0)
+        assert 5 <= s.ask("count", worker=0, behind=True) <= 6
+        assert len(list(s)) == 22
+
+
 def test_a_call_carries_anything() -> None:
     """Arguments and replies of a call may be large arrays, and functions made on the spot."""
     pytest.importorskip("cloudpickle")

@@ -1,0 +1,18 @@
+"""What one is told who has no torchdata."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+
+def test_without_torchdata_the_import_says_what_to_install(run_script: RunScript) -> None:
+    """Importing the adapter where there is no torchdata names the package and the extra."""
+    done = run_script(
+        "import sys\nsys.modules['torchdata'] = None\nimport cseq.adapters.torchdata\n"
+    )
+    assert done.returncode == 1
+    assert "ImportError: cseq.adapters.torchdata needs torch and torchdata 0.9" in done.stderr
+    assert "pip install 'cseq[torchdata]'" in done.stderr

@@ -1,0 +1,55 @@
+"""Run torchdata's own tests of DataLoader2 with cseq's reading service in the place of theirs.
+
+    python tests/conformance/run_torchdata.py [times]
+
+The tests are in torchdata's repository, of which the tag is cloned once, to build/conformance; or
+the variable TORCHDATA names a folder that has it already.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TAG = "v0.9.0"
+REPOSITORY = "https://github.com/pytorch/data.git"
+TESTS = ["test_mprs.py", "test_dataloader2.py", "test_random.py"]
+SECONDS = 120  # that one test may take
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parents[1] / "build" / "conformance" / f"torchdata-{TAG}"
+
+
+def sources() -> Path:
+    """Return the repository at the tag."""
+    if "TORCHDATA" in os.environ:
+        return Path(os.environ["TORCHDATA"]).resolve()
+    if not FOLDER.is_dir():
+        clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
+        subprocess.run([*clone, "--branch", TAG, REPOSITORY, str(FOLDER)], check=True)
+    return FOLDER
+
+
+def main() -> int:
+    """Run the tests as many times as the argument says."""
+    times = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    paths = [str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # Under no settings at all: ours would make warnings errors.
+    options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
+    options += ["-p", "torchdata_plugin", "-p", "no:cacheprovider"]
+    tests = [f"dataloader2/{name}" for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", *options, *tests]
+    failed = 0
+    for number in range(times):
+        print(f"torchdata {TAG}, run {number + 1} of {times}", flush=True)
+        done = subprocess.run(command, cwd=sources() / "test", env=environment, check=False)
+        failed += done.returncode != 0
+    print(f"{times - failed} of {times} runs passed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
