@@ -75,7 +75,7 @@ CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
     return 0;
 }
 
-static void *cseq_place_malloc(void *ctx, size_t size) {
+CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     if (!p->aimed || size < CSEQ_PLACE_LEAST || p->count >= CSEQ_PLACE_SEEN)
         return p->malloc(p->ctx, size);
@@ -87,7 +87,7 @@ static void *cseq_place_malloc(void *ctx, size_t size) {
     return made;
 }
 
-static void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
+CSEQ_INLINE void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     if (!p->aimed || (size && count > (size_t)-1 / size) || count * size < CSEQ_PLACE_LEAST)
         return p->calloc(p->ctx, count, size);
@@ -95,7 +95,7 @@ static void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
     return made ? memset(made, 0, count * size) : 0;
 }
 
-static void cseq_place_free(void *ctx, void *address, size_t size) {
+CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     cseq_region *r = cseq_place_find(p, address);
     if (!r) {
@@ -113,7 +113,7 @@ static void cseq_place_free(void *ctx, void *address, size_t size) {
     }
 }
 
-static void *cseq_place_realloc(void *ctx, void *address, size_t size) {
+CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     cseq_region *r = cseq_place_find(p, address);
     if (!r) return p->realloc(p->ctx, address, size);
