@@ -23,6 +23,8 @@ import pickle
 import random
 import shutil
 import socket
+import struct
+import sys
 import tempfile
 import threading
 import time
@@ -731,8 +733,8 @@ class _Relay:
         self._error: bytes | None = None
         self._waiting: list[deque[bytes]] = []  # of each worker: from what was sent on
         self._rewind()
-        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
-        self.address = os.path.join(self._folder, "relay")
+        self._folder: str | None = None
+        self.address = self._make_address()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
         self._listener.listen(num_workers)
@@ -740,6 +742,13 @@ class _Relay:
         self._callers: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
+
+    def _make_address(self) -> str:
+        """Find a name for a socket: on Linux one that is in no folder, so that nothing is left."""
+        if sys.platform == "linux":
+            return f"\0cseq-{os.urandom(16).hex()}"
+        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
+        return os.path.join(self._folder, "relay")
 
     def _run(self, target: Callable[..., None], *args: Any) -> None:
         """Start a thread."""
@@ -751,6 +760,9 @@ class _Relay:
         """Wait for workers to call."""
         while self._hung_up not in wait([self._listener, self._hung_up]):
             caller, _ = self._listener.accept()
+            if not _is_ours(caller):
+                caller.close()
+                continue
             self._callers.append(caller)
             self._run(self._serve, caller)
 
@@ -857,7 +869,8 @@ class _Relay:
         _join(self._threads[1:])
         for each in (self._listener, self._hangup, self._hung_up, *self._callers):
             each.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._streams.close()
 
 
@@ -871,6 +884,17 @@ def _join(threads: list[threading.Thread]) -> None:
 def _short_folder() -> str | None:
     """Where to put a socket: the usual folder, unless a socket's name would be too long there."""
     return None if len(tempfile.gettempdir()) < MOST_FOLDER else "/tmp"
+
+
+def _is_ours(caller: socket.socket) -> bool:
+    """Whether the same user calls: a name that is in no folder is open to all."""
+    if sys.platform != "linux":
+        return True
+    format_ = struct.Struct("3i")  # process, user, group
+    _, user, _ = format_.unpack(
+        caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, format_.size)
+    )
+    return bool(user == os.getuid())
 
 
 def _call(address: str) -> Connection[Any, Any]:
