@@ -29,7 +29,7 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq.adapters import torchdata as adapter  # noqa: E402
+from cseq.adapters import _torchdata_relay as relay  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
 
 if TYPE_CHECKING:
@@ -1040,6 +1040,6 @@ def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of another user that finds the relay's name is turned away."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert adapter._is_ours(ours)
+        assert relay._is_ours(ours)
         monkeypatch.setattr(os, "getuid", lambda: -1)
-        assert not adapter._is_ours(ours)
+        assert not relay._is_ours(ours)
