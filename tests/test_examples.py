@@ -136,6 +136,26 @@ def learned(lines: list[str]) -> list[str]:
     return [line.split(" %, ")[0] for line in lines if line.startswith("epoch ")]
 
 
+@needs("sklearn", "torch", "torchdata")
+def test_digits_dataloader2(output_of: Script) -> None:
+    """A DataLoader2 with shuffle, sharding and batches trains the demo's network as well."""
+    lines = output_of(EXAMPLES / "digits_dataloader2.py", "--epochs", "4").splitlines()
+    assert accuracy_after(4, lines) > 95
+    assert [line.rpartition(", ")[2] for line in lines] == ["1437 seen"] * 4
+
+
+@needs("h5py", "returnn", "torch", "tree")
+def test_returnn_hdf(output_of: Script) -> None:
+    """RETURNN trains with the same losses, to the last bit, and they fall."""
+    lines = output_of(EXAMPLES / "returnn_hdf.py", "--epochs", "2", "--out", "out").splitlines()
+    assert lines[:2] == ["plain.config: HDFDataset", "workers.config: MultiProcDataset"]
+    losses = [line.split() for line in lines if "train_loss_ce" in line]
+    assert [words[1] for words in losses] == ["1:", "2:"]
+    assert all(words[3] == words[5] for words in losses)
+    assert float(losses[1][3]) < float(losses[0][3])
+    assert lines[-1] == "the same losses, to the last bit"
+
+
 @pytest.mark.parametrize(
     "block",
     [

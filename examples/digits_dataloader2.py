@@ -1,0 +1,95 @@
+"""Train a small network on handwritten digits that come out of torchdata's `DataLoader2`.
+
+The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. Datapipes
+shuffle them, share them out among worker processes, add noise, and batch them; cseq's
+`MultiProcessingReadingService` runs the workers. The line that imports it is the only one that
+knows of cseq.
+
+    python examples/digits_dataloader2.py [--epochs 8] [--workers 2] [--seed 7]
+
+There is no `if __name__ == '__main__':` here, and none is needed: worker processes never run this
+script.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from cseq.adapters.torchdata import MultiProcessingReadingService
+
+# isort: split
+# After cseq, which imports torchdata without the warning that it is deprecated.
+from torchdata.dataloader2 import DataLoader2
+from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
+
+
+def with_noise(digit: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
+    """Augment a digit; torchdata's loader seeds NumPy's generator in every worker."""
+    image, label = digit
+    noise = 0.1 * np.random.standard_normal(image.shape)  # noqa: NPY002 - the one that is seeded
+    return image + noise.astype("float32"), label
+
+
+def stack(digits: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a batch."""
+    images, labels = zip(*digits, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels)
+
+
+def pipe_of(images: np.ndarray, labels: np.ndarray) -> IterDataPipe:
+    """Shuffle, share out, augment and batch."""
+    digits = list(zip(images, labels.tolist(), strict=True))
+    pipe = IterableWrapper(digits, deepcopy=False).shuffle(buffer_size=len(digits))
+    return pipe.sharding_filter().map(with_noise).batch(32).map(stack)
+
+
+def train_epoch(loader: DataLoader2) -> tuple[float, int]:
+    """Train on one epoch; return its mean loss, and how many digits it had."""
+    losses, seen = [], 0
+    for images, labels in loader:
+        loss = nn.functional.cross_entropy(network(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seen += len(labels)
+    return float(np.mean(losses)), seen
+
+
+@torch.no_grad()
+def accuracy(images: np.ndarray, labels: np.ndarray) -> float:
+    """Return the percentage of digits that the network reads correctly."""
+    return 100 * float((network(torch.from_numpy(images)).argmax(1).numpy() == labels).mean())
+
+
+parser = argparse.ArgumentParser(description="handwritten digits through DataLoader2")
+parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--workers", type=int, default=2)
+parser.add_argument("--seed", type=int, default=7)
+args = parser.parse_args()
+
+torch.manual_seed(args.seed)
+torch.set_num_threads(1)  # so small a network gains nothing from more
+network = nn.Sequential(
+    *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
+    *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+    *(nn.Flatten(), nn.Linear(32 * 4 * 4, 10)),
+)
+optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
+
+data = load_digits()
+images, labels = data.images[:, None].astype("float32") / 16, data.target
+held_out, training = np.split(np.random.default_rng(args.seed).permutation(len(images)), [360])
+
+service = MultiProcessingReadingService(num_workers=args.workers)
+with DataLoader2(pipe_of(images[training], labels[training]), reading_service=service) as loader:
+    loader.seed(args.seed)
+    for epoch in range(args.epochs):
+        loss, seen = train_epoch(loader)
+        right = accuracy(images[held_out], labels[held_out])
+        print(f"epoch {epoch + 1:2}: loss {loss:.3f}, held-out accuracy {right:.1f} %, {seen} seen")
