@@ -216,9 +216,9 @@ class Making:
         An exception behind the first of them is laid down like an item.
         """
         table = array("q")
-        made = flags = slowest = 0
+        made = flags = 0
+        begun = now_ns()
         while made < count and not flags:
-            begun = now_ns()
             try:
                 item = next(items, _END)
                 if item is _END:
@@ -232,14 +232,13 @@ class Making:
                 flags = ENDED | BROKEN
                 break
             made += 1
-            slowest = max(slowest, now_ns() - begun)
         self._at += made
         if flags:
             self._end(self._epoch)
         writer, nbytes = self._writer, len(table) * table.itemsize
         offset = writer.place(nbytes)
         writer.memory.store_bytes(offset, table.tobytes())
-        record = (offset, nbytes, 0, 0, slowest, made << 2 | flags)
+        record = (offset, nbytes, 0, 0, now_ns() - begun, made << 2 | flags)
         seat.publish(BATCH, record, writer.capacity)
 
     def _lay(self, item: Any) -> tuple[int, ...]:
