@@ -230,6 +230,42 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
     return block
 
 
+def copy_array(Memory source not None, tuple record not None, dict known not None, Py_ssize_t most):
+    """A copy of a small batch.
+
+    Parameters
+    ----------
+    source : Memory
+        The slot that it lies in.
+    record : tuple of int
+        See `codec.Record`.
+    known : dict
+        For layouts that are those of one array and nothing else, the arguments of `view`.
+    most : int
+        Bytes that are small.
+
+    Returns
+    -------
+    numpy.ndarray, Block or None
+        The array that the batch is; or the copied bytes; or None if it is not small.
+    """
+    cdef Py_ssize_t offset = record[0]
+    cdef Py_ssize_t layout = <Py_ssize_t>record[1] + <Py_ssize_t>record[2]
+    cdef Py_ssize_t nbytes = offset + layout + <Py_ssize_t>record[3]
+    cdef Block block
+    cdef tuple view
+    if nbytes > most:
+        return None
+    source.inside(0, nbytes)
+    source.inside(offset, layout)
+    view = known.get(source.data[offset:offset + layout])
+    block = Block(nbytes if view is None else offset)
+    memcpy(block.data, source.data, block.size)
+    if view is None:
+        return block
+    return block.view(view[0], view[1], view[2], view[3])
+
+
 @cython.final
 @cython.no_gc
 cdef class Window(Memory):

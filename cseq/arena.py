@@ -185,7 +185,7 @@ class Writer:
     """
 
     __slots__ = (
-        "_aimed", "_fd", "_loans", "_mapped", "_maps", "_slot", "_unchecked", "_width",
+        "_aimed", "_fd", "_loans", "_mapped", "_older", "_slot", "_unchecked", "_width",
         "_window", "capacity", "loaned", "memory", "placement", "used", "watched",
     )  # fmt: skip
 
@@ -195,7 +195,7 @@ class Writer:
         self.placement: Placement | None = None
         self._aimed: Mapping | None = None  # where numpy may place arrays of this ticket
         self._mapped: dict[int, Mapping] = {}
-        self._maps: list[Memory] = []  # the slot's mappings during this ticket, oldest first
+        self._older: list[Memory] = []  # mappings of the slot that gave way during this ticket
         self._slot = -1
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
@@ -224,10 +224,10 @@ class Writer:
         self.memory = mapping
         self.capacity = mapping.nbytes
         self.used = 0
-        self._maps = [mapping]
-        self._window = None
-        self._loans = []
-        self.loaned = self.watched = False
+        self.watched = False
+        if self.loaned or self._older:
+            self.loaned = False
+            self._older, self._loans, self._window = [], [], None
 
     def settle(self) -> None:
         """Place nothing any more: the indexer has returned."""
@@ -256,10 +256,9 @@ class Writer:
             return
         self.placement.part(self._aimed)
         self._mapped.pop(self._slot, None)
-        self._maps = [memory for memory in self._maps if memory is not self._aimed]
+        self._older = [memory for memory in self._older if memory is not self._aimed]
         if self.memory is self._aimed:
             self.memory = self._map(self._slot, self.capacity)
-            self._maps.append(self.memory)
             self._window = None
         self._aimed = None
 
@@ -337,7 +336,7 @@ class Writer:
         flags = array.flags
         if flags.forc and flags.aligned and array.nbytes:
             start = address_of(array)
-            for memory in self._maps:
+            for memory in (self.memory, *self._older):
                 offset = start - memory.address
                 if offset >= 0 and offset + array.nbytes <= min(self.used, memory.nbytes):
                     return offset
@@ -367,7 +366,7 @@ class Writer:
         """Forget all mappings; each is gone with the last array on it."""
         self._leave()
         self._mapped.clear()
-        self._maps = []
+        self._older = []
         self._window = None
         self.memory = Block(0)
         self.used = self.capacity = 0
@@ -386,9 +385,9 @@ class Writer:
             self._unchecked = 0
         commit(self._fd, start + self.capacity, more)
         self._unchecked += more
+        self._older.append(self.memory)
         self.memory = self._map(self._slot, capacity)
         self.capacity = capacity
-        self._maps.append(self.memory)
         self._window = None
 
     def _map(self, slot: int, capacity: int) -> Mapping:
@@ -541,14 +540,14 @@ class Arena:
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
-        mapping = self._mapped.get(slot)
-        if mapping is None or mapping.nbytes < capacity:
-            mapping = self._map(slot, capacity)
-        return copy_of(mapping, used)
+        return copy_of(self.look(slot, capacity), used)
 
     def look(self, slot: int, capacity: int) -> Memory:
         """Get the memory of a taken slot itself, for as long as it stays taken."""
-        return self._map(slot, capacity)
+        mapping = self._mapped.get(slot)
+        if mapping is None or mapping.nbytes < capacity:
+            mapping = self._map(slot, capacity)
+        return mapping
 
     def close(self) -> None:
         """Let the file go; leases keep their part of it. Closing twice is fine."""

@@ -36,6 +36,7 @@ import numpy as np
 from numpy import copyto, ndarray
 
 from cseq import payload
+from cseq._core import Block, copy_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -708,6 +709,7 @@ class _Parsed(NamedTuple):
 
 _structures: dict[bytes, tuple[Token, int, list[Leaf]]] = {}
 _parsed: dict[bytes, _Parsed] = {}
+_alone: dict[bytes, View] = {}  # those of `_parsed` that are one array
 
 
 def decode(memory: Memory, record: Sequence[int]) -> Any:
@@ -738,6 +740,12 @@ def decode(memory: Memory, record: Sequence[int]) -> Any:
     return _build(tree, iter(arrays), iter(arrays[split:]), iter(objects))
 
 
+def decode_copy(memory: Memory, record: tuple[int, ...], most: int) -> Any:
+    """Read a batch of at most `most` bytes from a copy of its own, or return None."""
+    copied = copy_array(memory, record, _alone, most)
+    return decode(copied, record) if type(copied) is Block else copied
+
+
 def _parse(blob: bytes, structure: int) -> _Parsed:
     """Read structure and layout, and remember them."""
     tree, split, leaves = _parse_structure(blob[:structure])
@@ -748,7 +756,10 @@ def _parse(blob: bytes, structure: int) -> _Parsed:
     ]
     if len(_parsed) >= REMEMBERED:
         _parsed.clear()
+        _alone.clear()
     alone = views[0] if tree == ARRAY else None
+    if alone is not None:
+        _alone[blob] = alone
     _parsed[blob] = parsed = _Parsed(alone, tree, split, views)
     return parsed
 

@@ -228,11 +228,11 @@ class SlotReader:
 
     def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
-        nbytes = codec.used(record)
-        if nbytes <= SMALL:
-            return codec.decode(self._arena.copy(slot, nbytes, capacity), record), slot
+        batch = codec.decode_copy(self._arena.look(slot, capacity), record, SMALL)
+        if batch is not None:  # a batch that is None goes the long way
+            return batch, slot
         with self._lock:
-            memory = self._arena.take(slot, nbytes, capacity)
+            memory = self._arena.take(slot, codec.used(record), capacity)
         return codec.decode(memory, record), -1
 
     def error(

@@ -192,9 +192,10 @@ class Sampler:
         ValueError
             `out` is too short.
         """
+        size = self.batch_size
         if 0 <= batch < self._full:
-            self._order.read_into(self._start + batch * self._stride, self.batch_size, out)
-            return self.batch_size
+            self._order.read_into(self._start + batch * self._stride, size, out)
+            return size
         size = self.size(batch)
         if size > len(out):
             raise ValueError(f"out has room for {len(out)} samples, batch {batch} has {size}")

@@ -37,6 +37,7 @@ from cseq._core import (
     Window,
     address_of,
     commit,
+    copy_array,
     copy_of,
     ring_bytes,
 )
@@ -840,3 +841,36 @@ def test_a_sequence_with_naps(run_script: Any) -> None:
         CSEQ_WAIT="nap",
     )
     assert (done.stdout, done.stderr) == ("same\n", "")
+
+
+def test_copy_array() -> None:
+    """A small batch of a known layout is an array of its own; any other one is its bytes."""
+    source = Block(100, zero=True)
+    source.store(0, np.arange(4, dtype=np.int32))
+    source.store_bytes(16, b"layout")
+    view = (0, np.dtype(np.int32), (2, 2), True)
+    array = copy_array(source, (16, 2, 4, 0), {b"layout": view}, 22)
+    assert isinstance(array, np.ndarray)
+    assert array.tolist() == [[0, 2], [1, 3]]
+    source.store(0, np.zeros(4, dtype=np.int32))
+    assert array[1, 1] == 3
+    block = copy_array(source, (16, 2, 4, 10), {}, 32)
+    assert isinstance(block, Block)
+    assert block.load_bytes(0, 32) == bytes(16) + b"layout" + bytes(10)
+    assert copy_array(source, (16, 2, 4, 10), {b"layout": view}, 31) is None
+
+
+@pytest.mark.parametrize("record", [(90, 2, 9, 0), (16, 2, 4, 79), (-1, 4, 0, 0), (16, -17, 2, 0)])
+def test_copy_array_stays_inside(record: tuple[int, ...]) -> None:
+    """A record that does not fit the memory is an error."""
+    with pytest.raises(IndexError, match="100 bytes"):
+        copy_array(Block(100, zero=True), record, {}, 1000)
+
+
+def test_copy_array_of_a_view_that_does_not_fit() -> None:
+    """A view that exceeds what was copied is an error."""
+    known = {b"layout": (0, np.dtype(np.int32), (5,), False)}
+    source = Block(100, zero=True)
+    source.store_bytes(16, b"layout")
+    with pytest.raises(IndexError, match="16 bytes"):
+        copy_array(source, (16, 2, 4, 0), known, 1000)

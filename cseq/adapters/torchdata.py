@@ -10,7 +10,7 @@ The graph of datapipes is cut into at most three parts::
 
 Workers are the streams of one `Streams`, the dispatching process is the only stream of another.
 What a worker makes of its own accord goes to the main process through slots of shared memory; what
-it needs from the dispatching process it asks of the main process (`_Relay`), because the main
+it needs from the dispatching process it asks of the main process (`Relay`), because the main
 process is there for as long as anybody asks: either end may die, be replaced and begin again.
 """
 
@@ -20,78 +20,42 @@ import contextlib
 import itertools
 import os
 import pickle
-import random
-import shutil
-import socket
-import tempfile
-import threading
-import time
-import traceback
 import warnings
-from collections import deque
 from functools import partial
 from multiprocessing import get_all_start_methods
-from multiprocessing.connection import Connection, wait
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from cseq import failure, payload
+from cseq.adapters._torchdata_graph import (
+    cut_dispatched,
+    pause_all,
+    replaced,
+    replicable_root,
+    resume_all,
+    shard_and_init,
+)
+from cseq.adapters._torchdata_library import (
+    CheckpointableReadingServiceInterface,
+    Epoch,
+    IterDataPipe,
+    SeedGenerator,
+    WorkerInfo,
+    set_graph_random_seed,
+)
+from cseq.adapters._torchdata_relay import Relay
+from cseq.adapters._torchdata_worker import Dispatcher, Worker
 from cseq.check import count, flag, seconds
-from cseq.errors import WorkerDied
 from cseq.stream import Streams
 
-try:
-    import torch
-    from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
-    from torch.utils.data.graph import traverse_dps
-    from torch.utils.data.graph_settings import apply_sharding
-
-    with warnings.catch_warnings():
-        # That it is deprecated would be said again by every process.
-        warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
-        from torchdata.dataloader2.graph import (
-            list_dps,
-            replace_dp,
-            set_datapipes_seed,
-            set_graph_random_seed,
-        )
-        from torchdata.dataloader2.random import SeedGenerator
-        from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
-        from torchdata.dataloader2.utils import WorkerInfo
-        from torchdata.datapipes.iter import (
-            IterDataPipe,
-            PinMemory,
-            Prefetcher,
-            ShardingRoundRobinDispatcher,
-        )
-        from torchdata.datapipes.map import MapDataPipe
-except ImportError as error:
-    raise ImportError(
-        "cseq.adapters.torchdata needs torch and torchdata 0.9, the last release with DataLoader2; "
-        "install them with: pip install 'cseq[torchdata]'"
-    ) from error
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import TypeAlias
+    from collections.abc import Iterator
 
+    from cseq.adapters._torchdata_library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
     from cseq.stats import Stats
-
-    DataPipe: TypeAlias = Any  # an IterDataPipe or a MapDataPipe
-    InitFn: TypeAlias = Callable[[DataPipe, Any], DataPipe]
-    ResetFn: TypeAlias = Callable[[DataPipe, Any, Any], DataPipe]
-    GraphFn: TypeAlias = Callable[[DataPipe], DataPipe]
-    LimitFn: TypeAlias = Callable[[DataPipe, int | None], Any]
 
 __all__ = ["MultiProcessingReadingService"]
 
 STATE_VERSION = 1
-QUICK = 0.0005  # seconds in which a relay looks for more items to send along
-MOST_FOLDER = 72  # characters: macOS takes 103 for the name of a socket
-MOST_TOGETHER = 64  # items that a relay sends in one message
-DISPATCHING = "in dispatching process"
 
 
 class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # type: ignore[misc]
@@ -184,16 +148,16 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
         else:
-            self._end_datapipe = _shard_and_init(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
+            self._end_datapipe = shard_and_init(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
         self._outlet = _Outlet(self._end_datapipe)
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
         """Start the processes; return the end of what is left of the graph."""
-        datapipe, dispatched = _cut_dispatched(datapipe)
-        root = _replicable_root(datapipe)
+        datapipe, dispatched = cut_dispatched(datapipe)
+        root = replicable_root(datapipe)
         self._engine = _Engine(self, root, dispatched)
-        return _replaced(datapipe, root, _Reader(self._engine))
+        return replaced(datapipe, root, _Reader(self._engine))
 
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
@@ -285,14 +249,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
         """Hold every thread in every process; what was made ahead is kept."""
         engine = self._needs_workers("pause")
-        _pause_all(self._end_datapipe)
+        pause_all(self._end_datapipe)
         engine.ask("pause", pause_fn)
 
     def _resume(self, resume_fn: GraphFn | None = None) -> None:
         """Go on after `_pause`."""
         engine = self._needs_workers("resume")
         engine.ask("resume", resume_fn, first_dispatched=True)
-        _resume_all(self._end_datapipe)
+        resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> None:
         """Pass a limit on to the workers, if another reading service says how."""
@@ -348,550 +312,6 @@ def _is_seeded(seeds: SeedGenerator) -> bool:
     return _peeked(seeds) != _peeked(SeedGenerator())
 
 
-# ── the graph ──────────────────────────────────────────────────────────────────────────────
-
-
-class _Graph:
-    """The datapipes that one of them is made from, itself included."""
-
-    def __init__(self, end: DataPipe) -> None:
-        self.end = id(end)
-        self.pipes: dict[int, DataPipe] = {}
-        self.sources: dict[int, list[int]] = {}
-        self._add(traverse_dps(end))
-
-    def _add(self, graph: dict[int, Any]) -> None:
-        """Flatten what `traverse_dps` returns, a tree in which shared datapipes are repeated."""
-        for number, (pipe, below) in graph.items():
-            self.pipes[number] = pipe
-            known = self.sources.setdefault(number, [])
-            known += [source for source in below if source not in known]
-            self._add(below)
-
-    def above(self, start: int, *, without: int | None = None) -> set[int]:
-        """All that a datapipe is made from, itself included; the paths through one left out."""
-        found: set[int] = set()
-        todo = [start]
-        while todo:
-            number = todo.pop()
-            if number != without and number not in found:
-                found.add(number)
-                todo += self.sources[number]
-        return found
-
-    def having(self, test: Callable[[DataPipe], bool]) -> set[int]:
-        """Those datapipes of which something is true."""
-        return {number for number, pipe in self.pipes.items() if test(pipe)}
-
-    def tops(self, good: set[int]) -> list[DataPipe]:
-        """Of the datapipes with only good ones above them, those that nobody such reads."""
-        pure = {number for number in self.pipes if self.above(number) <= good}
-        read = {source for number in pure for source in self.sources[number]}
-        return [self.pipes[number] for number in self.pipes if number in pure - read]
-
-
-def _is_dispatcher(pipe: DataPipe) -> bool:
-    """Whether everything up to this datapipe belongs into the dispatching process."""
-    return type(pipe) is ShardingRoundRobinDispatcher
-
-
-def _is_replicable(pipe: DataPipe) -> bool:
-    """Whether each worker may have a copy of this datapipe; most do not say, and may."""
-    asked = getattr(pipe, "is_replicable", None)
-    return asked is None or bool(asked())
-
-
-def _cut_dispatched(end: DataPipe) -> tuple[DataPipe, DataPipe]:
-    """Cut off what belongs into the dispatching process.
-
-    It ends where all paths to a dispatcher meet. Returns the new end of the graph, with a
-    `_Dispatched` at the cut, and what was cut off; that is None if there is no dispatcher.
-    """
-    graph = _Graph(end)
-    dispatchers = graph.having(_is_dispatcher)
-    if not dispatchers:
-        return end, None
-    gates = [n for n in graph.pipes if not graph.above(graph.end, without=n) & dispatchers]
-    cut = graph.pipes[min(gates, key=lambda n: len(graph.above(n)))]
-    return _replaced(end, cut, _Dispatched()), cut
-
-
-def _replicable_root(end: DataPipe) -> DataPipe:
-    """Find the end of that part of the graph that every worker gets a copy of."""
-    graph = _Graph(end)
-    roots = graph.tops(graph.having(_is_replicable))
-    if len(roots) != 1:
-        raise AssertionError(
-            "MultiProcessingReadingService only supports single replicable branch currently; "
-            f"this graph has {len(roots)}"
-        )
-    return roots[0]
-
-
-def _replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Put one datapipe in the place of another; return the end of the graph."""
-    if old is end:
-        return new
-    replace_dp(traverse_dps(end), old, new)
-    return end
-
-
-def _shard_and_init(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
-    """Give a worker's copy of the graph its shard, where it is not fed by the dispatcher."""
-    graph = _Graph(pipe)
-    for branch in graph.tops(graph.having(lambda each: not isinstance(each, _Dispatched))):
-        apply_sharding(
-            branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING
-        )
-    return pipe if init_fn is None else _as_pipe(init_fn(pipe, info), "worker_init_fn")
-
-
-def _as_pipe(value: Any, origin: str) -> DataPipe:
-    """Check that a function of the user's has returned a datapipe."""
-    if not isinstance(value, (IterDataPipe, MapDataPipe)):
-        raise TypeError(f"{origin} returned {value!r}, which is no datapipe; return its argument")
-    return value
-
-
-def _pause_all(end: DataPipe) -> None:
-    """Have all datapipes that can pause do so, from the end on."""
-    for pipe in list_dps(traverse_dps(end)):
-        if isinstance(pipe, Prefetcher):
-            _hold(pipe)
-        elif callable(getattr(pipe, "pause", None)):
-            pipe.pause()
-
-
-def _hold(pipe: DataPipe) -> None:
-    """Pause a prefetching datapipe.
-
-    Its own method waits for ever if its thread is just about to end, which happens in the last
-    items of an epoch; that of `PinMemory` does so always.
-    """
-    thread, shared = pipe.thread, pipe.prefetch_data
-    if thread is None or shared is None:
-        return
-    shared.run_prefetcher = False
-    while thread.is_alive() and not shared.paused and not isinstance(pipe, PinMemory):
-        thread.join(0.001)
-
-
-def _resume_all(end: DataPipe) -> None:
-    """Have all datapipes that can resume do so, from the source on."""
-    for pipe in reversed(list_dps(traverse_dps(end))):
-        if callable(getattr(pipe, "resume", None)):
-            pipe.resume()
-
-
-# ── in the workers ─────────────────────────────────────────────────────────────────────────
-
-
-class _Epoch(NamedTuple):
-    """What a process is told as an epoch begins."""
-
-    number: int
-    seeds: SeedGenerator
-    reset_fn: GraphFn | None
-
-
-class _Pipeline:
-    """One process's part of the graph: a producer of `Streams`."""
-
-    where = ""
-
-    def __init__(self, pipe: DataPipe) -> None:
-        torch.set_num_threads(1)
-        _forget_traversal()
-        self._pipe = pipe
-        self._running: DataPipe = None  # as this epoch's reset functions left it
-        self._iterator: Iterator[Any] | None = None
-
-    def begin(self, epoch: _Epoch) -> None:
-        """Begin an epoch."""
-        self.close()  # before anything is seeded: it may have threads that draw
-        with _named(self.where):
-            self._running = self._reset(epoch)
-
-    def _reset(self, epoch: _Epoch) -> DataPipe:
-        """Seed everything, and call the functions that want to be called; return the graph."""
-        raise NotImplementedError
-
-    def items(self, start: int) -> Iterator[Any]:
-        """Make this epoch's items; the first `start` were delivered before."""
-        with _named(self.where):
-            self._iterator = iterator = iter(self._running)
-            yield from itertools.islice(iterator, start, None)
-
-    def pause(self, function: GraphFn | None) -> None:
-        """Hold the threads of the graph."""
-        with _named(self.where):
-            _pause_all(self._graph)
-            self._apply(function)
-
-    def resume(self, function: GraphFn | None) -> None:
-        """Let them go on."""
-        with _named(self.where):
-            self._apply(function)
-            _resume_all(self._graph)
-
-    def limit(self, function: LimitFn, share: int | None) -> None:
-        """Limit the graph to this worker's share."""
-        with _named(self.where):
-            function(self._graph, share)
-
-    @property
-    def _graph(self) -> DataPipe:
-        """The graph as it runs; between init and the first epoch, as it is."""
-        return self._pipe if self._running is None else self._running
-
-    def _apply(self, function: GraphFn | None) -> None:
-        """Call another reading service's function with the graph."""
-        if function is not None:
-            self._running = _as_pipe(function(self._graph), "the function")
-
-    def close(self) -> None:
-        """End the epoch: a graph's threads end as its iterators are closed."""
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, GeneratorType):
-            iterator.close()
-
-
-def _forget_traversal() -> None:
-    """End a traversal of a graph in which the main process was when it forked this one off."""
-    for kind in (IterDataPipe, MapDataPipe):
-        kind.set_reduce_ex_hook(None)
-        kind.set_getstate_hook(None)
-
-
-class _Worker(_Pipeline):
-    """A worker's part of the graph."""
-
-    def __init__(
-        self,
-        pipe: DataPipe,
-        init_fn: InitFn | None,
-        reset_fn: ResetFn | None,
-        address: str | None,
-        number: int,
-        num_workers: int,
-    ) -> None:
-        super().__init__(pipe)
-        self.where = f"in worker process {number}"
-        self._init_fn = init_fn
-        self._reset_fn = reset_fn
-        self._address = address
-        self._info = WorkerInfo(num_workers, number)
-        self._source: _Dispatched | None = None
-        self._is_ready = False
-
-    def _reset(self, epoch: _Epoch) -> DataPipe:
-        if not self._is_ready:
-            self._make_ready()
-        if self._source is not None:
-            self._source.epoch = epoch.number
-        _seed_globals(epoch.seeds.generate_seed)
-        pipe = set_graph_random_seed(self._pipe, epoch.seeds)
-        if epoch.reset_fn is not None:
-            pipe = _as_pipe(epoch.reset_fn(pipe), "iter_reset_fn")
-        if self._reset_fn is not None:
-            pipe = _as_pipe(self._reset_fn(pipe, self._info, epoch.seeds), "worker_reset_fn")
-        return pipe
-
-    def _make_ready(self) -> None:
-        """Shard, connect, call the user's function: once, and where it can be reported."""
-        if self._address is not None:
-            (self._source,) = (
-                p for p in _Graph(self._pipe).pipes.values() if type(p) is _Dispatched
-            )
-            self._source.connect(self._address, self._info.worker_id)
-        self._pipe = _shard_and_init(self._pipe, self._info, self._init_fn)
-        self._is_ready = True
-
-
-class _Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph; its items go on as they are, pickled."""
-
-    where = DISPATCHING
-
-    def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
-        super().__init__(pipe)
-
-    def _reset(self, epoch: _Epoch) -> DataPipe:
-        _seed_globals(epoch.seeds.generate_shared_seed)
-        set_datapipes_seed(list_dps(traverse_dps(self._pipe)), epoch.seeds, distributed_shared=True)
-        return self._pipe if epoch.reset_fn is None else _as_pipe(epoch.reset_fn(self._pipe), "…")
-
-    def items(self, start: int) -> Iterator[Any]:
-        return map(payload.dumps, super().items(start))
-
-
-def _seed_globals(draw: Callable[[], int]) -> None:
-    """Seed the generators that user code may draw from without a word."""
-    random.seed(draw())
-    torch.manual_seed(draw())
-    np.random.seed(draw() >> 32)  # noqa: NPY002 - it is the one that others draw from
-
-
-# ── exceptions ─────────────────────────────────────────────────────────────────────────────
-
-
-class _Verbatim(str):
-    """A text that a `KeyError` shows as it is."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-@contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Let an exception say in its text where it was raised, as users of torch know it."""
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "_cseq_where", None) is None:
-            error = _described(error, where)
-        raise error from None
-
-
-def _described(error: Exception, where: str) -> Exception:
-    """Make an exception of the same type, or a RuntimeError, whose text tells all."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    text = f"Caught {type(error).__name__} {where}.\nOriginal {''.join(lines)}"
-    made: Exception
-    try:
-        made = type(error)(_Verbatim(text) if isinstance(error, KeyError) else text)
-    except Exception:  # noqa: BLE001 - a constructor that wants something else
-        made = RuntimeError(text)
-    made._cseq_where = where  # type: ignore[attr-defined]
-    return made
-
-
-# ── from the dispatching process to the workers ────────────────────────────────────────────
-
-
-class _Dispatched(IterDataPipe):  # type: ignore[misc]
-    """In a worker: what the dispatching process makes for it."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self._connection: Connection[Any, Any] | None = None
-        self._turn: threading.Lock | None = None
-
-    def connect(self, address: str, worker: int) -> None:
-        """Call the relay in the main process."""
-        self._turn = threading.Lock()
-        self._connection = _call(address)
-        self._connection.send(worker)
-
-    def _ask(self, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
-        """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
-        assert self._turn is not None
-        assert self._connection is not None
-        with self._turn:
-            self._connection.send((epoch, position))
-            answer: tuple[list[bytes], bytes | None] = pickle.loads(self._connection.recv_bytes())
-        return answer
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, position = self.epoch, 0
-        while True:
-            items, error = self._ask(epoch, position)
-            for item in items:
-                position += 1
-                yield payload.loads(item)
-            if error is not None:
-                raise failure.unpack(error)
-            if not items:
-                return
-
-
-class _Relay:
-    """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
-
-    A thread for each worker sleeps on its connection. Whoever is asked for an item takes as many
-    from the stream as it needs to come to one for this worker; the others' wait for them to ask,
-    however many they are. A worker that asks for what was sent before has taken a dead one's
-    place: then the stream is begun again.
-    """
-
-    def __init__(self, streams: Streams, num_workers: int) -> None:
-        self._streams = streams
-        self._num_workers = num_workers
-        self._turn = threading.Lock()  # around the stream and all that is below
-        self._epoch: _Epoch | None = None
-        self._sent = [0] * num_workers
-        self._together = 0  # items that the next asking may look for beyond its first
-        self._next = 0  # the item that the stream comes to next
-        self._over = False
-        self._error: bytes | None = None
-        self._waiting: list[deque[bytes]] = []  # of each worker: from what was sent on
-        self._rewind()
-        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
-        self.address = os.path.join(self._folder, "relay")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
-        self._listener.listen(num_workers)
-        self._hangup, self._hung_up = socket.socketpair()
-        self._callers: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._run(self._accept)
-
-    def _run(self, target: Callable[..., None], *args: Any) -> None:
-        """Start a thread."""
-        thread = threading.Thread(target=target, args=args, name="cseq-relay", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        """Wait for workers to call."""
-        while self._hung_up not in wait([self._listener, self._hung_up]):
-            caller, _ = self._listener.accept()
-            self._callers.append(caller)
-            self._run(self._serve, caller)
-
-    def _serve(self, caller: socket.socket) -> None:
-        """Answer one worker until it is gone."""
-        connection = Connection(os.dup(caller.fileno()))
-        with connection, contextlib.suppress(EOFError, ConnectionError):
-            worker = connection.recv()
-            while True:
-                epoch, position = connection.recv()
-                answer = self._answer(worker, epoch, position)
-                connection.send_bytes(pickle.dumps(answer, protocol=5))
-
-    def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
-        """Return items of a worker from a position on, and what was raised behind them.
-
-        No items: there are no more, or the epoch is over.
-        """
-        with self._turn, contextlib.suppress(InterruptedError):
-            if self._epoch is not None and self._epoch.number == epoch:
-                if position < self._sent[worker]:
-                    self._replay()
-                self._sent[worker] = position
-                return self._collect(worker), self._error
-        return [], None
-
-    def _collect(self, worker: int) -> list[bytes]:
-        """Take all that there is for a worker, one item at least; more if that is quick."""
-        waiting = self._waiting[worker]
-        if not waiting:
-            begun = time.perf_counter()
-            while not waiting and self._pull():
-                pass
-            for _ in range(self._together * self._num_workers):
-                if time.perf_counter() - begun > QUICK or not self._pull():
-                    break
-            was_quick = time.perf_counter() - begun <= QUICK
-            self._together = min(2 * self._together + 1, MOST_TOGETHER) if was_quick else 0
-        items = list(waiting)
-        waiting.clear()
-        self._sent[worker] += len(items)
-        return items
-
-    def _pull(self) -> bool:
-        """Take an item from the stream and put it where its worker will ask; False: no more."""
-        if self._over:
-            return False
-        try:
-            item = self._streams.next(0)
-        except StopIteration:
-            self._over = True
-            return False
-        except InterruptedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it is raised where the item is asked for
-            self._over = True
-            self._error = failure.pack(_of_dispatching(error))
-            return False
-        owner, place = self._next % self._num_workers, self._next // self._num_workers
-        self._next += 1
-        if place >= self._sent[owner]:
-            self._waiting[owner].append(item)
-        return True
-
-    def _rewind(self) -> None:
-        """Be at the beginning of the stream."""
-        self._next = 0
-        self._over = False
-        self._error = None
-        self._waiting = [deque() for _ in range(self._num_workers)]
-
-    def _replay(self) -> None:
-        """Go through the epoch again; what others were sent is left out."""
-        self._rewind()
-        self._streams.begin([self._epoch])
-
-    def begin(self, epoch: _Epoch) -> None:
-        """Begin an epoch in the dispatching process."""
-        self.stop()
-        with self._turn:
-            self._rewind()
-            self._sent = [0] * self._num_workers
-            self._streams.begin([epoch])
-            self._epoch = epoch
-
-    def ask(self, verb: str, function: GraphFn | None) -> None:
-        """Have the dispatching process pause or resume."""
-        with self._turn:
-            self._streams.ask(verb, function, behind=True)
-
-    def stop(self) -> None:
-        """End the epoch: whoever waits or asks for an item of it is told that there are no more."""
-        self._epoch = None
-        self._streams.interrupt()
-
-    def close(self) -> None:
-        """End the dispatching process and the threads; the workers are gone already."""
-        self.stop()
-        self._hangup.send(b"!")  # closing it is no sign while forked processes have copies of it
-        _join(self._threads[:1])  # then nobody calls any more
-        for caller in self._callers:
-            with contextlib.suppress(OSError):  # it has hung up
-                caller.shutdown(socket.SHUT_RDWR)
-        _join(self._threads[1:])
-        for each in (self._listener, self._hangup, self._hung_up, *self._callers):
-            each.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._streams.close()
-
-
-def _join(threads: list[threading.Thread]) -> None:
-    """Wait for threads to end; garbage collection can strike in one of them."""
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
-
-
-def _short_folder() -> str | None:
-    """Where to put a socket: the usual folder, unless a socket's name would be too long there."""
-    return None if len(tempfile.gettempdir()) < MOST_FOLDER else "/tmp"
-
-
-def _call(address: str) -> Connection[Any, Any]:
-    """Connect to a relay."""
-    caller = socket.socket(socket.AF_UNIX)
-    try:
-        caller.connect(address)
-    except BaseException:
-        caller.close()
-        raise
-    return Connection(caller.detach())
-
-
-def _of_dispatching(error: Exception) -> Exception:
-    """Let the death of the dispatching process not look like that of a worker."""
-    if isinstance(error, WorkerDied):
-        error = WorkerDied(f"the dispatching process: {error}", exitcode=error.exitcode)
-        error._cseq_where = DISPATCHING  # type: ignore[attr-defined]
-    return error
-
-
 # ── in the main process ────────────────────────────────────────────────────────────────────
 
 
@@ -911,13 +331,13 @@ class _Engine:
             "timeout": service.timeout,
             "preload": [__name__],
         }
-        self._relay: _Relay | None = None
+        self._relay: Relay | None = None
         if dispatched is not None:
-            dispatcher = partial(_Dispatcher, dispatched)
+            dispatcher = partial(Dispatcher, dispatched)
             streams = Streams(dispatcher, 1, prefetch=workers * ahead, **options)
-            self._relay = _Relay(streams, workers)
+            self._relay = Relay(streams, workers)
         address = None if self._relay is None else self._relay.address
-        worker = partial(_Worker, root, service.worker_init_fn, service.worker_reset_fn, address)
+        worker = partial(Worker, root, service.worker_init_fn, service.worker_reset_fn, address)
         ahead += -(-service.main_prefetch_cnt // workers)
         try:
             self.streams = Streams(worker, workers, prefetch=ahead, **options)
@@ -930,10 +350,10 @@ class _Engine:
         """Begin an epoch in all processes."""
         self._number += 1
         if self._relay is not None:
-            self._relay.begin(_Epoch(self._number, seeds.spawn(0), reset_fn))
+            self._relay.begin(Epoch(self._number, seeds.spawn(0), reset_fn))
         self.streams.begin(
             [
-                _Epoch(self._number, seeds.spawn(worker), reset_fn)
+                Epoch(self._number, seeds.spawn(worker), reset_fn)
                 for worker in range(self.streams.num_workers)
             ]
         )

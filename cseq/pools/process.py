@@ -300,9 +300,10 @@ class ProcessPool:
         """Let a `next` that waits in another thread raise InterruptedError."""
         self.feed.interrupt()
 
-    def next(self) -> Any:
-        """Return the next batch."""
-        return self.feed.next()
+    @property
+    def next(self) -> Callable[[], Any]:
+        """Return the next batch: the feed's method, without a call in between."""
+        return self.feed.next
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""

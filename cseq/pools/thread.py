@@ -192,9 +192,10 @@ class ThreadPool:
         """Let a `next` that waits in another thread raise InterruptedError."""
         self.feed.interrupt()
 
-    def next(self) -> Any:
-        """Return the next batch."""
-        return self.feed.next()
+    @property
+    def next(self) -> Callable[[], Any]:
+        """Return the next batch: the feed's method, without a call in between."""
+        return self.feed.next
 
     def close(self) -> None:
         """Close the ring and wait for the threads."""

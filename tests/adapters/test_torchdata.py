@@ -10,6 +10,8 @@ import os
 import pickle
 import random
 import signal
+import socket
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
+from cseq.adapters import _torchdata_relay as relay  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
 
 if TYPE_CHECKING:
@@ -749,9 +752,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_no_orphans(run_script: RunScript) -> None:
-    """When the main process is killed, all others go, even if they are busy."""
-    assert run_script(ORPHANS).returncode == -signal.SIGKILL  # and nobody holds its output
+def test_no_orphans(run_script: RunScript, tmp_path: Path) -> None:
+    """When the main process is killed, all others go, even if they are busy; no file is left."""
+    done = run_script(ORPHANS, TMPDIR=str(tmp_path))
+    assert done.returncode == -signal.SIGKILL  # and nobody holds its output
+    if sys.platform == "linux":
+        assert not [name for name in os.listdir(tmp_path) if name.startswith("cseq-")]
 
 
 AT_EXIT = """
@@ -1027,3 +1033,13 @@ def test_workers_use_one_thread() -> None:
     """In a worker torch uses one thread, so that many workers do not get in each other's way."""
     with loader(numbers(2).map(threads)) as loaded:
         assert list(loaded) == [1, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the socket lies in a folder of ours")
+def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another user that finds the relay's name is turned away."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert relay._is_ours(ours)
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+        assert not relay._is_ours(ours)

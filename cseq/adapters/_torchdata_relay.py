@@ -1,0 +1,275 @@
+"""From the dispatching process to the workers, by way of the main process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+from cseq import failure, payload
+from cseq.adapters._torchdata_library import (
+    Epoch,
+    IterDataPipe,
+)
+from cseq.errors import WorkerDied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cseq.adapters._torchdata_library import GraphFn
+    from cseq.stream import Streams
+
+QUICK = 0.0005  # seconds in which a relay looks for more items to send along
+MOST_FOLDER = 72  # characters: macOS takes 103 for the name of a socket
+MOST_TOGETHER = 64  # items that a relay sends in one message
+DISPATCHING = "in dispatching process"
+
+
+class Dispatched(IterDataPipe):  # type: ignore[misc]
+    """In a worker: what the dispatching process makes for it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._connection: Connection[Any, Any] | None = None
+        self._turn: threading.Lock | None = None
+
+    def connect(self, address: str, worker: int) -> None:
+        """Call the relay in the main process."""
+        self._turn = threading.Lock()
+        self._connection = _call(address)
+        self._connection.send(worker)
+
+    def _ask(self, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
+        """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
+        assert self._turn is not None
+        assert self._connection is not None
+        with self._turn:
+            self._connection.send((epoch, position))
+            answer: tuple[list[bytes], bytes | None] = pickle.loads(self._connection.recv_bytes())
+        return answer
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, position = self.epoch, 0
+        while True:
+            items, error = self._ask(epoch, position)
+            for item in items:
+                position += 1
+                yield payload.loads(item)
+            if error is not None:
+                raise failure.unpack(error)
+            if not items:
+                return
+
+
+class Relay:
+    """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
+
+    A thread for each worker sleeps on its connection. Whoever is asked for an item takes as many
+    from the stream as it needs to come to one for this worker; the others' wait for them to ask,
+    however many they are. A worker that asks for what was sent before has taken a dead one's
+    place: then the stream is begun again.
+    """
+
+    def __init__(self, streams: Streams, num_workers: int) -> None:
+        self._streams = streams
+        self._num_workers = num_workers
+        self._turn = threading.Lock()  # around the stream and all that is below
+        self._epoch: Epoch | None = None
+        self._sent = [0] * num_workers
+        self._together = 0  # items that the next asking may look for beyond its first
+        self._next = 0  # the item that the stream comes to next
+        self._over = False
+        self._error: bytes | None = None
+        self._waiting: list[deque[bytes]] = []  # of each worker: from what was sent on
+        self._rewind()
+        self._folder: str | None = None
+        self.address = self._make_address()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen(num_workers)
+        self._hangup, self._hung_up = socket.socketpair()
+        self._callers: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    def _make_address(self) -> str:
+        """Find a name for a socket: on Linux one that is in no folder, so that nothing is left."""
+        if sys.platform == "linux":
+            return f"\0cseq-{os.urandom(16).hex()}"
+        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
+        return os.path.join(self._folder, "relay")
+
+    def _run(self, target: Callable[..., None], *args: Any) -> None:
+        """Start a thread."""
+        thread = threading.Thread(target=target, args=args, name="cseq-relay", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        """Wait for workers to call."""
+        while self._hung_up not in wait([self._listener, self._hung_up]):
+            caller, _ = self._listener.accept()
+            if not _is_ours(caller):
+                caller.close()
+                continue
+            self._callers.append(caller)
+            self._run(self._serve, caller)
+
+    def _serve(self, caller: socket.socket) -> None:
+        """Answer one worker until it is gone."""
+        connection = Connection(os.dup(caller.fileno()))
+        with connection, contextlib.suppress(EOFError, ConnectionError):
+            worker = connection.recv()
+            while True:
+                epoch, position = connection.recv()
+                answer = self._answer(worker, epoch, position)
+                connection.send_bytes(pickle.dumps(answer, protocol=5))
+
+    def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
+        """Return items of a worker from a position on, and what was raised behind them.
+
+        No items: there are no more, or the epoch is over.
+        """
+        with self._turn, contextlib.suppress(InterruptedError):
+            if self._epoch is not None and self._epoch.number == epoch:
+                if position < self._sent[worker]:
+                    self._replay()
+                self._sent[worker] = position
+                return self._collect(worker), self._error
+        return [], None
+
+    def _collect(self, worker: int) -> list[bytes]:
+        """Take all that there is for a worker, one item at least; more if that is quick."""
+        waiting = self._waiting[worker]
+        if not waiting:
+            begun = time.perf_counter()
+            while not waiting and self._pull():
+                pass
+            for _ in range(self._together * self._num_workers):
+                if time.perf_counter() - begun > QUICK or not self._pull():
+                    break
+            was_quick = time.perf_counter() - begun <= QUICK
+            self._together = min(2 * self._together + 1, MOST_TOGETHER) if was_quick else 0
+        items = list(waiting)
+        waiting.clear()
+        self._sent[worker] += len(items)
+        return items
+
+    def _pull(self) -> bool:
+        """Take an item from the stream and put it where its worker will ask; False: no more."""
+        if self._over:
+            return False
+        try:
+            item = self._streams.next(0)
+        except StopIteration:
+            self._over = True
+            return False
+        except InterruptedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is raised where the item is asked for
+            self._over = True
+            self._error = failure.pack(_of_dispatching(error))
+            return False
+        owner, place = self._next % self._num_workers, self._next // self._num_workers
+        self._next += 1
+        if place >= self._sent[owner]:
+            self._waiting[owner].append(item)
+        return True
+
+    def _rewind(self) -> None:
+        """Be at the beginning of the stream."""
+        self._next = 0
+        self._over = False
+        self._error = None
+        self._waiting = [deque() for _ in range(self._num_workers)]
+
+    def _replay(self) -> None:
+        """Go through the epoch again; what others were sent is left out."""
+        self._rewind()
+        self._streams.begin([self._epoch])
+
+    def begin(self, epoch: Epoch) -> None:
+        """Begin an epoch in the dispatching process."""
+        self.stop()
+        with self._turn:
+            self._rewind()
+            self._sent = [0] * self._num_workers
+            self._streams.begin([epoch])
+            self._epoch = epoch
+
+    def ask(self, verb: str, function: GraphFn | None) -> None:
+        """Have the dispatching process pause or resume."""
+        with self._turn:
+            self._streams.ask(verb, function, behind=True)
+
+    def stop(self) -> None:
+        """End the epoch: whoever waits or asks for an item of it is told that there are no more."""
+        self._epoch = None
+        self._streams.interrupt()
+
+    def close(self) -> None:
+        """End the dispatching process and the threads; the workers are gone already."""
+        self.stop()
+        self._hangup.send(b"!")  # closing it is no sign while forked processes have copies of it
+        _join(self._threads[:1])  # then nobody calls any more
+        for caller in self._callers:
+            with contextlib.suppress(OSError):  # it has hung up
+                caller.shutdown(socket.SHUT_RDWR)
+        _join(self._threads[1:])
+        for each in (self._listener, self._hangup, self._hung_up, *self._callers):
+            each.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._streams.close()
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    """Wait for threads to end; garbage collection can strike in one of them."""
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _short_folder() -> str | None:
+    """Where to put a socket: the usual folder, unless a socket's name would be too long there."""
+    return None if len(tempfile.gettempdir()) < MOST_FOLDER else "/tmp"
+
+
+def _is_ours(caller: socket.socket) -> bool:
+    """Whether the same user calls: a name that is in no folder is open to all."""
+    if sys.platform != "linux":
+        return True
+    format_ = struct.Struct("3i")  # process, user, group
+    _, user, _ = format_.unpack(
+        caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, format_.size)
+    )
+    return bool(user == os.getuid())
+
+
+def _call(address: str) -> Connection[Any, Any]:
+    """Connect to a relay."""
+    caller = socket.socket(socket.AF_UNIX)
+    try:
+        caller.connect(address)
+    except BaseException:
+        caller.close()
+        raise
+    return Connection(caller.detach())
+
+
+def _of_dispatching(error: Exception) -> Exception:
+    """Let the death of the dispatching process not look like that of a worker."""
+    if isinstance(error, WorkerDied):
+        error = WorkerDied(f"the dispatching process: {error}", exitcode=error.exitcode)
+        error._cseq_where = DISPATCHING  # type: ignore[attr-defined]
+    return error
