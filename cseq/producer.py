@@ -244,6 +244,8 @@ class Making:
     def _lay(self, item: Any) -> tuple[int, ...]:
         """Lay an item behind the others, as if it lay at the beginning of a slot."""
         scratch, writer = self._scratch, self._writer
+        if type(item) is bytearray:  # one piece, and read as one, wherever it lies
+            return 0, *codec.encode(item, writer)
         scratch.clear()
         record = codec.encode(item, scratch)
         offset = writer.place(scratch.used)
@@ -281,5 +283,6 @@ def parse(memory: Memory, record: tuple[int, ...]) -> list[Any]:
     items = []
     for at in range(0, len(words), ENTRY_WORDS):
         entry = words[at + 1 : at + ENTRY_WORDS]
-        items.append(codec.decode(copy_of(memory, codec.used(entry), words[at]), entry))
+        own = copy_of(memory, codec.used(entry), words[at]) if entry[1] else memory
+        items.append(codec.decode(own, entry))
     return items

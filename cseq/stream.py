@@ -221,8 +221,10 @@ class Streams:
         """
         run = self._run
         with run.turn:
-            self._check_present(run)
-            return run.pool.next(self._number(worker))
+            if run.present != self._present or not 0 <= worker < run.pool.num_workers:
+                self._check_present(run)
+                self._number(worker)
+            return run.pool.next(worker)
 
     def __iter__(self) -> Iterator[Any]:
         """Go round the workers, one item of each, leaving out those that have no more."""
