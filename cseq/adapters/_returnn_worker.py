@@ -243,7 +243,7 @@ class Producer:
                 yield self._loaded(number)
             number += 1
 
-    def _load(self, number: int, length: int | float | None) -> bool:
+    def _load(self, number: int, length: float | None) -> bool:
         """Load a sequence, if there is one of this number."""
         if self._serial is None:  # the epoch was finished
             return False
