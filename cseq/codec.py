@@ -11,7 +11,7 @@ tensors, numpy's scalars and long bytes lie in the slot as they are; all other l
 *Structure* says what containers, types and orders there are: a pickle, made and read anew only
 when it changes. *Layout* says where the arrays begin and their shapes: integers. *Objects* are
 the other leaves: one pickle. All of it lies in the slot, so a batch can be read without knowing
-any other batch, whichever worker wrote it.
+any other batch, whichever worker wrote it. A `bytearray` alone has neither structure nor layout.
 
 The guarantee: what is read equals what was written, types and bits, and can be written to. Arrays
 arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
@@ -470,6 +470,10 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
                 copyto(memory.view(*view), batch, "unsafe")
             memory.store_bytes(record[0], blob)
             return record
+    if type(batch) is bytearray:
+        offset = writer.place(len(batch))
+        writer.memory.store_bytes(offset, batch)
+        return Record(offset, 0, 0, len(batch))
     return _encode(batch, writer, cast)
 
 
@@ -723,6 +727,8 @@ def decode(memory: Memory, record: Sequence[int]) -> Any:
     IndexError
         If the record does not fit the memory.
     """
+    if not record[1]:
+        return bytearray(memory.load_bytes(record[0], record[3]))
     blob = memory.load_bytes(record[0], record[1] + record[2])
     if blob == ALONE:
         return _load_objects(memory, record[0] + len(blob), record[3])[0]

@@ -216,9 +216,9 @@ class Making:
         An exception behind the first of them is laid down like an item.
         """
         table = array("q")
-        made = flags = slowest = 0
+        made = flags = 0
+        begun = now_ns()
         while made < count and not flags:
-            begun = now_ns()
             try:
                 item = next(items, _END)
                 if item is _END:
@@ -232,19 +232,20 @@ class Making:
                 flags = ENDED | BROKEN
                 break
             made += 1
-            slowest = max(slowest, now_ns() - begun)
         self._at += made
         if flags:
             self._end(self._epoch)
         writer, nbytes = self._writer, len(table) * table.itemsize
         offset = writer.place(nbytes)
         writer.memory.store_bytes(offset, table.tobytes())
-        record = (offset, nbytes, 0, 0, slowest, made << 2 | flags)
+        record = (offset, nbytes, 0, 0, now_ns() - begun, made << 2 | flags)
         seat.publish(BATCH, record, writer.capacity)
 
     def _lay(self, item: Any) -> tuple[int, ...]:
         """Lay an item behind the others, as if it lay at the beginning of a slot."""
         scratch, writer = self._scratch, self._writer
+        if type(item) is bytearray:  # one piece, and read as one, wherever it lies
+            return 0, *codec.encode(item, writer)
         scratch.clear()
         record = codec.encode(item, scratch)
         offset = writer.place(scratch.used)
@@ -282,5 +283,6 @@ def parse(memory: Memory, record: tuple[int, ...]) -> list[Any]:
     items = []
     for at in range(0, len(words), ENTRY_WORDS):
         entry = words[at + 1 : at + ENTRY_WORDS]
-        items.append(codec.decode(copy_of(memory, codec.used(entry), words[at]), entry))
+        own = copy_of(memory, codec.used(entry), words[at]) if entry[1] else memory
+        items.append(codec.decode(own, entry))
     return items

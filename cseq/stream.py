@@ -59,7 +59,7 @@ __all__ = ["Producer", "Streams"]
 MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
 TICKET_BYTES = 1 << 16  # what a ticket of several items should take at most
-TICKET_NS = 500_000  # and how long it should
+TICKET_NS = 2_000_000  # and how long it should
 TICKETS = 1 << 40  # numbers of tickets
 AHEAD = 1 << 38  # how far a call's number lies before those of items, which it overtakes
 NEVER = 2**32 - 1
@@ -221,8 +221,10 @@ class Streams:
         """
         run = self._run
         with run.turn:
-            self._check_present(run)
-            return run.pool.next(self._number(worker))
+            if run.present != self._present or not 0 <= worker < run.pool.num_workers:
+                self._check_present(run)
+                self._number(worker)
+            return run.pool.next(worker)
 
     def __iter__(self) -> Iterator[Any]:
         """Go round the workers, one item of each, leaving out those that have no more."""
@@ -354,10 +356,11 @@ class Stream:
         self.tickets.clear()
         self.ready.clear()
 
-    def adapt(self, made: int, nbytes: int, slowest: int, most: int) -> None:
+    def adapt(self, made: int, nbytes: int, ns: int, most: int) -> None:
         """Choose how many items the next ticket asks for, from how the last one went."""
-        self.quick = slowest < TICKET_NS
-        fit = min(TICKET_BYTES * made // max(nbytes, 1), TICKET_NS // max(slowest, 1))
+        fit = TICKET_NS * made // max(ns, 1)
+        self.quick = fit > 0
+        fit = min(fit, TICKET_BYTES * made // max(nbytes, 1))
         self.count = max(1, min(2 * self.count, fit, most))
 
 

@@ -554,6 +554,20 @@ def test_read_only_buffers_stay_so() -> None:
     assert not copied(Plain(array)).array.flags.writeable
 
 
+@pytest.mark.parametrize("size", [0, 1, 100, 10_000])
+def test_a_bytearray_alone_lies_as_it_is(writer: Writer, size: int) -> None:
+    """Its bytes are all that is laid down for it, and it comes out as what it was."""
+    writer.place(5)
+    data = bytearray(range(256)) * (size // 256 + 1)
+    del data[size:]
+    record = encode(data, writer)
+    assert record == (64, 0, 0, size)
+    read = decode(writer.memory, record)
+    assert type(read) is bytearray
+    assert read == data
+    read.append(1)
+
+
 def test_long_bytes_are_not_pickled(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long bytes are copied once each way."""
     data = os.urandom(codec.LONG)

@@ -739,6 +739,23 @@ class Large(Numbers):
         return self.number, k, np.full(1 << 17, 10 * k + self.number)
 
 
+class Pieces(Numbers):
+    """Items that adapters pack themselves, among others."""
+
+    def item(self, k: int) -> Any:
+        return bytearray(b"%d" % k * (k % 9)) if k % 5 else [k]
+
+
+def test_pieces_of_bytes_are_the_loop_s_own() -> None:
+    """A bytearray arrives as one, with other items or alone, and can be changed."""
+    for prefetch in (1, 100):
+        with streams(Pieces, 1, prefetch=prefetch) as s:
+            s.begin([300])
+            for k, item in enumerate(s):
+                assert item == Pieces(0, 1).item(k)
+                item.append(1)
+
+
 class Reused(Numbers):
     """Yields the same buffers again and again, written to anew."""
 

@@ -236,25 +236,23 @@ class Producer:
         A dataset that knows its length can begin anywhere. One that is a stream goes through what
         is not wanted as well; so does a `PostprocessingDataset`, in any case.
         """
-        leaps = self._length(self._dataset) is not None and not self._dice.in_order
-        number = start if leaps else 0
-        while self._load(number):
+        length = self._length(self._dataset)
+        number = 0 if length is None or self._dice.in_order else start
+        while self._load(number, length):
             if number >= start:
                 yield self._loaded(number)
             number += 1
 
-    def _load(self, number: int) -> bool:
+    def _load(self, number: int, length: float | None) -> bool:
         """Load a sequence, if there is one of this number."""
         if self._serial is None:  # the epoch was finished
             return False
-        dataset = self._dataset
-        length = self._length(dataset)
         if length is not None and number >= length:
             return False
         self._dice.roll(number, self._place(number, known=length is not None))
         if length is None and not self._reaches(number):
             return False
-        dataset.load_seqs(number, number + 1)
+        self._dataset.load_seqs(number, number + 1)
         return True
 
     def _reaches(self, number: int) -> bool:
@@ -411,29 +409,39 @@ _read_layouts: dict[bytes, Layout] = {}
 
 
 def pack(tag: str, fraction: float | None, data: dict[str, Any]) -> Any:
-    """Put a small sequence into one array of bytes; leave a large or an unusual one as it is."""
+    """Put a small sequence into one piece of bytes; leave a large or an unusual one as it is."""
+    known: list[Any] = []
+    shape: tuple[int, ...] = ()
     nbytes = 0
-    for array in data.values():
-        nbytes += array.nbytes
-        plain = type(array) is np.ndarray and array.dtype.kind in NUMBERS
-        if not plain or nbytes > SMALL or not array.flags.c_contiguous:
+    for key, array in data.items():
+        if type(array) is not np.ndarray or array.dtype.kind not in NUMBERS:
             return tag, fraction, data
-    known = tuple((key, array.dtype, array.ndim) for key, array in data.items())
-    layout, shapes = _packed_layouts.get(known) or _pack_layout(known)
+        nbytes += array.nbytes
+        known += key, array.dtype, array.ndim
+        shape += array.shape
+    if nbytes > SMALL:
+        return tag, fraction, data
+    layout, shapes = _packed_layouts.get(tuple(known)) or _pack_layout(tuple(known))
     name = tag.encode("utf-8", "surrogatepass")
     head = HEAD.pack(len(layout), len(name), np.nan if fraction is None else fraction)
-    parts = [head, layout, shapes.pack(*(n for array in data.values() for n in array.shape)), name]
+    parts = [head, layout, shapes.pack(*shape), name]
     parts.append(PADDING[(HEAD.size + len(layout) + shapes.size + len(name)) % 16])
     for array in data.values():
-        parts += (array.tobytes(), PADDING[array.nbytes % 16])
-    return np.frombuffer(b"".join(parts), np.uint8)
+        parts += array.tobytes(), PADDING[array.nbytes % 16]
+    return bytearray().join(parts)
 
 
 def _pack_layout(known: tuple[Any, ...]) -> tuple[bytes, struct.Struct]:
     """Describe keys, types and dimensions."""
-    shapes = struct.Struct(f"<{sum(ndim for _, _, ndim in known)}q")
-    layout = _packed_layouts[known] = pickle.dumps(known), shapes
+    entries = [known[at : at + 3] for at in range(0, len(known), 3)]
+    pickled = pickle.dumps(entries)
+    layout = _packed_layouts[known] = pickled, _shapes(entries)
     return layout
+
+
+def _shapes(entries: Sequence[tuple[str, np.dtype[Any], int]]) -> struct.Struct:
+    """Say how the shapes of all data are written."""
+    return struct.Struct(f"<{sum(ndim for _, _, ndim in entries)}q")
 
 
 def unpack(item: Any) -> tuple[str, float | None, dict[str, Any]]:
@@ -442,11 +450,11 @@ def unpack(item: Any) -> tuple[str, float | None, dict[str, Any]]:
         return item
     of_layout, of_name, fraction = HEAD.unpack_from(item)
     at = HEAD.size + of_layout
-    layout = item[HEAD.size : at].tobytes()
+    layout = bytes(item[HEAD.size : at])
     shapes, entries = _read_layouts.get(layout) or _read_layout(layout)
     shape = shapes.unpack_from(item, at)
     at += shapes.size
-    tag = item[at : at + of_name].tobytes().decode("utf-8", "surrogatepass")
+    tag = item[at : at + of_name].decode("utf-8", "surrogatepass")
     at += of_name
     data, used = {}, 0
     for key, dtype, ndim in entries:
@@ -459,9 +467,8 @@ def unpack(item: Any) -> tuple[str, float | None, dict[str, Any]]:
 
 def _read_layout(layout: bytes) -> Layout:
     """Read what `_pack_layout` has written."""
-    entries = list(pickle.loads(layout))
-    shapes = struct.Struct(f"<{sum(ndim for _, _, ndim in entries)}q")
-    read = _read_layouts[layout] = shapes, entries
+    entries = pickle.loads(layout)
+    read = _read_layouts[layout] = _shapes(entries), entries
     return read
 
 

@@ -457,9 +457,12 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
                 continue
             tag, fraction, features = taken
             if fraction is not None:
-                fraction = self._complete = max(self._complete, fraction)
+                if fraction > self._complete:
+                    self._complete = fraction
+                fraction = self._complete
+            frames = self._frames
             for key, value in features.items():
-                self._frames[key] = self._frames.get(key, 0) + (len(value) if value.ndim else 1)
+                frames[key] = frames.get(key, 0) + (len(value) if value.ndim else 1)
             self._taken += 1
             self.reached_final_seq = self._taken == self._num_seqs
             if self._taken > seq_idx:
@@ -484,7 +487,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
                 "begin another one with init_seq_order"
             )
         turns = self._turns
-        if turns is None or self._streams is None or not self._is_running():
+        if turns is None or self._streams is None or self._home != os.getpid():
             raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
         while turns:
             try:
