@@ -10,7 +10,7 @@ from harness.report import short
 WIDTH = 880
 COLUMNS = 2
 PANEL = WIDTH // COLUMNS
-LABEL = 190  # width of the names
+LABEL = 206  # width of the names
 BAR = 140  # width of the longest bar
 LINE = 20
 HEAD = 48  # height of a panel's title and unit
