@@ -73,6 +73,18 @@ class Stage:
         if self.ring.depths()[0]:
             self.finish(self.claim())
 
+    def interrupt_next(self) -> None:
+        """Let Ctrl-C come while the next batch is taken out."""
+        collect = self.edge.collect
+
+        def interrupted(*args: Any) -> Any:
+            self.edge.collect = collect  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        self.edge.collect = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            self.feed.next()
+
     def drain(self) -> list[list[int]]:
         """Take all batches that are left."""
         batches = []
@@ -256,20 +268,10 @@ def test_an_exception_on_the_way_out_loses_nothing() -> None:
     """A batch whose taking out is interrupted (by Ctrl-C, say) comes out with the next call."""
     stage = Stage()
     stage.feed.begin(0)
-    collect = stage.edge.collect
-
-    def interrupted(*args: Any) -> Any:
-        stage.edge.collect = collect  # type: ignore[method-assign]
-        raise KeyboardInterrupt
-
-    stage.edge.collect = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        stage.feed.next()
+    stage.interrupt_next()
     assert stage.drain() == PAIRS
-    stage.edge.collect = interrupted  # type: ignore[method-assign]
     stage.feed.begin(1)
-    with pytest.raises(KeyboardInterrupt):
-        stage.feed.next()
+    stage.interrupt_next()
     stage.feed.begin(2)  # or it is given up with its epoch
     assert stage.drain() == PAIRS
 
@@ -278,15 +280,7 @@ def test_an_exception_on_the_way_out_unordered() -> None:
     """Without an order nobody can say what is left: an error says so, until the next epoch."""
     stage = Stage(ordered=False)
     stage.feed.begin(0)
-    collect = stage.edge.collect
-
-    def interrupted(*args: Any) -> Any:
-        stage.edge.collect = collect  # type: ignore[method-assign]
-        raise KeyboardInterrupt
-
-    stage.edge.collect = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        stage.feed.next()
+    stage.interrupt_next()
     for _ in range(2):
         with pytest.raises(InterruptedError, match="ordered=False"):
             stage.feed.next()

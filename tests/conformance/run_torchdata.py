@@ -13,13 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from suite import BUILD, run
+
 TAG = "v0.9.0"
 REPOSITORY = "https://github.com/pytorch/data.git"
 TESTS = ["test_mprs.py", "test_dataloader2.py", "test_random.py"]
 SECONDS = 120  # that one test may take
 
-HERE = Path(__file__).resolve().parent
-FOLDER = HERE.parents[1] / "build" / "conformance" / f"torchdata-{TAG}"
+FOLDER = BUILD / f"torchdata-{TAG}"
 
 
 def sources() -> Path:
@@ -34,21 +35,10 @@ def sources() -> Path:
 
 def main() -> int:
     """Run the tests as many times as the argument says."""
-    times = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    paths = [str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     # Under no settings at all: ours would make warnings errors.
     options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
-    options += ["-p", "torchdata_plugin", "-p", "no:cacheprovider"]
     tests = [f"dataloader2/{name}" for name in TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", *options, *tests]
-    failed = 0
-    for number in range(times):
-        print(f"torchdata {TAG}, run {number + 1} of {times}", flush=True)
-        done = subprocess.run(command, cwd=sources() / "test", env=environment, check=False)
-        failed += done.returncode != 0
-    print(f"{times - failed} of {times} runs passed")
-    return int(failed > 0)
+    return run(f"torchdata {TAG}", sources() / "test", [*options, "-p", "torchdata_plugin", *tests])
 
 
 if __name__ == "__main__":
