@@ -515,11 +515,6 @@ cdef class Placement:
         place_here.used = nbytes
 
     @property
-    def aimed(self):
-        """Whether allocations are looked at."""
-        return bool(place_here.aimed)
-
-    @property
     def live(self):
         """Arrays that lie in the slot."""
         return place_here.at.live

@@ -530,7 +530,7 @@ class Arena:
             If there is no room for the copy, or for a mapping; the slot stays taken then.
         """
         if used > SMALL:
-            mapping = self._map(slot, capacity)
+            mapping = self.look(slot, capacity)
             if self._may_lease(mapping.nbytes):
                 return self._slots.lease(slot, mapping)
             self._count_copy()
@@ -542,7 +542,7 @@ class Arena:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
         return copy_of(self.look(slot, capacity), used)
 
-    def look(self, slot: int, capacity: int) -> Memory:
+    def look(self, slot: int, capacity: int) -> Mapping:
         """Get the memory of a taken slot itself, for as long as it stays taken."""
         mapping = self._mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
@@ -573,18 +573,15 @@ class Arena:
         self._capacity[slot] = FIRST
 
     def _map(self, slot: int, capacity: int) -> Mapping:
-        """Map all of a slot that is committed; made anew when it has grown."""
-        if capacity > self._capacity[slot]:
-            self._capacity[slot] = capacity
-        mapping = self._mapped.get(slot)
-        if mapping is None or mapping.nbytes < capacity:
-            segment = self.segment
-            if mapping is not None and self._locks is not None:
-                self._locks.unregister(mapping)  # its last batch is gone, or it were not taken
-            mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
-            if self._locks is not None:
-                self._locks.register(mapping)
-            self._mapped[slot] = mapping
+        """Map all of a slot that is committed, in the place of what was mapped before it grew."""
+        self._capacity[slot] = max(capacity, self._capacity[slot])
+        segment, before = self.segment, self._mapped.get(slot)
+        if before is not None and self._locks is not None:
+            self._locks.unregister(before)  # its last batch is gone, or it were not taken
+        mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
+        if self._locks is not None:
+            self._locks.register(mapping)
+        self._mapped[slot] = mapping
         return mapping
 
     def _may_lease(self, nbytes: int) -> bool:
