@@ -581,7 +581,8 @@ sys.stdout.flush()
 sys.stdout.buffer.write(pickle.dumps(batch))
 '''
 done = subprocess.run(
-    [sys.executable, "-c", code, str(file.fd)], pass_fds=[file.fd], stdout=subprocess.PIPE, check=True
+    [sys.executable, "-c", code, str(file.fd)],
+    pass_fds=[file.fd], stdout=subprocess.PIPE, check=True,
 )
 line, back = done.stdout.split(b"\\n", 1)
 print(made.by_value, line.decode(), type(payload.loads(back)) is Batch)
