@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from cseq._core import Exchange
     from cseq.converter import Output
     from cseq.sampler import Sampler
     from cseq.stats import Stats
@@ -95,6 +96,10 @@ class Pool(Protocol):
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The short way of `next`, for batches that can go it."""
 
     def next(self) -> Any:
         """Return the next batch, or raise StopIteration at the end of the epoch."""

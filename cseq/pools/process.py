@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from cseq._core import Exchange
     from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
@@ -303,6 +304,11 @@ class ProcessPool:
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError."""
         self.feed.interrupt()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The feed's short way."""
+        return self.feed.exchange
 
     @property
     def next(self) -> Callable[[], Any]:
