@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dis
 import gc
+import itertools
 import logging
 import os
 import select
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import exports as exporting
 import numpy as np
 import pytest
+from interrupting import interrupted
 
 import cseq
 from cseq import converter
@@ -140,7 +141,7 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
             got += digest([batch])
             if number % 10 == 5:
                 for owner in (1, 2, 3):
-                    pid = m._run.pool._keeper.pid(owner)  # type: ignore[union-attr]
+                    pid = m._run.pool._staff._keeper.pid(owner)  # type: ignore[union-attr]
                     if pid:
                         os.kill(pid, signal.SIGKILL)
         assert got == reference()
@@ -350,7 +351,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
         pool = m._run.pool  # type: ignore[union-attr]
         if kind == "proc":
             for owner in range(1, 5):  # spares the test the patience of finish()
-                pool._keeper.kill(owner)  # type: ignore[attr-defined]
+                pool._staff._keeper.kill(owner)  # type: ignore[attr-defined]
     assert "epoch 0, batch 0" in str(caught.value)
 
 
@@ -398,7 +399,7 @@ def test_a_dead_converter_is_replaced() -> None:
         for number, batch in enumerate(m):
             got += digest([batch])
             if number in (3, 20):
-                pid = m._run.pool._keeper.pid(4)  # type: ignore[union-attr]
+                pid = m._run.pool._staff._keeper.pid(4)  # type: ignore[union-attr]
                 if pid:
                     os.kill(pid, signal.SIGKILL)
         assert m.stats().restarts >= 1
@@ -543,6 +544,7 @@ ORPHANS = """
 import os, signal, sys
 from pathlib import Path
 import pytest
+from interrupting import interrupted
 import cseq
 import exports
 import test_adversity as t
@@ -640,42 +642,36 @@ def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -
     assert done.stdout.startswith("True"), done.stdout
 
 
-class Interrupting:
-    """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
+START = [("MPSequence", "fork", 1), ("MPSequence", "forkserver", 5), ("MTSequence", None, 1)]
 
-    The interpreter runs signal handlers after a call, at the beginning of a function and where a
-    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
-    """
 
-    PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+@pytest.mark.skipif(os.name == "nt", reason="worker processes need descriptors over sockets")
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
+@pytest.mark.parametrize("verb", ["start", "finish"])
+@pytest.mark.parametrize(("kind", "method", "step"), START)
+def test_ctrl_c_anywhere_in_start_and_finish(
+    verb: str, kind: str, method: str | None, step: int
+) -> None:
+    """Wherever in `start` or `finish` a signal handler raises: nothing is left, both work again."""
+    options = {"start_method": method} if method else {}
+    hits = 0
+    for countdown in itertools.count(1, step):
+        m = getattr(cseq, kind)(np.arange(8), 8, out_type="null", num_workers=2, **options)
+        if verb == "finish":
+            m.start()
+        with interrupted(countdown) as struck:
+            getattr(m, verb)()
+        hits += struck.is_set()
+        if struck.is_set() and countdown % 2:
+            m.finish()
+        elif not struck.is_set():
+            break
+    assert len(list(m.start())) == 1
+    m.finish()
+    assert hits * step > 20
 
-    FILES = tuple(
-        str(Path(cseq.__file__).parent / name)
-        for name in (
-            "feed.py",
-            "edge.py",
-            "arena.py",
-            "codec.py",
-            "pools/process.py",
-            "pools/thread.py",
-        )
-    )
 
-    def __init__(self, countdown: int) -> None:
-        self.countdown = countdown
-        self.before = ""  # the instruction that was done last
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self.FILES):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            before, self.before = self.before, dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            self.countdown -= before.startswith(self.PLACES)
-            if self.countdown == 0:
-                self.countdown = -1
-                raise KeyboardInterrupt
-        return self
+TAKING = ("feed.py", "edge.py", "arena.py", "codec.py", "pools/process.py", "pools/thread.py")
 
 
 @pytest.mark.parametrize("kind", ["proc", "thread"])
@@ -692,14 +688,9 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool) -> Non
         for countdown in range(1, 80):
             iterator = iter(m)
             got = [next(iterator)[0]]
-            hit = False
-            sys.settrace(Interrupting(countdown))
-            try:
+            with interrupted(countdown, *TAKING) as struck:
                 got.append(next(iterator)[0])
-            except KeyboardInterrupt:
-                hit = True
-            finally:
-                sys.settrace(None)
+            hit = struck.is_set()
             delivered = m.state_dict()["consumed"] // 10
             if delivered == 2 and hit:  # it was on its way back to the loop
                 got.append(10)
