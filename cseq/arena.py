@@ -23,7 +23,7 @@ import operator
 import os
 import re
 import weakref
-from pathlib import Path
+from os.path import join  # pathlib is slow to import, and every start waits for it
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 Array: TypeAlias = np.ndarray[Any, Any]
+Folder: TypeAlias = "str | os.PathLike[str]"
 
 logger = logging.getLogger("cseq")
 
@@ -66,7 +67,7 @@ CHECK = 32 * MIB  # committed after one look at the free memory; the look takes 
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
 
-ROOT = Path("/")
+ROOT = "/"
 # Files of a control group: of the limit of its memory, and of what it has taken.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
@@ -640,27 +641,27 @@ def _parse_size(text: str) -> int:
     return int(number * _UNITS[match[2]])
 
 
-def default_memory_limit(root: Path = ROOT) -> int:
+def default_memory_limit(root: Folder = ROOT) -> int:
     """Take a quarter of the memory that this process may use, in bytes.
 
     Parameters
     ----------
-    root : Path
+    root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    groups = [_number(group / limit) for group, limit in _groups(root)]
+    groups = [_number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in groups if limit is not None)]) // 4
 
 
-def available_memory(root: Path = ROOT) -> int | None:
+def available_memory(root: Folder = ROOT) -> int | None:
     """Tell how many bytes this process may still take; None where the system does not say.
 
     Parameters
     ----------
-    root : Path
+    root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    machine = _fields(root / "proc/meminfo")
+    machine = _fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
     free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
@@ -685,51 +686,49 @@ def _ram() -> int:
         return UNKNOWN_RAM
 
 
-def _free_of_groups(root: Path) -> Iterator[int]:
+def _free_of_groups(root: Folder) -> Iterator[int]:
     """Bytes that are left in this process's control groups and all above them."""
     for group, name in _groups(root):
-        limit = _number(group / name)
-        taken = _number(group / USAGE[name])
+        limit = _number(join(group, name))
+        taken = _number(join(group, USAGE[name]))
         if limit is not None and taken is not None:
-            cache = _fields(group / "memory.stat")  # files' pages can be dropped
+            cache = _fields(join(group, "memory.stat"))  # files' pages can be dropped
             yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+def _groups(root: Folder) -> Iterator[tuple[str, str]]:
     """Name this process's control groups and all above them, and the file with their limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _upwards(root / "sys/fs/cgroup", path, "memory.max")
+            yield from _upwards(join(root, "sys/fs/cgroup"), path, "memory.max")
         elif "memory" in controllers.split(","):
-            yield from _upwards(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+            yield from _upwards(join(root, "sys/fs/cgroup/memory"), path, "memory.limit_in_bytes")
 
 
-def _upwards(top: Path, path: str, name: str) -> Iterator[tuple[Path, str]]:
+def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
     """Name a control group and all above it; in a container, only some may exist."""
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), -1, -1):
-        yield top.joinpath(*parts[:depth]), name
+        yield join(top, *parts[:depth]), name
 
 
-def _number(path: Path) -> int | None:
-    """Read a file with a number in it; None if there is none, or another word ('max')."""
+def _lines(path: str) -> list[str]:
+    """Read a file's lines; none if there is no such file."""
     try:
-        text = path.read_text("ascii", "replace").strip()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
     except OSError:
-        return None
+        return []
+
+
+def _number(path: str) -> int | None:
+    """Read a file with a number in it; None if there is none, or another word ('max')."""
+    text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _fields(path: str) -> dict[str, int]:
     """Read a file of lines with a name and a number."""
-    try:
-        lines = path.read_text("ascii", "replace").splitlines()
-    except OSError:
-        return {}
-    words = [line.split() for line in lines]
+    words = [line.split() for line in _lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}

@@ -17,8 +17,7 @@ assignment that the ticket points to, and goes to `start`.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -80,8 +79,7 @@ class Producer(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What a worker process is to know."""
 
     number: int

@@ -9,7 +9,6 @@ import os
 import threading
 import warnings
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cseq import converter, indexer, payload
@@ -353,7 +352,7 @@ class MSequence:
             self._end()
             resolved = converter.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0
-            job = replace(self._job, output=resolved, num_converters=converters, compat=compat)
+            job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
             try:
                 self._run = Run(make(job))
                 self._finalizer = weakref.finalize(self, Run.close, self._run)
@@ -507,7 +506,7 @@ class MSequence:
                 self._run.interrupt()  # what is under way is not the place any more
             if state["seed"] != self._job.seed:
                 self._sampler = self._sampler.reseeded(state["seed"])
-                self._job = replace(self._job, sampler=self._sampler, seed=state["seed"])
+                self._job = self._job._replace(sampler=self._sampler, seed=state["seed"])
                 self._end()
             self._epoch, self._consumed, self._begun = epoch, consumed, False
 

@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from cseq._core import Exchange
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Pool"]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """All that a pool has to know.
 
     Attributes
