@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import exports as exporting
 import numpy as np
 import pytest
+from interrupts import Interrupting
 
 import cseq
 from cseq import converter
@@ -640,42 +640,7 @@ def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -
     assert done.stdout.startswith("True"), done.stdout
 
 
-class Interrupting:
-    """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
-
-    The interpreter runs signal handlers after a call, at the beginning of a function and where a
-    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
-    """
-
-    PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-
-    FILES = tuple(
-        str(Path(cseq.__file__).parent / name)
-        for name in (
-            "feed.py",
-            "edge.py",
-            "arena.py",
-            "codec.py",
-            "pools/process.py",
-            "pools/thread.py",
-        )
-    )
-
-    def __init__(self, countdown: int) -> None:
-        self.countdown = countdown
-        self.before = ""  # the instruction that was done last
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self.FILES):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            before, self.before = self.before, dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            self.countdown -= before.startswith(self.PLACES)
-            if self.countdown == 0:
-                self.countdown = -1
-                raise KeyboardInterrupt
-        return self
+TAKING = ("feed.py", "edge.py", "arena.py", "codec.py", "pools/process.py", "pools/thread.py")
 
 
 @pytest.mark.parametrize("kind", ["proc", "thread"])
@@ -692,22 +657,16 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool) -> Non
         for countdown in range(1, 80):
             iterator = iter(m)
             got = [next(iterator)[0]]
-            hit = False
-            sys.settrace(Interrupting(countdown))
-            try:
+            with Interrupting(countdown, *TAKING) as ctrl_c:
                 got.append(next(iterator)[0])
-            except KeyboardInterrupt:
-                hit = True
-            finally:
-                sys.settrace(None)
             delivered = m.state_dict()["consumed"] // 10
-            if delivered == 2 and hit:  # it was on its way back to the loop
+            if delivered == 2 and ctrl_c.hit:  # it was on its way back to the loop
                 got.append(10)
             assert delivered == len(got)
-            if go_on or not hit:
+            if go_on or not ctrl_c.hit:
                 got += [batch[0] for batch in iterator]
                 assert [int(np.ravel(first)[0]) for first in got] == list(range(0, 60, 10))
-            hits += hit
+            hits += ctrl_c.hit
         assert hits >= 5
         if kind == "proc":
             assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import Interrupting
 
 import cseq
 import cseq.staff
@@ -1008,7 +1009,7 @@ def test_a_forked_child_takes_no_items() -> None:
         assert plain([*got, *s]) == in_process([50, 50])
 
 
-class Interrupting(Numbers):
+class Pressing(Numbers):
     """Presses Ctrl-C at some items."""
 
     def item(self, k: int) -> Any:
@@ -1020,7 +1021,7 @@ class Interrupting(Numbers):
 def test_ctrl_c_loses_nothing() -> None:
     """A KeyboardInterrupt comes out of the call that waits; the next one goes on."""
     interrupts = 0
-    with streams(Interrupting, 1, prefetch=1) as s:
+    with streams(Pressing, 1, prefetch=1) as s:
         s.begin([40])
         got = []
         while len(got) < 40:
