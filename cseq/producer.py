@@ -42,6 +42,7 @@ __all__ = [
     "BROKEN",
     "CALL",
     "CALLED",
+    "ENDED",
     "ENTRY",
     "ITEMS",
     "MOST",

@@ -20,8 +20,9 @@ PACKAGE = Path(cseq.__file__).parent
 class Interrupting:
     """A context that raises KeyboardInterrupt at one of the places where a signal handler can.
 
-    The interpreter runs signal handlers after a call, at the beginning of a function and where a
-    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
+    The interpreter runs signal handlers after a call (of a function in Python: up to Python 3.10),
+    at the beginning of a function and where a loop turns back; not, for example, between a lock's
+    acquisition and the body of its ``with``.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class Interrupting:
         The exception that is kept.
     """
 
-    PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+    PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN")
 
     def __init__(self, countdown: int, *files: str, hold: bool = False) -> None:
         self.countdown = countdown
