@@ -1154,7 +1154,7 @@ def lost_slots(s: Streams) -> set[int]:
     for slot in free:
         slots.release(slot)
     letters = [*pool._retired, *(stream.assignment for stream in pool._streams)]
-    used = {letter.slot for letter in letters}.union(free, pool._ring.slots())
+    used = {letter.slot for letter in letters if letter}.union(free, pool._ring.slots())
     return set(range(slots.capacity)) - used
 
 
@@ -1266,6 +1266,32 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
             return ctrl_c.hit
 
         assert first_hits(step) > 100
+
+
+class Pausing(Gated):
+    """Presses Ctrl-C in a call, and does not come back before it is told to."""
+
+    def pause(self) -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        os.read(self.gate, 1)
+
+
+def test_an_interrupted_call_keeps_its_letter(tmp_path: Path) -> None:
+    """The arguments of a call that nobody waits for any more stay until it is over."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with (
+        open(gate, "r+b", buffering=0) as writer,
+        streams(partial(Pausing, str(gate)), 1) as s,
+    ):
+        pool: Any = s._run.pool
+        with pytest.raises(KeyboardInterrupt):
+            s.ask("pause")
+        assert len(pool._retired) == 1
+        writer.write(b"1")
+        s.ask("pid")
+        assert not pool._retired
+        assert not lost_slots(s)
 
 
 def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
