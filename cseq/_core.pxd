@@ -115,6 +115,7 @@ cdef extern from "cseq_shuffle.h" nogil:
 cdef extern from "cseq_map.h" nogil:
     void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate) noexcept
     void cseq_unmap(void* p, uint64_t nbytes) noexcept
+    void cseq_close(int fd) noexcept
     int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept
     void cseq_await_hangup(intptr_t socket) noexcept
 

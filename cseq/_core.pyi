@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, Final, SupportsIndex, final
 
 import numpy as np
@@ -36,6 +37,13 @@ class Block(Memory):
 @final
 class Mapping(Memory):
     def __new__(cls, fd: int, offset: int, nbytes: int, *, populate: bool = False) -> Self: ...
+
+@final
+class Descriptor:
+    def __new__(cls, opener: Callable[..., int], *args: Any) -> Self: ...
+    @property
+    def fd(self) -> int: ...
+    def close(self) -> None: ...
 
 @final
 class Window(Memory):

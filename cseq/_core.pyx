@@ -311,6 +311,37 @@ cdef class Mapping(Memory):
             cseq_unmap(self.data, self.size)
 
 
+@cython.final
+@cython.no_gc
+cdef class Descriptor:
+    """A file descriptor that is closed with the last reference to this.
+
+    Parameters
+    ----------
+    opener : callable
+        A function of `os` that returns one: no signal handler runs between that and this.
+    *args
+        Its arguments.
+    """
+
+    cdef readonly int fd
+
+    def __cinit__(self, opener, *args):
+        self.fd = -1
+        self.fd = opener(*args)
+
+    def close(self):
+        """Close it. Twice is fine."""
+        cdef int fd = self.fd
+        self.fd = -1
+        if fd >= 0:
+            cseq_close(fd)
+
+    def __dealloc__(self):
+        if self.fd >= 0:
+            cseq_close(self.fd)
+
+
 def commit(int fd, uint64_t offset, uint64_t nbytes):
     """Allocate the pages of a part of a file, so that writing to them cannot fail.
 

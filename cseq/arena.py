@@ -28,7 +28,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from cseq._core import Block, Mapping, Memory, Slots, Window, address_of, commit, copy_of
+from cseq._core import (
+    Block,
+    Descriptor,
+    Mapping,
+    Memory,
+    Slots,
+    Window,
+    address_of,
+    commit,
+    copy_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,20 +80,22 @@ class Segment:
 
     Parameters
     ----------
-    fd : int
-        Descriptor of the file; the segment owns it.
+    file : Descriptor
     width : int
         Bytes from one slot to the next; the size of the file where it has no slots.
     slots : int
         How many of them there are.
     """
 
-    def __init__(self, fd: int, width: int, slots: int = 1) -> None:
-        self.fd = fd
+    def __init__(self, file: Descriptor, width: int, slots: int = 1) -> None:
+        self._file = file
         self.width = width
         self.slots = slots
-        self._close = weakref.finalize(self, os.close, fd)
-        self._close.atexit = False
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file; -1 once it is closed."""
+        return self._file.fd
 
     @classmethod
     def create(cls, nbytes: int, slots: int = 1) -> Segment:
@@ -94,15 +106,11 @@ class Segment:
         OSError
             If the file system cannot have a file of that size.
         """
-        fd, sealable = _anonymous_file()
-        try:
-            os.ftruncate(fd, nbytes * slots)
-            if sealable:
-                _seal(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(fd, nbytes, slots)
+        file, sealable = _anonymous_file()
+        os.ftruncate(file.fd, nbytes * slots)
+        if sealable:
+            _seal(file.fd)
+        return cls(file, nbytes, slots)
 
     @classmethod
     def for_slots(cls) -> Segment:
@@ -128,21 +136,21 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""
-        self._close()
+        self._file.close()
 
 
-def _anonymous_file() -> tuple[int, bool]:
+def _anonymous_file() -> tuple[Descriptor, bool]:
     """Open a file without a name: its descriptor, and whether it can be sealed."""
     if hasattr(os, "memfd_create"):
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         # Some systems refuse files without this flag (vm.memfd_noexec), older ones do not know it.
         for extra in (getattr(os, "MFD_NOEXEC_SEAL", 0x8), 0):
             with contextlib.suppress(OSError):
-                return os.memfd_create("cseq", flags | extra), True
+                return Descriptor(os.memfd_create, "cseq", flags | extra), True
     import tempfile  # slow to import, hardly ever needed
 
     with tempfile.TemporaryFile(prefix="cseq-") as file:
-        return os.dup(file.fileno()), False
+        return Descriptor(os.dup, file.fileno()), False
 
 
 def _seal(fd: int) -> None:

@@ -112,6 +112,8 @@ class Keeper:
         self._wards: dict[int, _Ward] = {}
         self._lock = threading.Lock()  # around _wards and _closing
         self._closing = False
+        self._prepared = threading.Event()  # the launcher is
+        self._wanted = threading.Event()  # workers may be started
         self.launched = threading.Event()  # all workers have been started once
         self._empty = threading.Event()  # all workers are gone and no more will come
         self._selector = selectors.DefaultSelector()
@@ -120,10 +122,21 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="cseq-keeper", daemon=True)
         self._begun = False
 
-    def start(self) -> None:
-        """Begin to start the workers, and do not wait for them."""
+    def prepare(self) -> None:
+        """Begin to make the launcher ready.
+
+        That is done in a thread, where no signal handler can raise and a process get lost.
+        """
         self._begun = True  # before it is so: a signal handler may raise in between
         self._thread.start()
+
+    def launch(self) -> None:
+        """Begin to start the workers, and do not wait for them.
+
+        If the launcher could not be made ready, the steward was told.
+        """
+        self._prepared.wait()
+        self._wanted.set()
 
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""
@@ -157,6 +170,9 @@ class Keeper:
     def _run(self) -> None:
         """Start the workers, and hear them until all are gone and no more are wanted."""
         try:
+            self._launcher.prepare()
+            self._prepared.set()
+            self._wanted.wait()
             for owner in self._owners:
                 self._launch(owner)
             self.launched.set()
@@ -169,6 +185,7 @@ class Keeper:
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self._steward.broke(error)
         finally:
+            self._prepared.set()
             self.launched.set()
             self._empty.set()
 
@@ -222,13 +239,17 @@ class Keeper:
     def close(self) -> None:
         """End all workers, which were told to leave; kill those that do not within `GRACE`.
 
+        Twice is fine, also where a signal handler has raised in the first one.
+
         Raises
         ------
         RuntimeError
             A process does not end although it was killed.
         """
         self._closing = True
-        self._bell.send(b"!")
+        self._wanted.set()
+        with contextlib.suppress(OSError):  # its other end is closed: that was done before
+            self._bell.send(b"!")
         if self._begun and not self._empty.wait(GRACE):
             with self._lock:
                 wards = list(self._wards.values())

@@ -38,6 +38,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from cseq._core import Descriptor
+
 __all__ = ["Payload", "check", "dump", "dumps", "load", "loads", "promise", "read"]
 
 UserObject: TypeAlias = Any  # whatever the user brought
@@ -107,15 +109,11 @@ class Payload:
                 file.write(view)
         return size
 
-    def share(self) -> int:
-        """Write the payload to a new anonymous file, and return its descriptor (yours to close)."""
-        fd = _anonymous_file()
-        try:
-            self.write(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+    def share(self) -> Descriptor:
+        """Write the payload to a new anonymous file, and return that."""
+        file = _anonymous_file()
+        self.write(file.fd)
+        return file
 
 
 def dump(obj: object, *, name: str = "worker") -> Payload:
@@ -246,13 +244,13 @@ def _reserve(fd: int, size: int) -> None:
         os.ftruncate(fd, size)  # this file system cannot reserve
 
 
-def _anonymous_file() -> int:
+def _anonymous_file() -> Descriptor:
     """Open a file without a name: nothing of it is left when its last descriptor is closed."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("cseq-worker", os.MFD_CLOEXEC)
+        return Descriptor(os.memfd_create, "cseq-worker", os.MFD_CLOEXEC)
     tempfile = importlib.import_module("tempfile")  # slow to import, hardly ever needed
     with tempfile.TemporaryFile(prefix="cseq-worker-") as file:
-        return os.dup(int(file.fileno()))
+        return Descriptor(os.dup, int(file.fileno()))
 
 
 # --- picklers ------------------------------------------------------------------------------------

@@ -365,6 +365,7 @@ class MSequence:
             try:
                 self._run = Run(make(job))
                 self._finalizer = weakref.finalize(self, Run.close, self._run)
+                self._run.pool.open()  # not before: a signal handler may raise anywhere
                 self._change(State.RUNNING)
             except BaseException:
                 self._end()

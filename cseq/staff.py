@@ -20,16 +20,24 @@ import pickle
 import socket
 import struct
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import failure, payload
-from cseq._core import Mapping, Ring, arm_fault, commit, exit_on_hangup, now_ns, ring_bytes
+from cseq._core import (
+    Descriptor,
+    Mapping,
+    Ring,
+    arm_fault,
+    commit,
+    exit_on_hangup,
+    now_ns,
+    ring_bytes,
+)
 from cseq.arena import Arena, Segment, Writer
 from cseq.errors import WorkerDied, WorkerTimeout
-from cseq.keeper import LAST_GRACE, STACK_SIGNAL, Keeper
+from cseq.keeper import STACK_SIGNAL, Keeper
 from cseq.launcher import describe_exit, make_launcher
 
 if TYPE_CHECKING:
@@ -125,6 +133,7 @@ class Staff:
     ----------
     capacity, room, runners : int
         Of the ring: cells, indices in each, owners.
+    deaths : Deaths
     memory_limit : int
         Of the arena.
     locks : Locks, optional
@@ -134,22 +143,17 @@ class Staff:
     ----------
     ring : Ring
     arena : Arena
-    keeper : Keeper
-        Once started.
     owners : int
         How many processes; known once started.
     failure : BaseException or None
         What went wrong on the keeper's thread; the consumer is to raise it.
     deaths : Deaths
-        Once started.
     takes_objects : bool
         Whether workers are copies of this process, which know all that it knows by name.
     closed : bool
         Nothing is expected of the workers any more.
     """
 
-    keeper: Keeper
-    deaths: Deaths
     owners: int
     takes_objects: bool
 
@@ -159,6 +163,7 @@ class Staff:
         room: int,
         runners: int,
         *,
+        deaths: Deaths,
         memory_limit: int,
         locks: Locks | None = None,
     ) -> None:
@@ -173,8 +178,10 @@ class Staff:
         self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
         self.ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
         self.arena = Arena(memory_limit, locks)
+        self.deaths = deaths
         self.failure: BaseException | None = None
-        self._payload_fd = -1
+        self._keeper: Keeper | None = None
+        self._payload: Descriptor | None = None
         self.closed = False
 
     def start(
@@ -185,7 +192,6 @@ class Staff:
         readers: int,
         task: Callable[[int], Any],
         describe: Callable[[int], Held],
-        deaths: Deaths,
         method: str | None,
         entry: str,
         name: str = "worker",
@@ -205,7 +211,6 @@ class Staff:
             Tells ``Setup.task`` of an owner, on the keeper's thread.
         describe : callable
             Names the ticket in a cell, on the keeper's thread.
-        deaths : Deaths
         method, entry, preload
             See `make_launcher`.
         name : str
@@ -213,24 +218,19 @@ class Staff:
         """
         self._readers, self._task, self._describe = readers, task, describe
         self.owners = owners
-        self.deaths = deaths
         launcher = make_launcher(method, entry=entry, preload=preload)
         self.takes_objects = launcher.takes_objects
-        try:  # a signal handler may raise here (Ctrl-C): nothing is to be left then
-            launcher.prepare()
-            if not launcher.takes_objects:  # pickled once, where every worker can read it
-                self._payload_fd = payload.dump(worker, name=name).share()
-            self.keeper = Keeper(launcher, self, range(1, owners + 1), worker)
-            self.keeper.start()
-            if launcher.takes_objects:
-                # A copy of this process must not be made while this thread is importing
-                # something: the copy would wait for ever for it to finish.
-                self.keeper.launched.wait()
-        except BaseException:
-            self.close()
-            launcher.close(time.monotonic() + LAST_GRACE)
-            self.free()
-            raise
+        # From here on `close` ends whatever has begun: a signal handler may raise (Ctrl-C).
+        self._keeper = keeper = Keeper(launcher, self, range(1, owners + 1), worker)
+        keeper.prepare()
+        if not launcher.takes_objects:  # pickled once, where every worker can read it
+            self._payload = payload.dump(worker, name=name).share()
+        keeper.launch()
+        self.check()
+        if launcher.takes_objects:
+            # A copy of this process must not be made while this thread is importing
+            # something: the copy would wait for ever for it to finish.
+            keeper.launched.wait()
 
     # -- the keeper asks (on its thread)
 
@@ -239,8 +239,8 @@ class Staff:
         width = self.arena.segment.width
         setup = Setup(owner, self._segment.width, width, self._task(owner))
         fds = [self._segment.fd, self.arena.segment.fd]
-        if owner <= self._readers and self._payload_fd >= 0:
-            fds.append(self._payload_fd)
+        if owner <= self._readers and self._payload is not None:
+            fds.append(self._payload.fd)
         _send(sock, setup, fds)
 
     def broke(self, error: BaseException) -> None:
@@ -290,7 +290,8 @@ class Staff:
             seconds = (now_ns() - since) / 1e9
             if seconds <= timeout:
                 continue
-            stack = self.keeper.stack(owner)
+            assert self._keeper is not None
+            stack = self._keeper.stack(owner)
             message = (
                 f"{place} has taken {seconds:.1f} s, timeout={timeout} s; "
                 f"worker {owner - 1} is here:\n{stack}"
@@ -298,22 +299,30 @@ class Staff:
             if not restart:
                 raise WorkerTimeout(message)
             log.error("%sworker %d is restarted", message, owner - 1)
-            self.keeper.kill(owner)
+            self._keeper.kill(owner)
+
+    def pid(self, owner: int) -> int | None:
+        """Return a worker's process id, if it is known."""
+        return None if self._keeper is None else self._keeper.pid(owner)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the keeper's own thread, which `close` must wait for."""
+        return self._keeper is not None and self._keeper.is_here
 
     def close(self) -> None:
-        """Tell the workers to leave, and see to it that they have."""
+        """Tell the workers to leave, and see to it that they have. Twice is fine."""
         self.closed = True
         self.ring.close()
-        if hasattr(self, "keeper"):
-            self.keeper.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def free(self) -> None:
         """Let the shared memory go, when nobody works with it any more."""
         self.arena.close()
         self._segment.close()
-        if self._payload_fd >= 0:
-            os.close(self._payload_fd)
-            self._payload_fd = -1
+        if self._payload is not None:
+            self._payload.close()
 
 
 class Deaths:

@@ -19,6 +19,7 @@ import pickle
 import threading
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -150,6 +151,11 @@ class Streams:
         self._run = Run(pool)
         self._present = -1  # the run's generation in which an epoch was begun
         self._finalizer = weakref.finalize(self, Run.close, self._run)
+        try:
+            pool.open()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_workers(self) -> int:
@@ -400,7 +406,10 @@ class StreamPool:
         self._timeout, self._restart = timeout, restart
         # Besides its items a worker has a call, and one ticket that was given up in its hands.
         cells = num_workers * (self._depth + 2)
-        self._staff = staff = Staff(cells, MOST, num_workers, memory_limit=memory_limit)
+        deaths = Deaths(max_restarts, num_workers, "ticket", "look at what it does there")
+        self._staff = staff = Staff(
+            cells, MOST, num_workers, deaths=deaths, memory_limit=memory_limit
+        )
         self._ring, self._arena = staff.ring, staff.arena
         self._ring.wake_at = NEVER  # see _request
         self._rooms = [self._ring.indices(cell) for cell in range(cells)]
@@ -419,18 +428,22 @@ class StreamPool:
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
         self._tickets = self._items = self._nbytes = 0  # taken out
-        staff.start(
+        self._start = partial(
+            staff.start,
             producer,
             num_workers,
             readers=num_workers,
             task=lambda owner: Task(owner - 1, num_workers),
             describe=self._describe,
-            deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             method=start_method,
             entry=ENTRY,
             name="producer",
             preload=preload,
         )
+
+    def open(self) -> None:
+        """Start the workers. Whatever is raised, also by a signal handler: `close` ends them."""
+        self._start()
 
     # -- letters
 
@@ -833,11 +846,11 @@ class StreamPool:
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
-        return [self._staff.keeper.pid(stream.number + 1) for stream in self._streams]
+        return [self._staff.pid(stream.number + 1) for stream in self._streams]
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        if self._staff.keeper.is_here:  # garbage collection can strike anywhere
+        if self._staff.is_here:  # garbage collection can strike anywhere
             threading.Thread(target=self.close, name="cseq-closer").start()
             return
         self._staff.closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import select
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import exports as exporting
 import numpy as np
 import pytest
-from interrupts import Interrupting
+from interrupting import interrupted
 
 import cseq
 from cseq import converter
@@ -140,7 +141,7 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
             got += digest([batch])
             if number % 10 == 5:
                 for owner in (1, 2, 3):
-                    pid = m._run.pool._keeper.pid(owner)  # type: ignore[union-attr]
+                    pid = m._run.pool._staff._keeper.pid(owner)  # type: ignore[union-attr]
                     if pid:
                         os.kill(pid, signal.SIGKILL)
         assert got == reference()
@@ -350,7 +351,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
         pool = m._run.pool  # type: ignore[union-attr]
         if kind == "proc":
             for owner in range(1, 5):  # spares the test the patience of finish()
-                pool._keeper.kill(owner)  # type: ignore[attr-defined]
+                pool._staff._keeper.kill(owner)  # type: ignore[attr-defined]
     assert "epoch 0, batch 0" in str(caught.value)
 
 
@@ -398,7 +399,7 @@ def test_a_dead_converter_is_replaced() -> None:
         for number, batch in enumerate(m):
             got += digest([batch])
             if number in (3, 20):
-                pid = m._run.pool._keeper.pid(4)  # type: ignore[union-attr]
+                pid = m._run.pool._staff._keeper.pid(4)  # type: ignore[union-attr]
                 if pid:
                     os.kill(pid, signal.SIGKILL)
         assert m.stats().restarts >= 1
@@ -543,6 +544,7 @@ ORPHANS = """
 import os, signal, sys
 from pathlib import Path
 import pytest
+from interrupting import interrupted
 import cseq
 import exports
 import test_adversity as t
@@ -640,6 +642,35 @@ def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -
     assert done.stdout.startswith("True"), done.stdout
 
 
+START = [("MPSequence", "fork", 1), ("MPSequence", "forkserver", 5), ("MTSequence", None, 1)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="worker processes need descriptors over sockets")
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
+@pytest.mark.parametrize("verb", ["start", "finish"])
+@pytest.mark.parametrize(("kind", "method", "step"), START)
+def test_ctrl_c_anywhere_in_start_and_finish(
+    verb: str, kind: str, method: str | None, step: int
+) -> None:
+    """Wherever in `start` or `finish` a signal handler raises: nothing is left, both work again."""
+    options = {"start_method": method} if method else {}
+    hits = 0
+    for countdown in itertools.count(1, step):
+        m = getattr(cseq, kind)(np.arange(8), 8, out_type="null", num_workers=2, **options)
+        if verb == "finish":
+            m.start()
+        with interrupted(countdown) as struck:
+            getattr(m, verb)()
+        hits += struck.is_set()
+        if struck.is_set() and countdown % 2:
+            m.finish()
+        elif not struck.is_set():
+            break
+    assert len(list(m.start())) == 1
+    m.finish()
+    assert hits * step > 20
+
+
 TAKING = ("feed.py", "edge.py", "arena.py", "codec.py", "pools/process.py", "pools/thread.py")
 
 
@@ -657,16 +688,17 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool) -> Non
         for countdown in range(1, 80):
             iterator = iter(m)
             got = [next(iterator)[0]]
-            with Interrupting(countdown, *TAKING) as ctrl_c:
+            with interrupted(countdown, *TAKING) as struck:
                 got.append(next(iterator)[0])
+            hit = struck.is_set()
             delivered = m.state_dict()["consumed"] // 10
-            if delivered == 2 and ctrl_c.hit:  # it was on its way back to the loop
+            if delivered == 2 and hit:  # it was on its way back to the loop
                 got.append(10)
             assert delivered == len(got)
-            if go_on or not ctrl_c.hit:
+            if go_on or not hit:
                 got += [batch[0] for batch in iterator]
                 assert [int(np.ravel(first)[0]) for first in got] == list(range(0, 60, 10))
-            hits += ctrl_c.hit
+            hits += hit
         assert hits >= 5
         if kind == "proc":
             assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]

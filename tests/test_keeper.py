@@ -97,7 +97,8 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def make(steward: Steward, owners: int = 1) -> Keeper:
         launcher = make_launcher("fork", entry=f"{__name__}:obey")
         keeper = Keeper(launcher, steward, range(1, owners + 1), None)
-        keeper.start()
+        keeper.prepare()
+        keeper.launch()
         made.append((keeper, steward))
         return keeper
 
@@ -202,7 +203,8 @@ def test_close_waits_for_all() -> None:
     """`close` returns when every worker has left; none of them counts as dead."""
     steward = Steward(b"R", b"R")
     keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2), None)
-    keeper.start()
+    keeper.prepare()
+    keeper.launch()
     steward.await_events(2)
     steward.end()
     keeper.close()
@@ -217,7 +219,8 @@ def test_close_kills_the_busy(
     monkeypatch.setattr(keeper_module, "GRACE", 0.05)
     steward = Steward(b"RS", b"R")
     keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2), None)
-    keeper.start()
+    keeper.prepare()
+    keeper.launch()
     steward.await_events(2)
     steward.end()
     keeper.close()
@@ -236,7 +239,8 @@ def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
 
     steward = Last(b"R")
     keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1,), None)
-    keeper.start()
+    keeper.prepare()
+    keeper.launch()
     steward.await_events(1)
     keeper._closing = True
     steward.end()
@@ -249,7 +253,8 @@ def test_close_at_once() -> None:
     for _ in range(5):
         steward = Steward(b"R", b"R", b"R")
         keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2, 3), None)
-        keeper.start()
+        keeper.prepare()
+        keeper.launch()
         steward.end()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(keeper_module, "GRACE", 0.05)

@@ -84,11 +84,8 @@ def make(*args: object, **options: object) -> Indexer:
 
 def travel(obj: object) -> Any:
     """Send an object through a file, as it goes to a worker."""
-    fd = payload.dump(obj).share()
-    try:
-        return payload.read(fd)
-    finally:
-        os.close(fd)
+    file = payload.dump(obj).share()
+    return payload.read(file.fd)
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -207,11 +204,10 @@ def test_load_is_the_inverse_of_dump() -> None:
 
 def test_what_one_reader_writes_no_other_sees() -> None:
     """Readers map the file copy on write, and need its descriptor no longer than `read`."""
-    fd = payload.dump(Indexer(np.zeros(MEGA))).share()
-    first, second = payload.read(fd), payload.read(fd)
+    file = payload.dump(Indexer(np.zeros(MEGA))).share()
+    first, second = payload.read(file.fd), payload.read(file.fd)
     first.data[:] = 1
-    third = payload.read(fd)
-    os.close(fd)
+    third = payload.read(file.fd)
     assert first.data.sum() == MEGA
     assert not second.data.any()
     assert not third.data.any()
@@ -400,11 +396,8 @@ def read_elsewhere(fd: int, expression: str) -> str:
 
 def arrives_elsewhere(obj: object, expression: str) -> str:
     """Send an object to a new process, and evaluate an expression of `obj` there."""
-    fd = payload.dump(obj).share()
-    try:
-        return read_elsewhere(fd, expression)
-    finally:
-        os.close(fd)
+    file = payload.dump(obj).share()
+    return read_elsewhere(file.fd, expression)
 
 
 @pytest.fixture
@@ -577,7 +570,7 @@ class Worker:
     def __getitem__(self, i): return Batch(scale * i + self.offset)
 
 made = payload.dump(Worker(7))
-fd = made.share()
+file = made.share()
 code = '''
 import pickle, sys
 from cseq import payload
@@ -588,7 +581,8 @@ sys.stdout.flush()
 sys.stdout.buffer.write(pickle.dumps(batch))
 '''
 done = subprocess.run(
-    [sys.executable, "-c", code, str(fd)], pass_fds=[fd], stdout=subprocess.PIPE, check=True
+    [sys.executable, "-c", code, str(file.fd)],
+    pass_fds=[file.fd], stdout=subprocess.PIPE, check=True,
 )
 line, back = done.stdout.split(b"\\n", 1)
 print(made.by_value, line.decode(), type(payload.loads(back)) is Batch)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import Interrupting
+from interrupting import interrupted
 
 import cseq
 import cseq.staff
@@ -1102,6 +1102,9 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
 STEPS = ("stream.py", "run.py", "edge.py", "arena.py", "codec.py", "failure.py", "payload.py")
 
 
+NEVER = contextlib.nullcontext(threading.Event())
+
+
 class Reading:
     """Reads an epoch, interrupted here and there, and knows what is still to come."""
 
@@ -1113,33 +1116,34 @@ class Reading:
         self.left = [plain(one_alone(w, count, n, producer)) for w, n in enumerate(lengths)]
         self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
         self.round: Iterator[Any] = iter(s)
-        self.held: list[Interrupting] = []
+        self.held: list[BaseException] = []  # with what their frames have
 
     def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
         """Take an item, in turn or of a worker; return whether that was interrupted."""
         worker = self.turns[0] if self.turns else 0
         item, before = None, self.pool.delivered(worker)
-        ctrl_c = Interrupting(countdown, *STEPS, hold=hold)
-        self.held.append(ctrl_c)
-        with ctrl_c if countdown else contextlib.nullcontext():
-            item = next(self.round, None) if how == "turn" else next_or_none(self.s, worker)
+        with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
+            try:
+                item = next(self.round, None) if how == "turn" else next_or_none(self.s, worker)
+            except KeyboardInterrupt as error:
+                self.held += [error] if hold else []
+                raise
         gone = self.pool.delivered(worker) - before
         if item is not None:
             assert plain([item]) == self.left[worker][:1]
         else:
-            assert ctrl_c.hit or not self.turns
-        assert gone == (item is not None) or (ctrl_c.hit and gone == 1)  # on its way back
+            assert struck.is_set() or not self.turns
+        assert gone == (item is not None) or (struck.is_set() and gone == 1)  # on its way back
         if gone:
             del self.turns[0], self.left[worker][0]
-        return ctrl_c.hit
+        return struck.is_set()
 
     def finish(self, how: str) -> None:
         """Take the rest; no slot may be lost then."""
         while self.turns:
             self.take(how)
         self.take(how)
-        for ctrl_c in self.held:
-            ctrl_c.held = None  # and what its frames had of a slot
+        self.held.clear()
         assert self.pool._torn or not lost_slots(self.s)  # what is torn will be mended
         self.pool._settle()
         self.pool._torn = False
@@ -1212,7 +1216,7 @@ def test_ctrl_c_again_and_again(
                 countdown = int(10 ** rng.uniform(0, 3.3))
                 hits += reading.take(how, countdown, hold=rng.random() < 0.3)
                 if rng.random() < 0.3:
-                    with Interrupting(int(10 ** rng.uniform(0, 3.3)), *STEPS):
+                    with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
                         assert len(s.ask("count")) == 2
             reading.finish(how)
     assert hits > 80
@@ -1236,15 +1240,15 @@ def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
                 except TwoArguments as error:
                     raised.append(error)
 
-            with Interrupting(countdown, *STEPS) as ctrl_c:
+            with interrupted(countdown, *STEPS) as struck:
                 take()
             while not raised:
                 take()
             without = [k for k in range(3) if k != behind]
-            assert got == [0, 1, 2] or (ctrl_c.hit and got == without)
+            assert got == [0, 1, 2] or (struck.is_set() and got == without)
             assert next_or_none(s, 0) is None
             assert [item[:2] for item in s] == [(1, 0), (1, 1)]
-            return ctrl_c.hit
+            return struck.is_set()
 
         assert first_hits(step) > (1 if behind == 1 else 40)
 
@@ -1258,12 +1262,12 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
             reading = Reading(s, Numbers, [9, 7])
             for _ in range(3):
                 reading.take("turn")
-            with Interrupting(countdown, *STEPS) as ctrl_c:
+            with interrupted(countdown, *STEPS) as struck:
                 assert s.ask("add", countdown, 1) == [(w, countdown + 1) for w in (0, 1)]
             reading.take("turn")
             assert s.ask("add", 1, countdown, worker=1) == (1, countdown + 1)
             reading.finish("turn")
-            return ctrl_c.hit
+            return struck.is_set()
 
         assert first_hits(step) > 100
 
@@ -1301,15 +1305,17 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
         def step(countdown: int) -> bool:
             s.begin([9, 9])
             next(iter(s))
-            with Interrupting(countdown, *STEPS) as ctrl_c:
+            with interrupted(countdown, *STEPS) as struck:
                 s.begin([6, 5])
             try:
                 got = plain(s)
             except InterruptedError:
-                assert ctrl_c.hit
+                assert struck.is_set()
             else:
-                assert got == in_process([6, 5]) or (ctrl_c.hit and got == in_process([9, 9])[1:])
-            return ctrl_c.hit
+                assert got == in_process([6, 5]) or (
+                    struck.is_set() and got == in_process([9, 9])[1:]
+                )
+            return struck.is_set()
 
         assert first_hits(step) > 100
 

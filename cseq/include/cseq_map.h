@@ -64,6 +64,14 @@ CSEQ_INLINE void cseq_unmap(void *p, uint64_t nbytes) {
 #endif
 }
 
+CSEQ_INLINE void cseq_close(int fd) {
+#if defined(_WIN32)
+    _close(fd);
+#else
+    (void)!close(fd);
+#endif
+}
+
 /* Put private memory in a mapping's place, with the same content in its first `used` bytes: 0, or an
  * errno, and then nothing has changed. Whoever reads there sees no difference at any moment. */
 CSEQ_INLINE int cseq_privatize(void *p, uint64_t nbytes, uint64_t used) {

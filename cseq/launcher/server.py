@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cseq.launcher.base import Child
+    from cseq.launcher.processes import Process
     from cseq.launcher.record import Record
 
 
@@ -104,23 +105,23 @@ class _ServedChild:
 class _Server:
     """The trainer's hand on one fork server process."""
 
-    def __init__(self, entry: str, preload: Sequence[str]) -> None:
-        self.lost = False  # it is dead, or was told to end
+    def __init__(self) -> None:
+        self.lost = True  # it is dead, or was told to end, or did not begin
         self._children: dict[int, _ServedChild] = {}
         self._serials = itertools.count()
         self._changed = threading.Condition()
         self._reading = False  # some thread is
-        self._sock, theirs = pair()
+        self._process: Process | None = None
+        self._pid = 0
+        self._sock, self._theirs = pair()
+
+    def start(self, entry: str, preload: Sequence[str]) -> None:
+        """Start the process; whatever is raised, also by a signal handler, `close` ends it."""
         start = describe_start("server", entry, preload=[*map(str, preload)])
-        try:
-            with theirs, signals_blocked():
-                self._process = spawn(theirs, start, "cseq-server")
-        except BaseException:
-            self._sock.close()
-            if hasattr(self, "_process"):  # it began, and then a signal handler raised
-                self._process.send_signal(KILL)
-                self._process.wait(LAST)
-            raise
+        with self._theirs, signals_blocked():
+            self._process = spawn(self._theirs, start, "cseq-server")
+            self._pid = self._process.pid
+            self.lost = False
 
     def enrol(self, child: _ServedChild) -> int:
         """Give a child the number under which the server knows it."""
@@ -137,8 +138,8 @@ class _Server:
             raise OSError(child.refusal, f"no worker process: {os.strerror(child.refusal)}")
         if not child.answered and not self.lost:
             raise TimeoutError(
-                f"the fork server (process {self._process.pid}) did not start worker "
-                f"{child.number} in time; is something that it imports very slow?"
+                f"the fork server (process {self._pid}) did not start worker {child.number} in "
+                "time; is something that it imports very slow?"
             )
         return child.answered
 
@@ -193,11 +194,15 @@ class _Server:
             while self._reading:
                 self._changed.wait()
             self._sock.close()
-        code = self._process.wait(deadline - time.monotonic())
-        if not self._process.gone:
-            self._process.send_signal(KILL)
-            code = self._process.wait(LAST)
-        return self._process.gone, code
+            self._theirs.close()
+        process = self._process
+        if process is None:
+            return True, None
+        code = process.wait(deadline - time.monotonic())
+        if not process.gone:
+            process.send_signal(KILL)
+            code = process.wait(LAST)
+        return process.gone, code
 
 
 class ForkServerLauncher:
@@ -226,7 +231,8 @@ class ForkServerLauncher:
                 self._server.close(time.monotonic() + LAST)
                 self._server = None
             if self._server is None:
-                self._server = _Server(self._entry, self._preload)
+                self._server = _Server()
+                self._server.start(self._entry, self._preload)
             return self._server
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
@@ -262,6 +268,6 @@ class ForkServerLauncher:
             return True  # a process that the user forked: these are not its children
         children = self._children.end(deadline)
         with self._lock:
-            server, self._server = self._server, None
-        gone = server is None or server.close(deadline)[0]
+            gone = self._server is None or self._server.close(deadline)[0]
+            self._server = None
         return gone and all(child.gone for child in children)

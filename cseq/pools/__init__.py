@@ -71,7 +71,13 @@ class Job:
 
 
 class Pool(Protocol):
-    """What a sequence needs of a pool; one thread at a time."""
+    """What a sequence needs of a pool; one thread at a time.
+
+    Making one starts nothing: until somebody holds it who will `close` it, it may get lost.
+    """
+
+    def open(self) -> None:
+        """Start what is to run. Whatever is raised, also by a signal handler: `close` ends it."""
 
     @property
     def done(self) -> int:

@@ -34,6 +34,9 @@ class InlinePool:
         self._count = 0  # batches delivered, over all epochs
         self.skipped: list[tuple[int, int, str]] = []
 
+    def open(self) -> None:
+        """Nothing runs here but the caller."""
+
     @property
     def batch(self) -> int:
         """The batch in hand: its number within the epoch."""

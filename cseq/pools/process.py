@@ -34,7 +34,7 @@ from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.feed import Feed, wake_at
 from cseq.keeper import FAILED, READY, send_state
 from cseq.launcher import ENTRY
-from cseq.pools.thread import ConverterThreads, Crew
+from cseq.pools.thread import Crew, start_converters
 from cseq.staff import Deaths, Held, Staff, enter
 from cseq.stage import CONVERTER, INDEXER, run
 
@@ -178,42 +178,49 @@ class ProcessPool:
             job.buffer,
             job.room,
             job.num_workers + job.num_converters,
-            memory_limit=job.memory_limit,
-            locks=self._locks,
-        )
-        self._ring, self._arena = staff.ring, staff.arena
-        self._ring.wake_at = wake_at(job.buffer, job.num_workers)
-        self._crew = Crew(self._ring)
-        self._receiver = Receiver(job.output) if in_processes else None
-        self._imports: Imports | None = None
-        self._convert = self._make_convert()
-        outlet = self._make_outlet()
-        self.feed = Feed(
-            self._ring,
-            job.sampler,
-            outlet,
-            ordered=job.ordered,
-            skip_errors=job.on_error == "skip",
-            check=self._check,
-            convert=self._convert,
-        )
-        staff.start(
-            job.worker,
-            job.num_workers + (job.num_converters if in_processes else 0),
-            readers=job.num_workers,
-            task=self._task,
-            describe=self._describe,
             deaths=Deaths(
                 job.max_restarts,
                 job.num_workers,
                 "batch",
                 "look at what it does with these indices",
             ),
+            memory_limit=job.memory_limit,
+            locks=self._locks,
+        )
+        self._ring, self._arena = staff.ring, staff.arena
+        self._ring.wake_at = wake_at(job.buffer, job.num_workers)
+        self._crew = Crew(self._ring)
+        self._reader = SlotReader(self._arena)
+        self._receiver = Receiver(job.output) if in_processes else None
+        self._imports: Imports | None = None
+        self._convert = self._make_convert()
+        self._outlet = self._make_outlet()
+        self.feed = Feed(
+            self._ring,
+            job.sampler,
+            self._outlet,
+            ordered=job.ordered,
+            skip_errors=job.on_error == "skip",
+            check=self._check,
+            convert=self._convert,
+        )
+
+    def open(self) -> None:
+        """Start the processes, and converter threads if converters are threads."""
+        job = self._job
+        if isinstance(self._outlet, Objects):
+            start_converters(job, self._ring, self._reader, self._outlet, self._crew)
+        in_processes = self._receiver is not None
+        self._staff.start(
+            job.worker,
+            job.num_workers + (job.num_converters if in_processes else 0),
+            readers=job.num_workers,
+            task=self._task,
+            describe=self._describe,
             method=job.start_method,
             entry=ENTRY,
             preload=["torch"] if in_processes else [],
         )
-        self._keeper = staff.keeper
 
     def _make_convert(self) -> Callable[[Any], Any] | None:
         """Return what the trainer does to a batch that came out of the ring."""
@@ -224,18 +231,15 @@ class ProcessPool:
         return Converter(self._job.output).convert
 
     def _make_outlet(self) -> Outlet:
-        """Return where batches come out; start converter threads, if converters are threads."""
+        """Return where batches come out."""
         if self._receiver is not None:
             self._imports = Imports(
                 self._arena, self._ring, self._receiver, Converter(self._job.output).convert
             )
             return self._imports
-        reader = SlotReader(self._arena)
-        if not self._job.num_converters:
-            return reader
-        objects = Objects(self._job.buffer, reader)
-        ConverterThreads(self._job, self._ring, reader, objects, self._crew)
-        return objects
+        if self._job.num_converters:
+            return Objects(self._job.buffer, self._reader)
+        return self._reader
 
     # -- the keeper's thread asks
 
@@ -307,7 +311,7 @@ class ProcessPool:
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        if self._keeper.is_here:  # garbage collection can strike anywhere
+        if self._staff.is_here:  # garbage collection can strike anywhere
             threading.Thread(target=self.close, name="cseq-closer").start()
             return
         self._staff.closed = True

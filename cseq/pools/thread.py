@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cseq.pools import Job
     from cseq.stats import Stats
 
-__all__ = ["ConverterThreads", "ThreadPool"]
+__all__ = ["ThreadPool", "start_converters"]
 
 log = logging.getLogger("cseq")
 
@@ -78,30 +78,28 @@ class Crew:
         self._threads.clear()
 
 
-class ConverterThreads:
-    """The second stage in threads: from `source` to objects, each on a stream of its own."""
+def start_converters(job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
+    """Start the second stage in threads: from `source` to objects, each on a stream of its own."""
+    first = job.num_workers + 1
+    for number in range(job.num_converters):
+        seat = Seat(ring, CONVERTER, first + number, last=True)
+        crew.start(f"cseq-c{number}", partial(_convert, job, seat, source, inlet))
 
-    def __init__(self, job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
-        first = job.num_workers + 1
-        for number in range(job.num_converters):
-            seat = Seat(ring, CONVERTER, first + number, last=True)
-            crew.start(f"cseq-c{number}", partial(self._run, job, seat, source, inlet))
 
-    @staticmethod
-    def _run(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
-        """Convert until the ring is closed."""
-        converter = CudaConverter(job.output)
+def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
+    """Convert until the ring is closed."""
+    converter = CudaConverter(job.output)
 
-        def work(seat: Seat) -> None:
-            try:
-                inlet.publish(seat, inlet.write(seat, converter.convert(source.fetch(seat))))
-            except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-                inlet.fail(seat, error)
-
+    def work(seat: Seat) -> None:
         try:
-            run(seat, work, idle=converter.reap)
-        finally:
-            converter.close()
+            inlet.publish(seat, inlet.write(seat, converter.convert(source.fetch(seat))))
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            inlet.fail(seat, error)
+
+    try:
+        run(seat, work, idle=converter.reap)
+    finally:
+        converter.close()
 
 
 class ThreadPool:
@@ -125,14 +123,12 @@ class ThreadPool:
             check=self._check,
             convert=receive if job.num_converters else None,
         )
-        try:  # a signal handler may raise here (Ctrl-C): no thread is to be left then
-            for number in range(job.num_workers):
-                self._crew.start(f"cseq-w{number}", partial(self._index, number))
-            if job.num_converters:
-                ConverterThreads(job, self._ring, self._edge, self._edge, self._crew)
-        except BaseException:
-            self.close()
-            raise
+
+    def open(self) -> None:
+        """Start the threads."""
+        for number in range(self._job.num_workers):
+            self._crew.start(f"cseq-w{number}", partial(self._index, number))
+        start_converters(self._job, self._ring, self._edge, self._edge, self._crew)
 
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed."""

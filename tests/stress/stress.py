@@ -151,7 +151,7 @@ class Trial:
         m.start()
         if self.processes:
             self.killer.workers = self.workers
-            self.killer.target = m._run.pool._keeper  # type: ignore[union-attr]
+            self.killer.target = m._run.pool._staff._keeper  # type: ignore[union-attr]
         try:
             for _ in range(self.rng.randint(1, 4)):
                 m = self.epoch(m)

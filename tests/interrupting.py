@@ -1,0 +1,77 @@
+"""Ctrl-C at any chosen place of the package, as a signal handler would raise it."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
+
+    The interpreter runs signal handlers after a call, at the beginning of a function and where a
+    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
+    Places where the signal is blocked, and finalizers, which no exception leaves, do not count.
+
+    Parameters
+    ----------
+    countdown : int
+        Which of the places, from 1.
+    files : tuple of str
+        Where in the package; empty: anywhere.
+    """
+
+    PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+
+    def __init__(self, countdown: int, files: tuple[str, ...]) -> None:
+        self.countdown = countdown
+        self.files = tuple(PACKAGE + name for name in files)
+        self.struck = threading.Event()
+        self.before = ""  # the instruction that was done last
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(self.files or PACKAGE) or code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self.before = self.before, dis.opname[code.co_code[frame.f_lasti]]
+            if before.startswith(self.PLACES) and not blocked():
+                self.countdown -= 1
+                if self.countdown == 0:
+                    self.struck.set()
+                    raise KeyboardInterrupt
+        return self
+
+
+def blocked() -> bool:
+    """Tell whether this thread does not get the signal now."""
+    mask = getattr(signal, "pthread_sigmask", None)
+    return mask is not None and signal.SIGINT in mask(signal.SIG_BLOCK, ())
+
+
+@contextlib.contextmanager
+def interrupted(countdown: int, *files: str) -> Iterator[threading.Event]:
+    """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
+    trace = Interrupting(countdown, files)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield trace.struck
+    except KeyboardInterrupt:
+        assert trace.struck.is_set()
+    finally:
+        sys.settrace(before)
