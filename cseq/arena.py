@@ -541,12 +541,12 @@ class Arena:
 
     def _extend(self) -> None:
         """Make more slots: some at first, then a quarter more each time."""
-        made = len(self._capacity)
+        made = self._slots.capacity
         count = min(max(16, made // 4), self.segment.slots - made)
         if count <= 0:
             raise MemoryError(f"all {made} slots of shared memory are in use: hold fewer batches")
+        self._capacity[made:] = [0] * count  # first: an exception may come between the two
         self._slots.extend(count)
-        self._capacity += [0] * count
 
     def _found(self, slot: int) -> None:
         """Commit the first bytes of a slot."""

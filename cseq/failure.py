@@ -17,7 +17,7 @@ from cseq.errors import RemoteTraceback, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["deliver", "pack", "pack_text", "unpack", "where"]
+__all__ = ["deliver", "named", "pack", "pack_text", "unpack", "where"]
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -123,14 +123,20 @@ def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
 def deliver(error: BaseException, place: str) -> NoReturn:
     """Raise in the loop what an indexer raised, with its batch named."""
     try:
-        if isinstance(error, StopIteration):  # the loop would end as if the epoch were over
-            stop = RuntimeError("the worker raised StopIteration")
-            stop.__cause__ = error.__cause__ or error
-            error = stop
-        _annotate(error, f"cseq: while making {place}")
+        error = named(error, place)
         raise error
     finally:
         del error  # its traceback has this frame: a circle, which would keep the manager alive
+
+
+def named(error: BaseException, place: str) -> BaseException:
+    """Make what an indexer raised into what is to be raised in the loop, with its batch named."""
+    if isinstance(error, StopIteration):  # the loop would end as if the epoch were over
+        stop = RuntimeError("the worker raised StopIteration")
+        stop.__cause__ = error.__cause__ or error
+        error = stop
+    _annotate(error, f"cseq: while making {place}")
+    return error
 
 
 def _annotate(error: BaseException, note: str) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "BROKEN",
     "CALL",
     "CALLED",
+    "ENDED",
     "ENTRY",
     "ITEMS",
     "MOST",

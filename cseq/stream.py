@@ -35,6 +35,7 @@ from cseq.producer import (
     BROKEN,
     CALL,
     CALLED,
+    ENDED,
     ENTRY,
     ITEMS,
     MOST,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from cseq._core import Memory
 
     Taken = tuple[int, int, int, int, tuple[int, ...]]
 
@@ -110,6 +113,9 @@ class Streams:
     A worker that has died is replaced: the new process begins the epoch from the same assignment
     and goes on from the first item that has not come out (`Producer.items`). Whatever `ask` may
     have changed in the dead one is lost.
+
+    Where a signal handler raises (Ctrl-C) in the middle of `next` or `ask`, the next call goes on
+    with the first item that was not on its way out; in that of `begin`, an epoch is to be begun.
 
     One thread at a time gets in; `interrupt` and `close` may be called from any.
     """
@@ -183,9 +189,9 @@ class Streams:
         run = self._ours()
         run.interrupt()
         with run.turn:
-            self._present = -1
+            self._present, present = -1, run.present
             replies = run.pool.begin(assignments)
-            self._present = run.pool.began
+            self._present = present
             return replies
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
@@ -320,6 +326,7 @@ class Posted(NamedTuple):
     epoch: int
     start: int
     items: int
+    slot: int
 
     @property
     def place(self) -> str:
@@ -344,23 +351,29 @@ class Stream:
         self.start = 0  # the next item to ask for
         self.asked = 0  # items in tickets
         self.tickets: deque[tuple[int, int]] = deque()  # cell and items, oldest first
-        # Filled only while items are on their way out: an exception there must not lose them.
-        self.hand: Taken | None = None
+        self.hand: Taken | None = None  # the oldest, out of the ring and not yet unpacked
+        self.copy: Memory | None = None  # of what lay in its slot: see `StreamPool._mend`
         self.ready: deque[Any] = deque()
-        self.error: tuple[BaseException, str] | None = None  # to be raised behind them
+        self.error: BaseException | None = None  # to be raised behind them
 
     def begin(self) -> None:
         """Begin an epoch."""
         self.over = False
         self.start = self.unwoken = 0
 
+    def end(self) -> None:
+        """Nothing more comes out of the ring."""
+        self.over = True
+        self.start -= self.asked
+        self.asked = 0
+        self.hand = self.copy = None
+        self.tickets = deque()
+
     def clear(self) -> None:
         """Forget the epoch; its tickets were given up."""
-        self.over = True
-        self.asked = 0
+        self.end()
         self.assignment = self.error = None
-        self.tickets.clear()
-        self.ready.clear()
+        self.ready = deque()
 
     def adapt(self, made: int, nbytes: int, ns: int, most: int) -> None:
         """Choose how many items the next ticket asks for, from how the last one went."""
@@ -401,16 +414,19 @@ class StreamPool:
         self._ring.wake_at = NEVER  # see _request
         self._rooms = [self._ring.indices(cell) for cell in range(cells)]
         self._assigned: list[Letter | None] = [None] * cells  # whose words stand in each cell
-        self._posted = [Posted("", 0, 0, 0, 0)] * cells  # what each cell was last posted for
+        self._posted = [Posted("", 0, 0, 0, 0, 0)] * cells  # what each cell was last posted for
         self._reader = SlotReader(self._arena)
         self._writer = Writer(self._arena.segment.fd, self._arena.segment.width)
         self._streams = [Stream(number) for number in range(num_workers)]
-        self._left: deque[Stream] = deque()  # those that go round, the next one first
+        self._left: list[Stream] = []  # those that go round
+        self._turn = 0  # whose turn it is
+        self._called: Letter | None = None  # what a call is about that is waited for
         self._retired: list[Letter] = []  # letters that a given-up ticket may still want
+        self._torn = False  # an exception has come in the middle of something: see `_mend`
         self._ticket = AHEAD
         self._epoch = 0
         self._interrupts = 0
-        self.began = -1  # `_interrupts` when the epoch was begun
+        self._began = -1  # `_interrupts` when the epoch was begun
         self._tickets = self._items = self._nbytes = 0  # taken out
         self._start = partial(
             staff.start,
@@ -458,8 +474,14 @@ class StreamPool:
         for cell, slot in self._ring.sweep():
             self._reader.drop(cell, slot)
         if not self._ring.abandoned_count:
-            while self._retired:
-                self._arena.release(self._retired.pop().slot)
+            retired, self._retired = self._retired, []
+            for letter in retired:
+                self._arena.release(letter.slot)
+
+    def _retire(self, letter: Letter | None) -> None:
+        """Free a letter as soon as no ticket can want it."""
+        if letter is not None and letter not in self._retired:
+            self._retired.append(letter)
 
     # -- tickets
 
@@ -486,14 +508,14 @@ class StreamPool:
             self._assigned[cell] = assignment
         if call is not None:
             self._rooms[cell][CALLED] = call.words
-        start, epoch = stream.start, self._epoch if assignment is not None else 0
-        self._posted[cell] = Posted(what, stream.number, epoch, start, count)
         slot, capacity = self._reader.room()
-        overtakes = kind == CALL and not behind
-        ticket = (self._ticket - AHEAD) % TICKETS if overtakes else self._ticket
-        owner = stream.number + 1
-        ring.post(cell, ticket, epoch, kind, count, start, slot, capacity, owner)
-        self._ticket = (self._ticket + 1) % TICKETS
+        start, epoch = stream.start, self._epoch if assignment is not None else 0
+        self._posted[cell] = Posted(what, stream.number, epoch, start, count, slot)
+        ticket = self._ticket
+        self._ticket = (ticket + 1) % TICKETS
+        if kind == CALL and not behind:
+            ticket = (ticket - AHEAD) % TICKETS
+        ring.post(cell, ticket, epoch, kind, count, start, slot, capacity, stream.number + 1)
         return cell
 
     def _request(self, stream: Stream, leaving: int) -> None:
@@ -545,94 +567,175 @@ class StreamPool:
 
     # -- items
 
-    def next(self, worker: int) -> Any:
-        """Return the next item of a worker, or raise StopIteration."""
+    def next(self, worker: int, turn: int | None = None) -> Any:
+        """Return the next item of a worker, or raise StopIteration; whose turn it is after that."""
         stream = self._streams[worker]
-        ready = stream.ready
-        if not ready:
+        if not stream.ready:
             self._receive(stream)
         # Only where there is room for a ticket: this is done for every single item.
-        if len(ready) + stream.asked + stream.count <= self._prefetch + 1:
+        if len(stream.ready) + stream.asked + stream.count <= self._prefetch + 1:
+            self._settle()
             self._request(stream, 1)
-        return ready.popleft()
+            self._torn = False
+        if turn is not None:
+            self._turn = turn
+        return stream.ready.popleft()
 
     def next_in_turn(self) -> Any:
         """Return the next item of the worker whose turn it is, or raise StopIteration."""
-        while self._left:
+        left = self._left
+        while left:
+            turn = self._turn if self._turn < len(left) else 0
             try:
-                item = self.next(self._left[0].number)
+                return self.next(left[turn].number, turn + 1)
             except StopIteration:
-                self._left.popleft()
-            else:
-                self._left.rotate(-1)
-                return item
+                self._turn = turn
+                del left[turn]
         raise StopIteration
+
+    def delivered(self, worker: int) -> int:
+        """Count the items of a worker that have come out."""
+        stream = self._streams[worker]
+        return stream.start - stream.asked - len(stream.ready)
 
     def _receive(self, stream: Stream) -> None:
         """Take tickets out of the ring until an item is ready; raise what was raised instead."""
         while not stream.ready:
             if stream.error is not None:
-                (error, place), stream.error = stream.error, None
+                error, stream.error = stream.error, None
                 try:
-                    failure.deliver(error, place)
+                    raise error
                 finally:
-                    del error
+                    del error  # its traceback has this frame: a circle
             if stream.over:
                 raise StopIteration
-            self._request(stream, 0)
+            self._settle()
+            if not stream.tickets:  # only after an exception: `next` asks ahead
+                self._request(stream, 0)
             if stream.hand is None:
-                stream.hand = self._await(stream, stream.tickets[0][0], self.began)
-            self._unpack(stream, *stream.hand)
+                stream.hand = self._await(stream, stream.tickets[0][0], self._began)
+            self._unpack(stream, stream.hand)
+            self._torn = False
 
-    def _unpack(
-        self,
-        stream: Stream,
-        cell: int,
-        status: int,
-        slot: int,
-        capacity: int,
-        record: tuple[int, ...],
-    ) -> None:
-        """Take the items of a finished ticket out of its slot."""
-        count = stream.tickets[0][1]
-        start = self._posted[cell].start
-        error = None
-        items: list[Any] = []
-        made, ended = record[5] >> 2, bool(record[5] & 3)
-        if status == RAISED:
-            error, slot = self._reader.error(cell, slot, capacity, record)
-            made, ended = 0, True
-        elif count == 1 and made:
-            item, slot = self._reader.collect(cell, slot, capacity, record)
-            items.append(item)
-        elif made:
-            items = parse(self._arena.look(slot, capacity), record)
-        if status != RAISED and record[5] & BROKEN:
-            error = failure.unpack(items.pop())
+    def _unpack(self, stream: Stream, taken: Taken) -> None:
+        """Take the items of the oldest ticket out of its slot, and the ticket out of the books."""
+        cell, record, count = taken[0], taken[4], stream.tickets[0][1]
+        items, error, slot = self._read(stream, taken, single=count == 1)
+        made, nbytes = len(items), codec.used(record)
+        ended = error is not None or bool(record[5] & ENDED)
+        if error is not None:
+            at = f"item {stream.start - stream.asked + made} of worker {stream.number}"
+            error = failure.named(_signed(error, stream.number), f"{at}, epoch {self._epoch}")
+        # No signal handler runs before the next call: all of this is done, or nothing.
+        stream.ready, stream.error = items, error
+        stream.hand = stream.copy = None
+        stream.over = ended
+        stream.asked -= count
+        stream.start -= count - made
+        del stream.tickets[0]
+        self._tickets += 1
+        self._items += made
+        self._nbytes += nbytes
         if slot >= 0:
             self._reader.drop(cell, slot)
-        stream.tickets.popleft()
-        stream.asked -= count
-        stream.ready.extend(items)
-        stream.hand = None
-        if error is not None:
-            place = f"item {start + made} of worker {stream.number}, epoch {self._epoch}"
-            stream.error = _signed(error, stream.number), place
         if ended:
             self._end(stream)
         else:
-            stream.adapt(made, codec.used(record), record[4], self._most)
-        self._tickets += 1
-        self._items += made
-        self._nbytes += codec.used(record)
+            stream.adapt(made, nbytes, record[4], self._most)
+
+    def _read(
+        self, stream: Stream, taken: Taken, *, single: bool
+    ) -> tuple[deque[Any], BaseException | None, int]:
+        """Read a ticket's items, what was raised behind them, and which slot is to be freed."""
+        cell, status, slot, capacity, record = taken
+        items: deque[Any] = deque()
+        error = None
+        if status != RAISED and not single:
+            memory = self._arena.look(slot, capacity) if stream.copy is None else stream.copy
+            items.extend(parse(memory, record))
+            if record[5] & BROKEN:
+                error = failure.unpack(items.pop())
+        elif status == RAISED or record[5] >> 2:
+            if stream.copy is None:
+                item, slot = self._reader.collect(cell, slot, capacity, record)
+            else:
+                item = codec.decode(stream.copy, record)
+            if status == RAISED:
+                error = failure.unpack(item)
+            else:
+                items.append(item)
+        return items, error, slot
 
     def _end(self, stream: Stream) -> None:
         """Nothing more comes from a worker: give up what else it was asked for."""
         stream.over = True
-        for cell, _ in stream.tickets:
+        cells = [cell for cell, _ in stream.tickets]
+        stream.end()
+        for cell in cells:
             self._ring.abandon(cell)
-        stream.tickets.clear()
-        stream.asked = 0
+
+    # -- after an exception
+
+    def _settle(self) -> None:
+        """Begin a step that must not stay half done; bring one to its end that did."""
+        if self._torn:
+            self._mend()
+        self._torn = True
+
+    def _mend(self) -> None:
+        """Make the books true again, after an exception in the middle of a step.
+
+        A signal handler may raise (Ctrl-C does) after any call, and what the call has returned is
+        lost then. But what there is says everything, and nothing has been posted since:
+
+        - A ticket in the ring is named by `_posted`, which is written before it. So `tickets`,
+          `asked` and `start` follow from the ring. Nobody waits for a call any more.
+        - The oldest ticket is in the books and not in the ring: it was taken out, and not
+          unpacked, for it leaves the books in one step with that. What the worker has written of
+          it stands in its cell until the next post. Its slot may have been lent meanwhile, or
+          freed, but nobody has got it since: what lies there is copied.
+        - A slot that is in no cell of the ring, and of no letter, is lost, and freed.
+
+        Each step leaves what the others need, so that it may itself be interrupted.
+        """
+        self._retire(self._called)
+        self._called = None
+        cells: list[list[int]] = [[] for _ in self._streams]
+        for cell in self._ring.awaited(ordered=False):
+            posted = self._posted[cell]
+            if posted.what or self._streams[posted.worker].over:
+                self._ring.abandon(cell)
+            else:
+                cells[posted.worker].append(cell)
+        for stream in self._streams:
+            self._count(stream, cells[stream.number])
+        self._sweep()
+        letters = [*self._retired, *(stream.assignment for stream in self._streams)]
+        slots = [letter.slot for letter in letters if letter is not None]
+        self._reader.keep(slots + self._ring.slots())
+        self._torn = False
+
+    def _count(self, stream: Stream, cells: list[int]) -> None:
+        """Make the books of a stream true, of which these cells are in the ring."""
+        if stream.over:
+            stream.end()
+            return
+        tickets = deque((cell, self._posted[cell].items) for cell in cells)
+        if stream.hand is not None or (stream.tickets and stream.tickets[0][0] not in cells):
+            oldest = stream.tickets[0]
+            if stream.copy is None:
+                self._save(stream, oldest[0])
+            tickets.appendleft(oldest)
+        asked = sum(count for _, count in tickets)
+        received = stream.start - stream.asked
+        stream.tickets, stream.asked, stream.start = tickets, asked, received + asked
+
+    def _save(self, stream: Stream, cell: int) -> None:
+        """Copy what the oldest ticket has brought out of its slot."""
+        _, status, capacity, record, _ = self._ring.left_in(cell)
+        slot = self._posted[cell].slot
+        copy = self._arena.copy(slot, codec.used(record), capacity)
+        stream.copy, stream.hand = copy, (cell, status, -1, 0, record)
 
     # -- calls
 
@@ -643,6 +746,7 @@ class StreamPool:
         self._staff.check()
         self._staff.deaths.begin()
         self._epoch += 1
+        self._torn = True
         try:
             self._assign(assignments)
             cells = []
@@ -656,8 +760,10 @@ class StreamPool:
         except BaseException:
             self._clear()
             raise
-        self._left.extend(self._streams)
-        self.began = generation
+        self._left = list(self._streams)
+        self._turn = 0
+        self._began = generation
+        self._torn = False
         return replies
 
     def _assign(self, assignments: Sequence[Any]) -> None:
@@ -670,17 +776,14 @@ class StreamPool:
 
     def _clear(self) -> None:
         """Give up everything that is under way."""
+        self._torn = True
         for stream in self._streams:
-            if stream.hand is not None:
-                self._reader.drop(stream.hand[0], stream.hand[2])
-                stream.hand = None
-            if stream.assignment is not None and stream.assignment not in self._retired:
-                self._retired.append(stream.assignment)
+            self._retire(stream.assignment)
             stream.clear()
-        self._left.clear()
+        self._left = []
         self._assigned = [None] * len(self._assigned)
         self._ring.abandon()
-        self._sweep()
+        self._mend()
 
     def ask(
         self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
@@ -688,32 +791,23 @@ class StreamPool:
         """Call a method in some workers."""
         generation = self._interrupts
         self._staff.check()
-        letter = self._write((method, args), f"{method}'s arguments")
-        cells: list[tuple[Stream, int]] = []
+        self._settle()
         try:
+            letter = self._called = self._write((method, args), f"{method}'s arguments")
+            cells: list[tuple[Stream, int]] = []
             for number in workers:
                 stream = self._streams[number]
                 what = f"a call of {method}()"
                 cells.append((stream, self._post(stream, CALL, 0, what, letter, behind=behind)))
             self._ring.wake()
-            replies = []
-            while cells:
-                replies.append(self._reply(*cells.pop(0), generation))
+            return [self._reply(*cell, generation) for cell in cells]
         finally:
-            for _, cell in cells:
-                self._ring.abandon(cell)
-            self._retired.append(letter)
-            self._sweep()
-        return replies
+            self._mend()  # that the letter is not needed any more, and what was not waited for
 
     def _reply(self, stream: Stream, cell: int, generation: int) -> Any:
         """Wait for the answer to a call."""
         place = self._posted[cell].place
-        try:
-            _, status, slot, capacity, record = self._await(stream, cell, generation)
-        except BaseException:
-            self._ring.abandon(cell)
-            raise
+        _, status, slot, capacity, record = self._await(stream, cell, generation)
         if status == RAISED:
             error, slot = self._reader.error(cell, slot, capacity, record)
         else:

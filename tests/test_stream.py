@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted
 
 import cseq
 import cseq.staff
@@ -1008,7 +1009,7 @@ def test_a_forked_child_takes_no_items() -> None:
         assert plain([*got, *s]) == in_process([50, 50])
 
 
-class Interrupting(Numbers):
+class Pressing(Numbers):
     """Presses Ctrl-C at some items."""
 
     def item(self, k: int) -> Any:
@@ -1020,7 +1021,7 @@ class Interrupting(Numbers):
 def test_ctrl_c_loses_nothing() -> None:
     """A KeyboardInterrupt comes out of the call that waits; the next one goes on."""
     interrupts = 0
-    with streams(Interrupting, 1, prefetch=1) as s:
+    with streams(Pressing, 1, prefetch=1) as s:
         s.begin([40])
         got = []
         while len(got) < 40:
@@ -1063,7 +1064,7 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
     with streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s:
         for lengths, steps in epochs:
             s.begin(lengths)
-            expected = [plain(one_alone(w, workers, lengths[w])) for w in range(workers)]
+            expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]
             got: list[list[Any]] = [[] for _ in range(workers)]
             for what, argument in steps:
                 take_step(s, got, what, argument)
@@ -1074,9 +1075,9 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
             assert got == expected
 
 
-def one_alone(number: int, num_workers: int, length: int) -> list[Any]:
+def one_alone(number: int, num_workers: int, length: int, kind: type[Numbers]) -> list[Any]:
     """All items of one producer, made here."""
-    producer = Mixed(number, num_workers)
+    producer = kind(number, num_workers)
     producer.begin(length)
     return list(producer.items(0))
 
@@ -1094,6 +1095,229 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
         assert s.ask("add", argument, 1, worker=worker) == (worker, argument + 1)
     else:
         os.kill(s.ask("pid", worker=worker), signal.SIGKILL)
+
+
+# -- Ctrl-C between any two steps
+
+STEPS = ("stream.py", "run.py", "edge.py", "arena.py", "codec.py", "failure.py", "payload.py")
+
+
+NEVER = contextlib.nullcontext(threading.Event())
+
+
+class Reading:
+    """Reads an epoch, interrupted here and there, and knows what is still to come."""
+
+    def __init__(self, s: Streams, producer: type[Numbers], lengths: Sequence[int]) -> None:
+        self.s = s
+        self.pool: Any = s._run.pool
+        s.begin(lengths)
+        count = len(lengths)
+        self.left = [plain(one_alone(w, count, n, producer)) for w, n in enumerate(lengths)]
+        self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
+        self.round: Iterator[Any] = iter(s)
+        self.held: list[BaseException] = []  # with what their frames have
+
+    def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
+        """Take an item, in turn or of a worker; return whether that was interrupted."""
+        worker = self.turns[0] if self.turns else 0
+        item, before = None, self.pool.delivered(worker)
+        with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
+            try:
+                item = next(self.round, None) if how == "turn" else next_or_none(self.s, worker)
+            except KeyboardInterrupt as error:
+                self.held += [error] if hold else []
+                raise
+        gone = self.pool.delivered(worker) - before
+        if item is not None:
+            assert plain([item]) == self.left[worker][:1]
+        else:
+            assert struck.is_set() or not self.turns
+        assert gone == (item is not None) or (struck.is_set() and gone == 1)  # on its way back
+        if gone:
+            del self.turns[0], self.left[worker][0]
+        return struck.is_set()
+
+    def finish(self, how: str) -> None:
+        """Take the rest; no slot may be lost then."""
+        while self.turns:
+            self.take(how)
+        self.take(how)
+        self.held.clear()
+        assert self.pool._torn or not lost_slots(self.s)  # what is torn will be mended
+        self.pool._settle()
+        self.pool._torn = False
+        assert not lost_slots(self.s)
+
+
+def lost_slots(s: Streams) -> set[int]:
+    """Slots that are in use for nothing."""
+    pool: Any = s._run.pool
+    slots = pool._arena._slots
+    free = list(iter(slots.acquire, -1))
+    for slot in free:
+        slots.release(slot)
+    letters = [*pool._retired, *(stream.assignment for stream in pool._streams)]
+    used = {letter.slot for letter in letters if letter}.union(free, pool._ring.slots())
+    return set(range(slots.capacity)) - used
+
+
+def first_hits(step: Callable[[int], bool]) -> int:
+    """Do something once for every place in it where a handler can raise: how many there are."""
+    return next(count for count in itertools.count() if not step(count + 1))
+
+
+class Leased(Numbers):
+    """Items just large enough to be handed out where they lie."""
+
+    def item(self, k: int) -> Any:
+        return self.number, k, np.full(1 << 13, 10 * k + self.number)
+
+
+TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
+
+
+@pytest.mark.parametrize("how", ["turn", "worker"])
+@pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
+def test_ctrl_c_anywhere_in_the_taking_of_an_item(
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
+) -> None:
+    """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
+    with streams(producer, 2, prefetch=prefetch) as s:
+        s.begin([500, 500])
+        assert len(list(s)) == 1000  # from now on small items come together
+
+        hits = 0
+        for behind in (0, 2, sum(lengths)):
+
+            def step(countdown: int, behind: int = behind) -> bool:
+                reading = Reading(s, producer, lengths)
+                for _ in range(behind):
+                    reading.take(how)
+                hit = reading.take(how, countdown, hold=countdown % 2 == 0)
+                reading.finish(how)
+                return hit
+
+            hits += first_hits(step)
+        assert hits > 100
+
+
+@pytest.mark.parametrize("how", ["turn", "worker"])
+@pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
+def test_ctrl_c_again_and_again(
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
+) -> None:
+    """The going on after an interrupt may be interrupted, too, and so may calls in between."""
+    rng, hits = random.Random(7), 0
+    with streams(producer, 2, prefetch=prefetch) as s:
+        for _ in range(8):
+            reading = Reading(s, producer, lengths)
+            while reading.turns:
+                countdown = int(10 ** rng.uniform(0, 3.3))
+                hits += reading.take(how, countdown, hold=rng.random() < 0.3)
+                if rng.random() < 0.3:
+                    with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
+                        assert len(s.ask("count")) == 2
+            reading.finish(how)
+    assert hits > 80
+
+
+@pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
+def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
+    """Wherever a signal handler raises: what the producer has raised comes out, once."""
+    with streams(Broken, 2, prefetch=prefetch) as s:
+        s.begin([(-1, 500), (-1, 500)])
+        assert len(list(s)) == 1000
+
+        def step(countdown: int) -> bool:
+            s.begin([(3, 9), (-1, 2)])
+            got = [s.next(0)[1] for _ in range(behind)]
+            raised: list[BaseException] = []
+
+            def take() -> None:
+                try:
+                    got.append(s.next(0)[1])
+                except TwoArguments as error:
+                    raised.append(error)
+
+            with interrupted(countdown, *STEPS) as struck:
+                take()
+            while not raised:
+                take()
+            without = [k for k in range(3) if k != behind]
+            assert got == [0, 1, 2] or (struck.is_set() and got == without)
+            assert next_or_none(s, 0) is None
+            assert [item[:2] for item in s] == [(1, 0), (1, 1)]
+            return struck.is_set()
+
+        assert first_hits(step) > (1 if behind == 1 else 40)
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
+    """Wherever in `ask` a signal handler raises: calls and items go on, and no slot is lost."""
+    with streams(num_workers=2, prefetch=prefetch) as s:
+
+        def step(countdown: int) -> bool:
+            reading = Reading(s, Numbers, [9, 7])
+            for _ in range(3):
+                reading.take("turn")
+            with interrupted(countdown, *STEPS) as struck:
+                assert s.ask("add", countdown, 1) == [(w, countdown + 1) for w in (0, 1)]
+            reading.take("turn")
+            assert s.ask("add", 1, countdown, worker=1) == (1, countdown + 1)
+            reading.finish("turn")
+            return struck.is_set()
+
+        assert first_hits(step) > 100
+
+
+class Pausing(Gated):
+    """Presses Ctrl-C in a call, and does not come back before it is told to."""
+
+    def pause(self) -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        os.read(self.gate, 1)
+
+
+def test_an_interrupted_call_keeps_its_letter(tmp_path: Path) -> None:
+    """The arguments of a call that nobody waits for any more stay until it is over."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with (
+        open(gate, "r+b", buffering=0) as writer,
+        streams(partial(Pausing, str(gate)), 1) as s,
+    ):
+        pool: Any = s._run.pool
+        with pytest.raises(KeyboardInterrupt):
+            s.ask("pause")
+        assert len(pool._retired) == 1
+        writer.write(b"1")
+        s.ask("pid")
+        assert not pool._retired
+        assert not lost_slots(s)
+
+
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
+    """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
+    with streams(prefetch=3) as s:
+
+        def step(countdown: int) -> bool:
+            s.begin([9, 9])
+            next(iter(s))
+            with interrupted(countdown, *STEPS) as struck:
+                s.begin([6, 5])
+            try:
+                got = plain(s)
+            except InterruptedError:
+                assert struck.is_set()
+            else:
+                assert got == in_process([6, 5]) or (
+                    struck.is_set() and got == in_process([9, 9])[1:]
+                )
+            return struck.is_set()
+
+        assert first_hits(step) > 100
 
 
 # -- several, and inside one another

@@ -1,10 +1,10 @@
-"""Workers killed and stopped at random, managers dropped, epochs broken off, batches held.
+"""Workers killed and stopped at random, managers and streams dropped, epochs broken off.
 
     python tests/stress/stress.py [seconds] [seed]
 
-Every batch is compared with what its epoch's order and its own generator say it must be; batches
-that are held are compared again later; at the end nothing may be left. Prints the seed, and what
-it went through.
+Every batch is compared with what its epoch's order and its own generator say it must be, and every
+item of a stream with what its place says; what is held is compared again later; at the end nothing
+may be left. In streams, signal handlers raise, too. Prints the seed, and what it went through.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from streams import Alarm, StreamTrial
 
 import cseq
 import cseq.staff
@@ -234,13 +235,17 @@ def main(seconds: float, seed: int) -> None:
     logging.getLogger("cseq").setLevel(logging.CRITICAL)
     print(f"seed {seed}, {seconds:g} s", flush=True)
     rng, count = random.Random(seed), Counter[str]()
-    killer = Killer(random.Random(seed + 1), count)
+    killer, alarm = Killer(random.Random(seed + 1), count), Alarm(rng, count)
     killer.start()
     descriptors = len(os.listdir("/proc/self/fd"))
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        Trial(rng, killer, count).run()
-        count["managers"] += 1
+        if rng.random() < 0.6:
+            Trial(rng, killer, count).run()
+            count["managers"] += 1
+        else:
+            StreamTrial(rng, killer, count, alarm).run()
+            count["streams"] += 1
     killer.over.set()
     killer.join()
     left = list(left_behind())

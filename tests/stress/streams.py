@@ -1,0 +1,198 @@
+"""Streams under stress: workers killed and stopped, epochs broken off, items held, Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq.stream import Streams
+
+if TYPE_CHECKING:
+    import random
+    from collections import Counter
+    from collections.abc import Callable, Iterator
+
+SIZES = {"small": (0, 30), "mixed": (0, 9000), "large": (4000, 200_000)}
+
+
+def item_of(seed: int, worker: int, k: int, sizes: str) -> tuple[int, int, np.ndarray]:
+    """Make an item, which is known by its place alone."""
+    least, most = SIZES[sizes]
+    mixed = (seed * 1_000_003 + worker * 10_007 + k * 7919) % 1_000_000_007
+    size = least + mixed % (most - least)
+    return worker, k, np.arange(mixed, mixed + size, dtype=np.int64)
+
+
+class Maker:
+    """Makes a worker's items: as its assignment says, so many from a seed."""
+
+    def __init__(self, sizes: str, microseconds: int, number: int, num_workers: int) -> None:
+        del num_workers
+        self.sizes, self.seconds, self.number = sizes, microseconds / 1e6, number
+        self.pause = threading.Event()
+
+    def begin(self, assignment: tuple[int, list[int]]) -> tuple[int, int]:
+        self.seed, lengths = assignment
+        self.length = lengths[self.number]
+        return self.number, self.length
+
+    def items(self, start: int) -> Iterator[Any]:
+        for k in range(start, self.length):
+            if self.seconds:
+                self.pause.wait(self.seconds)
+            yield item_of(self.seed, self.number, k, self.sizes)
+
+    def double(self, value: np.ndarray) -> tuple[int, np.ndarray]:
+        return self.number, 2 * value
+
+
+class Alarm:
+    """A signal handler that raises, at any time within what is to be interrupted."""
+
+    def __init__(self, rng: random.Random, count: Counter[str]) -> None:
+        self.rng, self.count = rng, count
+        self.armed = False
+        signal.signal(signal.SIGALRM, self.strike)
+
+    def strike(self, number: int, frame: object) -> None:
+        """Raise, if something can be interrupted now."""
+        del number, frame
+        if self.armed:
+            self.armed = False
+            self.count["interrupts"] += 1
+            raise KeyboardInterrupt
+
+    def during(self, step: Callable[[], Any], default: Any = None) -> Any:
+        """Do something; where it is interrupted, return the default."""
+        if self.rng.random() < 0.9:
+            return step()
+        signal.setitimer(signal.ITIMER_REAL, 10 ** self.rng.uniform(-6, -3))
+        try:
+            self.armed = True
+            result = step()
+            self.armed = False
+        except KeyboardInterrupt:
+            return default
+        finally:
+            self.armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return result
+
+
+class StreamTrial:
+    """Streams, through some epochs."""
+
+    def __init__(self, rng: random.Random, killer: Any, count: Counter[str], alarm: Alarm) -> None:
+        self.rng, self.killer, self.count, self.alarm = rng, killer, count, alarm
+        self.workers = rng.randint(1, 4)
+        self.sizes = rng.choice(list(SIZES))
+        self.most = rng.choice([3, 40, 1000]) if self.sizes == "small" else rng.choice([3, 40, 150])
+        self.held: list[tuple[Any, int]] = []  # an item, and its epoch's seed
+
+    def streams(self) -> Streams:
+        """Make them."""
+        rng = self.rng
+        return Streams(
+            partial(Maker, self.sizes, rng.choice([0, 0, 100, 2000])), self.workers,
+            prefetch=rng.choice([1, 2, 10, 64, 300]), max_restarts=10**9,
+            start_method=rng.choice(["fork"] * 4 + ["forkserver", "spawn"]),
+            memory_limit=rng.choice([0, 10**6, None]),
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Go through some epochs, and end in one of several ways."""
+        s = self.streams()
+        pool: Any = s._run.pool
+        self.killer.workers = self.workers
+        self.killer.target = pool._staff._keeper
+        try:
+            for _ in range(self.rng.randint(1, 5)):
+                self.epoch(s, pool)
+        finally:
+            self.killer.target = None
+        stats = s.stats()
+        self.count["restarts"] += stats.restarts
+        self.count["retries"] += stats.retries
+        self.count["copies"] += stats.copies
+        if self.rng.random() < 0.5:
+            s.close()
+        del s, pool
+        self.look_at_held(all_of_them=True)
+
+    def begin(self, s: Streams, seed: int, lengths: list[int]) -> None:
+        """Begin an epoch, until nothing has interrupted that."""
+        begun = list(enumerate(lengths))
+        while self.alarm.during(lambda: s.begin([(seed, lengths)] * self.workers)) != begun:
+            pass
+
+    def epoch(self, s: Streams, pool: Any) -> None:
+        """Go through an epoch or a part of it, in turn or not."""
+        rng = self.rng
+        seed = rng.randrange(2**32)
+        lengths = [rng.randrange(self.most) for _ in range(self.workers)]
+        self.begin(s, seed, lengths)
+        order = [w for k in range(max(lengths)) for w in range(self.workers) if k < lengths[w]]
+        in_turn = rng.random() < 0.5
+        if not in_turn:
+            rng.shuffle(order)
+        round_robin = iter(s)
+        stop = rng.randrange(len(order) * 3 + 1)
+        for number, worker in enumerate(order):
+            take = partial(next, round_robin) if in_turn else partial(s.next, worker)
+            self.take(pool, take, worker, seed)
+            if rng.random() < 0.02:
+                self.call(s)
+            if number == stop:
+                self.count["breaks"] += 1
+                return
+        assert list(s) == [], "there are more items than there should be"
+        self.count["epochs"] += 1
+
+    def take(self, pool: Any, step: Callable[[], Any], worker: int, seed: int) -> None:
+        """Take an item, until one has come out, and compare it."""
+        at, item = pool.delivered(worker), None
+        while pool.delivered(worker) == at:
+            item = self.alarm.during(step)
+        assert pool.delivered(worker) == at + 1
+        self.count["items"] += 1
+        if item is None:  # it was on its way out when it was interrupted
+            self.count["items interrupted"] += 1
+            return
+        assert (item[0], item[1]) == (worker, at), "a wrong item"
+        self.compare(item, seed)
+        if self.rng.random() < 0.05:
+            self.held.append(((*item[:2], item[2][...]), seed))
+            self.count["held"] += 1
+        else:
+            item[2][...] = -1  # nobody else may see this
+        if self.rng.random() < 0.02:
+            self.look_at_held(all_of_them=False)
+
+    def compare(self, item: Any, seed: int) -> None:
+        """Compare an item with what it must be."""
+        expected = item_of(seed, item[0], item[1], self.sizes)
+        assert np.array_equal(item[2], expected[2]), "wrong data"
+
+    def call(self, s: Streams) -> None:
+        """Ask the workers something."""
+        value = np.arange(self.rng.randrange(20_000))
+        worker = self.rng.choice([None, *range(self.workers)])
+        behind = self.rng.random() < 0.3
+        ask = partial(s.ask, "double", value, worker=worker, behind=behind)
+        replies = self.alarm.during(ask)
+        if worker is not None and replies is not None:
+            replies = [replies]
+        for number, reply in replies or ():
+            assert worker in (number, None), "an answer of somebody else"
+            assert np.array_equal(reply, 2 * value), "a wrong answer"
+        self.count["calls"] += 1
+
+    def look_at_held(self, *, all_of_them: bool) -> None:
+        """Compare what is held once more, and let go of some."""
+        for item, seed in self.held:
+            self.compare(item, seed)
+        self.held = [] if all_of_them else [h for h in self.held if self.rng.random() < 0.7]
