@@ -231,6 +231,7 @@ class Exchange:
     posted: int
     taken: int
     done: int
+    failed: Exception | None
     torn: bool
     alone: Final[bool]
     def __new__(

@@ -1321,7 +1321,7 @@ cdef class Exchange:
         Where batches are. A list: the objects, by cell. A tuple ``(mapped, known, most)``: in slots;
         `Mapping` by slot, and see `copy_array`. None: somewhere else, there is no short way.
     convert : callable or None
-        Applied to the batch. If it raises an `Exception`, nothing was done: the long way will see.
+        Applied to the batch.
 
     Attributes
     ----------
@@ -1331,6 +1331,8 @@ cdef class Exchange:
         Batches of this epoch.
     done : int
         The same as `taken`, but a batch that raised counts only when the loop went on.
+    failed : Exception or None
+        What `convert` has raised, for the long way to raise; nothing was done then.
     torn : bool
         The caller is in the middle of something: there is no short way now.
     """
@@ -1343,6 +1345,7 @@ cdef class Exchange:
     cdef Py_ssize_t most
     cdef object convert
     cdef readonly bint alone  # it may be called without a lock: it calls nothing
+    cdef public object failed
     cdef public bint torn
     cdef public uint64_t ticket
     cdef public uint64_t posted
@@ -1397,6 +1400,7 @@ cdef class Exchange:
         self.stride = stride
         self.size = size
         self.posted = self.taken = self.done = 0
+        self.failed = None
         self.begun += 1
 
     cdef bint is_known(self, Mapping slot, uint64_t offset, uint64_t length) except -1:
@@ -1470,7 +1474,8 @@ cdef class Exchange:
         if self.convert is not None:
             try:
                 batch = self.convert(batch)
-            except Exception:
+            except Exception as error:
+                self.failed = error
                 return None
             if batch is None:
                 return None
@@ -1511,13 +1516,14 @@ cdef class Steps:
 
     def __cinit__(self, run, Exchange exchange, long_way, *args):
         self.run, self.present, self.long_way = run, run.present, long_way
-        self.exchange = exchange if exchange is not None and exchange.alone else None
+        self.exchange = exchange
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.exchange is not None and self.run.present == self.present:
+        # A loop's `for` runs no signal handler between what comes from here and its variable.
+        if self.exchange is not None and self.exchange.alone and self.run.present == self.present:
             batch = self.exchange.swap()
             if batch is not None:
                 return batch
@@ -1528,6 +1534,10 @@ cdef class Steps:
                 raise InterruptedError(
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
+            if self.exchange is not None and not self.exchange.alone:
+                batch = self.exchange.swap()
+                if batch is not None:
+                    return batch
             return self.long_way()
         finally:
             turn.release()

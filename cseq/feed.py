@@ -82,6 +82,7 @@ class Feed:
         self._epoch = 0
         self._first = 0  # number of the first batch: above 0 if the epoch is resumed
         self._batches = 0
+        self._goal: tuple[int, int] | None = None  # what is being begun
         self._hand: Taken | None = None  # taken out of the ring, and not yet out of its slot
         self._sweeping = False
         self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
@@ -89,9 +90,10 @@ class Feed:
         self.skipped: list[tuple[int, int, str]] = []
 
     @property
-    def done(self) -> int:
-        """Batches of this epoch that were delivered, or left out for an error."""
-        return self.exchange.done
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have had."""
+        goal = self._goal
+        return self._sampler.position(self.exchange.done) if goal is None else goal[1]
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
@@ -102,6 +104,7 @@ class Feed:
         """Begin an epoch, or go on with one, behind the samples that are consumed."""
         exchange = self.exchange
         torn, exchange.torn = exchange.torn, True
+        self._goal = epoch, consumed
         hand, self._hand = self._hand, None
         if hand is not None:
             self._outlet.drop(hand[0], hand[2])
@@ -117,7 +120,7 @@ class Feed:
         full, start, stride, size = self._sampler.cut
         exchange.begin(epoch, self._first, full if self._ordered else 0, start, stride, size)
         self._refill()
-        exchange.torn = False
+        exchange.torn, self._goal = False, None
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
@@ -158,7 +161,7 @@ class Feed:
             self._outlet.drop(*self._swept.pop())
 
     def next(self) -> Any:
-        """Return the next finished batch.
+        """Return the next finished batch, the long way: `exchange.swap` is the short one.
 
         Raises
         ------
@@ -166,9 +169,6 @@ class Feed:
             The epoch is over.
         """
         exchange = self.exchange
-        batch = exchange.swap()
-        if batch is not None:
-            return batch
         if exchange.torn:
             self._mend()
         exchange.torn = True  # until the books are in order again
@@ -180,11 +180,16 @@ class Feed:
                 continue
             batch, slot = self._outlet.collect(cell, slot, capacity, record)
             if self._convert is not None:
+                failed, exchange.failed = exchange.failed, None
                 try:
+                    if failed is not None:  # the short way has tried
+                        raise failed
                     batch = self._convert(batch)
                 except Exception as error:  # noqa: BLE001 - the user's, and raised again
                     self._refuse(cell, slot, error)
                     continue
+                finally:
+                    del failed
             break
         self._hand = None
         if slot >= 0 and exchange.posted < self._batches:
@@ -208,7 +213,10 @@ class Feed:
                 "an exception has interrupted the taking of a batch, and with ordered=False "
                 "nobody can say which ones are left; begin another epoch"
             )
-        self._begin(self._epoch, self._sampler.position(self.done))
+        if self._goal is None:
+            self._begin(self._epoch, self.position)
+        else:  # it came in the middle of this, where the numbers are partly of before
+            self._begin(*self._goal)
 
     def _refuse_interrupted(self) -> None:
         """Raise if `interrupt` was called."""

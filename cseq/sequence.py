@@ -239,7 +239,7 @@ class MSequence:
         self._consumed = 0  # where in _epoch the next iter() begins, if it has not begun
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
-        self._done = 0  # batches delivered of _epoch, when it has begun and nothing runs
+        self._position = 0  # samples of _epoch so far, when it has begun and nothing runs
 
     @staticmethod
     def _count_converters(workers: int, converters: int | None) -> int:
@@ -379,7 +379,8 @@ class MSequence:
         """End what runs, if anything does."""
         if self._run is not None:
             pool = self._run.pool
-            self._done, self._stats, self._skipped = pool.done, pool.stats(), pool.skipped
+            self._position = pool.position
+            self._stats, self._skipped = pool.stats(), pool.skipped
             self._run.close()
             self._run = None
         if self._finalizer is not None:
@@ -440,9 +441,10 @@ class MSequence:
                 )
             epoch = self._epoch + 1 if self._begun else self._epoch
             run.interrupt()
+            self._epoch, self._begun = epoch, False  # until it has
             with run.turn:
                 run.pool.begin(epoch, self._consumed)
-            self._epoch, self._begun, self._consumed = epoch, True, 0
+            self._begun, self._consumed = True, 0
             return Epoch(run, run.pool.exchange, run.pool.next, self)
 
     # -- leave off and resume
@@ -477,15 +479,15 @@ class MSequence:
         """Return the epoch, and the samples of it that all ranks together have had."""
         if not self._begun:
             return self._epoch, self._consumed
-        done = self._done if self._run is None else self._run.pool.done
-        if done == len(self._sampler):
+        position = self._position if self._run is None else self._run.pool.position
+        if position == self._sampler.position(len(self._sampler)):
             return self._epoch + 1, 0
-        if done and not self._job.ordered:
+        if position != self._sampler.position(0) and not self._job.ordered:
             raise ValueError(
                 "ordered=False delivers batches as they are finished, so a place in the middle of "
                 "an epoch cannot be resumed; take the state between epochs, or use ordered=True"
             )
-        return self._epoch, self._sampler.position(done)
+        return self._epoch, position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where `state_dict` was taken.

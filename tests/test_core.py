@@ -978,6 +978,7 @@ def test_a_conversion_that_fails_in_a_swap() -> None:
         before = counter.state()
         assert counter.exchange.swap() is None
         assert counter.state() == before
+        assert isinstance(counter.exchange.failed, ValueError) == (convert is refuse)
     assert not counter.exchange.alone  # it may call anything: a lock is needed
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupting import interrupted
 
 from cseq._core import Block, Ring, Seat, now_ns, ring_bytes
 from cseq.edge import Objects
@@ -35,6 +36,7 @@ class Stage:
         runners: int = 2,
         ordered: bool = True,
         skip_errors: bool = False,
+        convert: Callable[[Any], Any] | None = None,
     ) -> None:
         memory = Block(ring_bytes(buffer, batch_size, runners), zero=True)
         self.ring = Ring(memory, buffer, batch_size, runners)
@@ -46,7 +48,7 @@ class Stage:
         sampler = Sampler(samples, batch_size=batch_size, shuffle=False, seed=0, drop_last=False)
         self.feed = Feed(
             self.ring, sampler, self.edge,
-            ordered=ordered, skip_errors=skip_errors, check=self.check,
+            ordered=ordered, skip_errors=skip_errors, check=self.check, convert=convert,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -126,7 +128,7 @@ def test_never_more_than_the_buffer() -> None:
     for taken in range(1, 11):
         stage.feed.next()
         assert sum(stage.ring.depths()) == min(3, 10 - taken)
-        assert stage.feed.done == taken
+        assert stage.feed.exchange.done == taken
 
 
 def test_unordered() -> None:
@@ -186,7 +188,7 @@ def test_numbers_on_a_ticket() -> None:
     assert seat.indices().tolist() == [4, 5]
     stage.finish(seat)
     assert stage.drain() == PAIRS[2:]
-    assert stage.feed.done == 3
+    assert stage.feed.exchange.done == 3
 
 
 def test_an_exception() -> None:
@@ -201,9 +203,9 @@ def test_an_exception() -> None:
     assert getattr(caught.value, "__notes__", ["epoch 0, batch 2, indices [4, 5]"])[0].endswith(
         "epoch 0, batch 2, indices [4, 5]"
     )
-    assert stage.feed.done == 2
+    assert stage.feed.exchange.done == 2
     assert stage.drain() == PAIRS[3:]
-    assert (stage.feed.done, stage.feed.skipped) == (5, [])
+    assert (stage.feed.exchange.done, stage.feed.skipped) == (5, [])
 
 
 def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +218,7 @@ def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
     assert "Broken([4, 5])" in stage.feed.skipped[1][2]
     assert [r.levelno for r in caplog.records] == [logging.ERROR] * 3
     assert "epoch 3, batch 2, indices [4, 5]" in caplog.text
-    assert stage.feed.done == 5
+    assert stage.feed.exchange.done == 5
 
 
 def test_what_is_not_skipped() -> None:
@@ -357,3 +359,53 @@ def test_indices_are_in_the_ring() -> None:
     stage.ring.repost(2)
     assert stage.claim(0).indices().tolist() == [0, 1]
     assert stage.ring.indices(seat.cell).dtype == np.int64
+
+
+def strike(stage: Stage, countdown: int, got: list[Any]) -> bool:
+    """Take a batch the long way, and raise in the middle; say whether there was such a place."""
+    with interrupted(countdown, "feed.py", "sampler.py") as struck:
+        got.append(stage.feed.next().tolist())
+    return struck.is_set()
+
+
+@pytest.mark.parametrize("second", range(1, 60, 4))
+def test_ctrl_c_while_it_mends(second: int) -> None:
+    """A signal handler that raises again, while things are mended after another, loses nothing."""
+    hits = 0
+    for first in range(1, 40):
+        stage = Stage()
+        stage.feed.begin(0)
+        got: list[Any] = [stage.feed.next().tolist()]
+        hits += strike(stage, first, got) and strike(stage, second, got)
+        assert stage.feed.position == 2 * len(got)
+        assert got + stage.drain() == PAIRS
+    assert hits > 5
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_conversion_that_fails_is_made_once(skip: bool) -> None:
+    """What a conversion raises in the short way comes out of the long one, as it was raised."""
+    calls = []
+
+    def convert(batch: Any) -> Any:
+        calls.append(batch.tolist())
+        if calls[-1] == [2, 3]:
+            raise Broken("once")
+        return batch
+
+    stage = Stage(convert=convert, skip_errors=skip)
+    stage.feed.begin(0)
+    got: list[Any] = []
+    raised = 0
+    while True:
+        stage.work()
+        batch = stage.feed.exchange.swap()
+        try:
+            got.append((stage.feed.next() if batch is None else batch).tolist())
+        except Broken:
+            raised += 1
+        except StopIteration:
+            break
+    assert (got, calls) == (PAIRS[:1] + PAIRS[2:], PAIRS)
+    assert raised == (not skip)
+    assert len(stage.feed.skipped) == skip

@@ -79,8 +79,8 @@ class Pool(Protocol):
         """Start what is to run. Whatever is raised, also by a signal handler: `close` ends it."""
 
     @property
-    def done(self) -> int:
-        """Batches of this epoch that were delivered, or left out for an error."""
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have had, or left out for an error."""
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

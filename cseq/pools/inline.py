@@ -48,9 +48,9 @@ class InlinePool:
         return self._sampler.start(self._solo.at)
 
     @property
-    def done(self) -> int:
-        """Batches delivered or skipped; one that raised, when the loop went on."""
-        return self._solo.done
+    def position(self) -> int:
+        """Samples delivered or skipped; those of a batch that raised, when the loop went on."""
+        return self._sampler.position(self._solo.done)
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch; the first time, make the indexer."""

@@ -168,9 +168,9 @@ class ThreadPool:
                 )
 
     @property
-    def done(self) -> int:
-        """Batches of this epoch that were delivered, or left out for an error."""
-        return self.feed.done
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have had, or left out for an error."""
+        return self.feed.position
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
