@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import cseq
 from cases import groups
 from harness.case import TINY, Case, Contender
 from harness.chart import as_svg
@@ -37,6 +39,7 @@ def main() -> int:
     if options.list:
         print(*(f"{case.name:28} {case.title}" for case in cases), sep="\n")
         return 0
+    compile_sources()
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     for case in cases:
         contenders = present(case, options)
@@ -51,6 +54,13 @@ def main() -> int:
     for one in failed:
         print(f"\n{one['name']} failed: {one['error']}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def compile_sources() -> None:
+    """Have the bytecode that an installed package has; else every process might compile anew."""
+    for folder in (Path(cseq.__file__).parent, Path(__file__).parent):
+        if not compileall.compile_dir(folder, quiet=1):
+            print(f"{folder} is not compiled: starts will seem slower than they are")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
 FIELDS: Final[int]
+SMALL: Final[int]
 DEBUG: Final[bool]
 ALGORITHM: Final[str]
 PARK_NS: Final[int]
@@ -195,6 +196,76 @@ class Seat:
     def detach(self) -> None: ...
     def indices(self) -> NDArray[np.int64]: ...
     def publish(self, status: int = 0, record: tuple[int, ...] = (), capacity: int = 0) -> None: ...
+
+@disjoint_base
+class Hand:
+    memory: Memory
+    used: int
+    capacity: int
+    loaned: bool
+    watched: bool
+    placement: Placement | None
+    aimed: Mapping | None
+    mapped: dict[int, Mapping]
+    older: list[Memory]
+    slot: int
+    @property
+    def laid(self) -> Any: ...
+    def __new__(cls, *args: Any) -> Self: ...
+    def remember(
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        wanted: np.dtype[Any] | None,
+        cast: bool,
+        record: tuple[int, ...],
+        blob: bytes,
+    ) -> None: ...
+    def lay(self, batch: Any, wanted: np.dtype[Any] | None) -> bool: ...
+    def turn(self, seat: Seat) -> None: ...
+    def give(self, seat: Seat, batch: Any) -> bool: ...
+
+@final
+class Exchange:
+    ticket: int
+    posted: int
+    taken: int
+    done: int
+    torn: bool
+    alone: Final[bool]
+    def __new__(
+        cls,
+        ring: Ring,
+        order: Order,
+        source: list[Any] | tuple[dict[int, Mapping], dict[bytes, Any], int] | None,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Self: ...
+    def begin(
+        self, epoch: int, first: int, full: int, start: int, stride: int, size: int
+    ) -> None: ...
+    def swap(self) -> Any: ...
+
+@disjoint_base
+class Steps:
+    run: Final[Any]
+    present: Final[int]
+    def __new__(
+        cls, run: Any, exchange: Exchange | None, long_way: Callable[[], Any], *args: Any
+    ) -> Self: ...
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...
+
+@final
+class Solo:
+    indexer: Any
+    at: int
+    done: int
+    made: Final[int]
+    def __new__(
+        cls, sampler: Any, desk: Any, here: Any, ticket: Any, convert: Callable[[Any], Any] | None
+    ) -> Self: ...
+    def begin(self) -> None: ...
+    def make(self) -> Any: ...
 
 def arm_fault() -> None: ...
 def now_ns() -> int: ...

@@ -19,6 +19,7 @@ cimport cython
 cimport numpy as cnp
 
 import os
+import sys
 
 import numpy
 
@@ -32,6 +33,8 @@ cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(
         PyTypeObject* subtype, cnp.dtype descr, int nd, cnp.npy_intp* dims,
         cnp.npy_intp* strides, void* data, int flags, void* obj)
+    object PyArray_Empty(int nd, cnp.npy_intp* dims, cnp.dtype descr, int fortran)
+    int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
     int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
 
     ctypedef struct PyDataMemAllocator:
@@ -72,9 +75,14 @@ cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies from here on let the GIL go
+    MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 
 FIELDS = CSEQ_FIELDS
+SMALL = MOST_COPIED
 DEBUG = bool(CSEQ_POISON)
+
+# Whether one thread at a time runs Python.
+cdef bint GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 if os.environ.get("CSEQ_WAIT", "") == "nap":
     cseq_wait_nap = 1
@@ -939,11 +947,18 @@ cdef class Ring:
 
         `start` is the position of the first sample in the order of the epoch. The runners are woken when `wake_at` tickets have gathered, and whenever the trainer waits.
         """
-        cdef cseq_cell* c = self.at(cell)
+        self.at(cell)
         if count > self.r.batch_size:
             raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
         if cseq_ring_state(self.r, cell) != CSEQ_FREE:
             raise RuntimeError(f"cell {cell} is not free")
+        self.offer(cell, ticket, epoch, batch, count, start, slot, capacity, owner)
+
+    cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
+                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity,
+                    uint32_t owner) noexcept:
+        """`post`, in a cell that is free."""
+        cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
         c.start = start
@@ -962,7 +977,7 @@ cdef class Ring:
         if self.unwoken >= self.wake_at:
             self.wake()
 
-    cpdef wake(self):
+    cpdef void wake(self) noexcept:
         """Wake the runners that sleep for want of tickets."""
         self.unwoken = 0
         cseq_gate_knock(&self.r.gate[0])
@@ -1016,15 +1031,21 @@ cdef class Ring:
         if k < 0:
             return None
         cell = <int>self.order[(self.first + <uint32_t>k) % self.r.capacity]
-        self.leave(<uint32_t>k)
         c = cseq_ring_cell(self.r, cell)
-        f = c.converted if c.stage else c.record
+        f = self.free(c, <uint32_t>k)
+        return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+
+    cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept:
+        """Take a finished ticket, at position `k` of `order`, out of its cell; return its record."""
+        cdef uint64_t* f = c.converted if c.stage else c.record
+        cdef uint32_t cell = self.order[(self.first + k) % self.r.capacity]
+        self.leave(k)
         cseq_ring_retire(self.r, cell)
         if c.status == 0:
             self.taken_batches += 1
             self.taken_samples += c.count
             self.taken_bytes += f[0] + f[1] + f[2] + f[3] + f[4] + f[5]
-        return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+        return f
 
     def alarms(self):
         """How often the trainer was woken: for `wait`, taken before looking for failures."""
@@ -1269,6 +1290,10 @@ cdef class Seat:
             raise ValueError(f"record={record!r} is not a tuple of at most {CSEQ_FIELDS} numbers")
         for i in range(len(<tuple>record)):
             fields[i] = (<tuple>record)[i]
+        self.deliver(c, status, capacity)
+
+    cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept:
+        """`publish`, with the record written."""
         c.status = status
         c.stage = self.stage
         if capacity > c.capacity:
@@ -1276,6 +1301,441 @@ cdef class Seat:
         cdef uint32_t cell = <uint32_t>self.cell
         self.cell = -1
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
+
+
+# ── the trainer's short way ────────────────────────────────────────────────────────────────
+
+
+@cython.final
+cdef class Exchange:
+    """The batches of an epoch, counted; and the short way for most of them.
+
+    `swap` takes the oldest batch out of the ring and posts the next ticket in its cell, in one step:
+    no signal handler comes in between, and (where there is a GIL) no other thread.
+
+    Parameters
+    ----------
+    ring : Ring
+    order : Order
+    source : list, tuple or None
+        Where batches are. A list: the objects, by cell. A tuple ``(mapped, known, most)``: in slots;
+        `Mapping` by slot, and see `copy_array`. None: somewhere else, there is no short way.
+    convert : callable or None
+        Applied to the batch. If it raises an `Exception`, nothing was done: the long way will see.
+
+    Attributes
+    ----------
+    ticket : int
+        Number of the next ticket.
+    posted, taken : int
+        Batches of this epoch.
+    done : int
+        The same as `taken`, but a batch that raised counts only when the loop went on.
+    torn : bool
+        The caller is in the middle of something: there is no short way now.
+    """
+
+    cdef Ring ring
+    cdef Order order
+    cdef list objects
+    cdef dict mapped
+    cdef dict known
+    cdef Py_ssize_t most
+    cdef object convert
+    cdef readonly bint alone  # it may be called without a lock: it calls nothing
+    cdef public bint torn
+    cdef public uint64_t ticket
+    cdef public uint64_t posted
+    cdef public uint64_t taken
+    cdef public uint64_t done
+    cdef uint64_t begun  # how often an epoch was
+    # The epoch: batch k is that of number `first` + k, for k < `full` of `size` samples, from
+    # position `start` + k * `stride` on.
+    cdef uint64_t epoch, first, full, start, stride
+    cdef uint32_t size
+    # The latest layout: that of an array of `nbytes`, which lies at `at`.
+    cdef bytes layout
+    cdef Py_ssize_t at, nbytes
+    cdef cnp.dtype dtype
+    cdef int nd
+    cdef bint fortran
+    cdef cnp.npy_intp dims[MAX_DIMS]
+
+    def __cinit__(self, Ring ring not None, Order order not None, source, convert=None):
+        self.ring = ring
+        self.order = order
+        if type(source) is list:
+            self.objects = source
+        elif source is not None:
+            self.mapped, self.known, self.most = source
+        self.convert = convert
+        self.alone = GIL and convert is None
+        self.layout = b""
+
+    def begin(self, uint64_t epoch, uint64_t first, uint64_t full, uint64_t start, uint64_t stride,
+              uint32_t size):
+        """Begin an epoch.
+
+        Parameters
+        ----------
+        epoch : int
+        first : int
+            Number of its first batch.
+        full : int
+            How many batches can go the short way, from that on: those of full size; or 0.
+        start, stride : int
+            Position of the first batch's first sample, and from one to the next.
+        size : int
+            Samples of each.
+        """
+        self.epoch = epoch
+        self.first = first
+        self.full = full if self.objects is not None or self.mapped is not None else 0
+        if self.order.indices is not None:
+            self.full = 0
+        self.start = start
+        self.stride = stride
+        self.size = size
+        self.posted = self.taken = self.done = 0
+        self.begun += 1
+
+    cdef bint is_known(self, Mapping slot, uint64_t offset, uint64_t length) except -1:
+        """Whether a layout in a slot is that of one array; it is the latest one then."""
+        cdef tuple view
+        cdef int i
+        cdef bytes layout
+        if (length == <uint64_t>len(self.layout)
+                and memcmp(slot.data + offset, <const char*>self.layout, length) == 0):
+            return True
+        layout = slot.data[offset:offset + length]
+        view = self.known.get(layout)
+        if view is None or len(<tuple>view[2]) > MAX_DIMS:
+            return False
+        self.layout = b""
+        self.at, self.dtype, shape, self.fortran = view
+        self.nd = <int>len(shape)
+        self.nbytes = self.dtype.itemsize
+        for i in range(self.nd):
+            self.dims[i] = shape[i]
+            self.nbytes *= self.dims[i]
+        if self.at < 0 or self.nbytes < 0 or self.at + self.nbytes > self.most:
+            return False
+        self.layout = layout
+        return True
+
+    cdef object copied(self, cseq_cell* c):
+        """The batch in a cell's slot, copied, if it is one small array; else None."""
+        cdef uint64_t* f = c.record
+        cdef uint64_t end = f[0] + f[1] + f[2]
+        cdef Mapping slot = self.mapped.get(c.slot)
+        if slot is None or <uint64_t>slot.size < c.capacity or f[3] or not f[1]:
+            return None
+        if f[0] > <uint64_t>self.most or end > <uint64_t>self.most or end > <uint64_t>slot.size:
+            return None
+        if not self.is_known(slot, f[0], f[1] + f[2]) or <uint64_t>(self.at + self.nbytes) > end:
+            return None
+        Py_INCREF(self.dtype)  # PyArray_Empty takes it over
+        array = PyArray_Empty(self.nd, self.dims, self.dtype, self.fortran)
+        memcpy(cnp.PyArray_DATA(array), slot.data + self.at, self.nbytes)
+        return array
+
+    cpdef object swap(self):
+        """Take the oldest batch, which must be ready, and post the next one.
+
+        Returns
+        -------
+        object or None
+            The batch. None: that is not possible in the short way, and nothing has changed.
+        """
+        cdef Ring ring = self.ring
+        cdef cseq_cell* c
+        cdef uint32_t cell
+        cdef uint64_t word, start, begun
+        if self.torn or self.posted >= self.full or not ring.outstanding:
+            return None
+        cell = ring.order[ring.first]
+        start = self.start + self.posted * self.stride
+        # A longer way to shuffle lets go of the GIL.
+        if self.order.shuffle and start + self.size > self.order.order.position + BRIEF:
+            return None
+        if not cseq_ring_ready(ring.r, cell):
+            return None
+        c = cseq_ring_cell(ring.r, cell)
+        if c.status or c.stage:
+            return None
+        word, begun = cseq_load_acq_u64(&c.word), self.begun
+        batch = self.objects[cell] if self.objects is not None else self.copied(c)
+        if batch is None:
+            return None
+        if self.convert is not None:
+            try:
+                batch = self.convert(batch)
+            except Exception:
+                return None
+            if batch is None:
+                return None
+        PyErr_CheckSignals()
+        # Whoever was called here may have called everything else.
+        if (self.begun != begun or not ring.outstanding or ring.order[ring.first] != cell
+                or cseq_load_acq_u64(&c.word) != word or self.torn):
+            return None
+        ring.free(c, 0)
+        if self.objects is not None:
+            self.objects[cell] = None
+        self.taken += 1
+        self.done = self.taken
+        self.order.write(start, self.size, cseq_ring_indices(ring.r, cell))
+        ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.size, start, c.slot,
+                   c.capacity, 0)
+        self.ticket += 1
+        self.posted += 1
+        return batch
+
+
+cdef class Steps:
+    """An iterator over batches. It takes the short way whenever there is one.
+
+    Parameters
+    ----------
+    run : object
+        `present` is the same for as long as this iterator may go on; `turn` is held on the long way.
+    exchange : Exchange or None
+        The short way.
+    long_way : callable
+    """
+
+    cdef readonly object run
+    cdef readonly object present
+    cdef object long_way
+    cdef Exchange exchange
+
+    def __cinit__(self, run, Exchange exchange, long_way, *args):
+        self.run, self.present, self.long_way = run, run.present, long_way
+        self.exchange = exchange if exchange is not None and exchange.alone else None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.exchange is not None and self.run.present == self.present:
+            batch = self.exchange.swap()
+            if batch is not None:
+                return batch
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            if self.run.present != self.present:
+                raise InterruptedError(
+                    "this iterator was interrupted: the manager was started or finished, or a "
+                    "newer iterator began; call iter() on the manager again")
+            return self.long_way()
+        finally:
+            turn.release()
+
+
+@cython.final
+cdef class Solo:
+    """A runner without a ring: makes one batch after the other for whoever calls it.
+
+    Parameters
+    ----------
+    sampler : Sampler
+    desk : Desk
+        Where it sits while a batch is made.
+    here : Here
+        Whose attribute `desk` says who sits where in this thread.
+    ticket : Ticket
+        What the desk is to know as the ticket in hand.
+    convert : callable or None
+        Applied to every batch.
+
+    Attributes
+    ----------
+    indexer : object
+    at : int
+        The batch in hand, from 0; the caller leaves out one that raised.
+    done : int
+        Batches of this epoch up to the last one that was made.
+    made : int
+        Batches, over all epochs.
+    """
+
+    cdef object sampler, desk, here, ticket, convert
+    cdef Order order
+    cdef uint64_t full, start, stride, size
+    cdef public object indexer
+    cdef public uint64_t at
+    cdef public uint64_t done
+    cdef readonly uint64_t made
+
+    def __cinit__(self, sampler, desk, here, ticket, convert):
+        self.sampler, self.order, self.convert = sampler, sampler.order, convert
+        self.desk, self.here, self.ticket = desk, here, ticket
+
+    def begin(self):
+        """Go to the beginning of the sampler's epoch."""
+        self.full, self.start, self.stride, self.size = self.sampler.cut
+        self.at = self.done = 0
+
+    def make(self):
+        """Make the batch in hand, and turn to the next one."""
+        if self.at < self.full:
+            indices = self.order.read(self.start + self.at * self.stride, self.size)
+        else:
+            indices = self.sampler.indices(self.at)
+        if self.desk.drawn is not None or self.desk.ticket is not self.ticket:
+            self.desk.sit(self.ticket)
+        left = self.here.desk
+        self.here.desk = self.desk
+        try:
+            batch = self.indexer[indices]
+            if self.convert is not None:
+                batch = self.convert(batch)
+        finally:
+            self.here.desk = left
+        self.at += 1
+        self.done = self.at
+        self.made += 1
+        return batch
+
+
+# ── a worker's short way ───────────────────────────────────────────────────────────────────
+
+
+cdef class Hand:
+    """What changes in a writer from ticket to ticket; and the short way of a small array.
+
+    An array just like the one before it, in type, shape and what is done to it, is laid down and
+    published by `give` without asking anything more. `arena.Writer` has the rest.
+
+    Attributes
+    ----------
+    memory : Memory
+        The slot, from its beginning to `capacity`; another object when it has grown.
+    used : int
+        Bytes of the slot that are given out.
+    capacity : int
+        Bytes of the slot that are committed; the trainer has to learn it.
+    loaned : bool
+        Whether arrays in this slot may have been given out: whether `find` can find anything.
+    watched : bool
+        Whether large arrays were made for this batch: whether `learn` can learn anything.
+    placement : Placement or None
+        What makes large arrays of the indexer's lie in the slot without its asking for it.
+    aimed : Mapping or None
+        Where numpy may place arrays of this ticket.
+    mapped : dict of int to Mapping
+        Slots' mappings. Every one made is kept for the slot's next ticket.
+    older : list of Memory
+        Mappings of the slot that gave way during this ticket.
+    slot : int
+    laid : Record
+        The record of what `lay` has laid down.
+    """
+
+    cdef public Memory memory
+    cdef public Py_ssize_t used
+    cdef public Py_ssize_t capacity
+    cdef public bint loaned
+    cdef public bint watched
+    cdef public object placement
+    cdef public object aimed
+    cdef public dict mapped
+    cdef public list older
+    cdef public int64_t slot
+    cdef readonly object laid
+    # Of the array before: what it was, what it became, and what stands behind it.
+    cdef cnp.dtype dtype
+    cdef tuple shape
+    cdef object wanted
+    cdef bint cast
+    cdef bytes blob
+    cdef Py_ssize_t offset, end
+    cdef uint64_t fields[4]
+
+    def __cinit__(self, *args):
+        self.memory = Block(0)
+        self.mapped = {}
+        self.older = []
+        self.slot = -1
+
+    def remember(self, cnp.dtype dtype not None, tuple shape not None, wanted, bint cast, record,
+                 bytes blob not None):
+        """Learn how an array came to the beginning of a slot.
+
+        Parameters
+        ----------
+        dtype, shape
+            Of the array, which was C-contiguous.
+        wanted : numpy.dtype or None
+            What numbers are to be cast to.
+        cast : bool
+            Whether it was.
+        record : Record
+        blob : bytes
+            Structure and layout.
+        """
+        cdef int k
+        self.dtype = None
+        for k in range(4):
+            self.fields[k] = record[k]
+        self.shape, self.wanted, self.cast, self.laid, self.blob = shape, wanted, cast, record, blob
+        self.offset = <Py_ssize_t>self.fields[0]
+        self.end = self.offset + <Py_ssize_t>len(blob)
+        self.dtype = dtype
+
+    cpdef bint lay(self, batch, wanted) except -1:
+        """Lay a batch down, if it is an array like the one before; `laid` is its record then."""
+        cdef cnp.ndarray array
+        cdef Py_ssize_t k
+        if (self.dtype is None or type(batch) is not cnp.ndarray or wanted is not self.wanted
+                or self.used or self.watched):
+            return False
+        array = batch
+        if array.descr is not self.dtype or cnp.PyArray_NDIM(array) != len(self.shape):
+            return False
+        for k in range(len(self.shape)):
+            if cnp.PyArray_DIM(array, k) != <Py_ssize_t>self.shape[k]:
+                return False
+        if (not cnp.PyArray_IS_C_CONTIGUOUS(array) or self.end > self.capacity
+                or self.end > self.memory.size):
+            return False
+        self.used = self.end
+        if not self.cast:
+            self.memory.put(0, <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+        else:
+            PyArray_CopyInto(self.memory.view(0, self.wanted, self.shape), array)
+        self.memory.put(self.offset, <const char*>self.blob, len(self.blob))
+        return True
+
+    def turn(self, Seat seat not None):
+        """Turn to the slot of the ticket in hand."""
+        cdef cseq_cell* c = seat.held()
+        cdef Mapping mapping = self.mapped.get(c.slot)
+        if (mapping is None or <uint64_t>mapping.size < c.capacity or self.aimed is not None
+                or self.loaned or self.older or (self.placement is not None and mapping.size > MOST_COPIED)):
+            self.begin(c.slot, c.capacity)
+            return
+        self.slot = c.slot
+        self.memory = mapping
+        self.capacity = mapping.size
+        self.used = 0
+        self.watched = False
+
+    def give(self, Seat seat not None, batch):
+        """Lay a batch down and publish it, if nothing else is to be done; else False.
+
+        What is wanted of the batches of one writer must always be the same.
+        """
+        cdef cseq_cell* c
+        cdef int k
+        if self.aimed is not None or self.loaned or not self.lay(batch, self.wanted):
+            return False
+        c = seat.held()
+        for k in range(4):
+            c.record[k] = self.fields[k]
+        seat.deliver(c, 0, self.capacity)
+        return True
 
 
 def arm_fault():

@@ -23,14 +23,16 @@ import operator
 import os
 import re
 import weakref
-from pathlib import Path
+from os.path import join  # pathlib is slow to import, and every start waits for it
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from cseq._core import (
+    SMALL,
     Block,
     Descriptor,
+    Hand,
     Mapping,
     Memory,
     Slots,
@@ -43,9 +45,9 @@ from cseq._core import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cseq._core import Placement
 
 Array: TypeAlias = np.ndarray[Any, Any]
+Folder: TypeAlias = "str | os.PathLike[str]"
 
 logger = logging.getLogger("cseq")
 
@@ -60,13 +62,12 @@ NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28,
 
 ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
 FIRST = 16 * KIB  # committed when a slot is made, so that an error report always fits
-SMALL = 16 * KIB  # batches up to this are copied out: cheaper than a lease
 LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 CHECK = 32 * MIB  # committed after one look at the free memory; the look takes about 1 ms
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
 
-ROOT = Path("/")
+ROOT = "/"
 # Files of a control group: of the limit of its memory, and of what it has taken.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
@@ -163,7 +164,7 @@ def _seal(fd: int) -> None:
 # -- a worker's side ----------------------------------------------------------------------------
 
 
-class Writer:
+class Writer(Hand):
     """A worker's hand on the slot of its present ticket.
 
     Every mapping made is kept for the slot's next ticket, so that in the long run no system call
@@ -175,42 +176,16 @@ class Writer:
         Descriptor of the arena's file; stays the caller's.
     width : int
         Bytes from one slot to the next.
-
-    Attributes
-    ----------
-    placement : Placement or None
-        What makes large arrays of the indexer's lie in the slot without its asking for it.
-    memory : Memory
-        The slot, from its beginning to `capacity`; another object when it has grown.
-    used : int
-        Bytes of the slot that are given out.
-    capacity : int
-        Bytes of the slot that are committed; the trainer has to learn it.
-    loaned : bool
-        Whether arrays in this slot may have been given out: whether `find` can find anything.
-    watched : bool
-        Whether large arrays were made for this batch: whether `learn` can learn anything.
     """
 
-    __slots__ = (
-        "_aimed", "_fd", "_loans", "_mapped", "_older", "_slot", "_unchecked", "_width",
-        "_window", "capacity", "loaned", "memory", "placement", "used", "watched",
-    )  # fmt: skip
+    __slots__ = ("_fd", "_loans", "_unchecked", "_width", "_window")
 
     def __init__(self, fd: int, width: int) -> None:
         self._fd = fd
         self._width = width
-        self.placement: Placement | None = None
-        self._aimed: Mapping | None = None  # where numpy may place arrays of this ticket
-        self._mapped: dict[int, Mapping] = {}
-        self._older: list[Memory] = []  # mappings of the slot that gave way during this ticket
-        self._slot = -1
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
-        self.memory: Memory = Block(0)
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
-        self.used = self.capacity = 0
-        self.loaned = self.watched = False
 
     def begin(self, slot: int, capacity: int) -> None:
         """Turn to a slot of which `capacity` bytes are committed; nothing of it is used.
@@ -220,27 +195,27 @@ class Writer:
         MemoryError
             If it cannot be mapped.
         """
-        if self._aimed is not None:
+        if self.aimed is not None:
             self._leave()
-        mapping = self._mapped.get(slot)
+        mapping = self.mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, capacity)
         if self.placement is not None and mapping.nbytes > SMALL:
             self.placement.aim(mapping)
-            self._aimed = mapping
-        self._slot = slot
+            self.aimed = mapping
+        self.slot = slot
         self.memory = mapping
         self.capacity = mapping.nbytes
         self.used = 0
         self.watched = False
-        if self.loaned or self._older:
+        if self.loaned or self.older:
             self.loaned = False
-            self._older, self._loans, self._window = [], [], None
+            self.older, self._loans, self._window = [], [], None
 
     def settle(self) -> None:
         """Place nothing any more: the indexer has returned."""
         placement = self.placement
-        if self._aimed is not None and placement is not None:
+        if self.aimed is not None and placement is not None:
             placement.rest()
             self.watched = placement.count > 0
             if placement.live:
@@ -260,22 +235,22 @@ class Writer:
         MemoryError
             There is no room for it.
         """
-        if self._aimed is None or self.placement is None or not self.placement.live:
+        if self.aimed is None or self.placement is None or not self.placement.live:
             return
-        self.placement.part(self._aimed)
-        self._mapped.pop(self._slot, None)
-        self._older = [memory for memory in self._older if memory is not self._aimed]
-        if self.memory is self._aimed:
-            self.memory = self._map(self._slot, self.capacity)
+        self.placement.part(self.aimed)
+        self.mapped.pop(self.slot, None)
+        self.older = [memory for memory in self.older if memory is not self.aimed]
+        if self.memory is self.aimed:
+            self.memory = self._map(self.slot, self.capacity)
             self._window = None
-        self._aimed = None
+        self.aimed = None
 
     def _leave(self) -> None:
         """Be done with the last slot: nothing of it is in use, or it becomes private."""
         if self.placement is not None:
             self.placement.rest()
         self.part()
-        self._aimed = None
+        self.aimed = None
 
     def resume(self, used: int) -> None:
         """Go on behind the `used` bytes that a stage before this one has filled."""
@@ -290,7 +265,7 @@ class Writer:
         MemoryError
             If there is no room for them; nothing has changed then.
         """
-        placement = self.placement if self._aimed is not None else None
+        placement = self.placement if self.aimed is not None else None
         used = self.used if placement is None else max(self.used, placement.used)
         offset = (used + (ALIGNMENT - 1)) & -ALIGNMENT
         end = offset + nbytes
@@ -344,7 +319,7 @@ class Writer:
         flags = array.flags
         if flags.forc and flags.aligned and array.nbytes:
             start = address_of(array)
-            for memory in (self.memory, *self._older):
+            for memory in (self.memory, *self.older):
                 offset = start - memory.address
                 if offset >= 0 and offset + array.nbytes <= min(self.used, memory.nbytes):
                     return offset
@@ -359,7 +334,7 @@ class Writer:
             If the indexer has kept an array from `cseq.empty`, or a view of one.
         """
         self._window = None
-        if self._aimed is not None:
+        if self.aimed is not None:
             self._leave()
         if self._loans and self._kept():
             gc.collect()  # it may be in a cycle that nobody holds
@@ -373,8 +348,8 @@ class Writer:
     def close(self) -> None:
         """Forget all mappings; each is gone with the last array on it."""
         self._leave()
-        self._mapped.clear()
-        self._older = []
+        self.mapped.clear()
+        self.older = []
         self._window = None
         self.memory = Block(0)
         self.used = self.capacity = 0
@@ -386,24 +361,24 @@ class Writer:
     def _grow(self, needed: int) -> None:
         """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
         capacity = _room(needed, self.capacity, self._width)
-        start = self._slot * self._width
+        start = self.slot * self._width
         more = capacity - self.capacity
         if self._unchecked + more > CHECK:
             _check_available(more)
             self._unchecked = 0
         commit(self._fd, start + self.capacity, more)
         self._unchecked += more
-        self._older.append(self.memory)
-        self.memory = self._map(self._slot, capacity)
+        self.older.append(self.memory)
+        self.memory = self._map(self.slot, capacity)
         self.capacity = capacity
         self._window = None
 
     def _map(self, slot: int, capacity: int) -> Mapping:
         """Map a slot and remember it, forgetting the oldest mapping if there are too many."""
-        self._mapped.pop(slot, None)
-        if len(self._mapped) >= MAX_MAPPED:
-            del self._mapped[next(iter(self._mapped))]
-        mapping = self._mapped[slot] = Mapping(self._fd, slot * self._width, capacity)
+        self.mapped.pop(slot, None)
+        if len(self.mapped) >= MAX_MAPPED:
+            del self.mapped[next(iter(self.mapped))]
+        mapping = self.mapped[slot] = Mapping(self._fd, slot * self._width, capacity)
         return mapping
 
 
@@ -464,6 +439,8 @@ class Arena:
         In bytes.
     copies : int
         Batches copied because too many were held; small ones, which always are, do not count.
+    mapped : dict of int to Mapping
+        The present mapping of every slot that was looked at.
     """
 
     def __init__(self, memory_limit: int | str | None = None, locks: Locks | None = None) -> None:
@@ -473,7 +450,7 @@ class Arena:
         self.copies = 0
         self._slots = Slots(0)
         self._capacity: list[int] = []
-        self._mapped: dict[int, Mapping] = {}
+        self.mapped: dict[int, Mapping] = {}
 
     @property
     def leased(self) -> int:
@@ -552,14 +529,14 @@ class Arena:
 
     def look(self, slot: int, capacity: int) -> Mapping:
         """Get the memory of a taken slot itself, for as long as it stays taken."""
-        mapping = self._mapped.get(slot)
+        mapping = self.mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, capacity)
         return mapping
 
     def close(self) -> None:
         """Let the file go; leases keep their part of it. Closing twice is fine."""
-        self._mapped.clear()
+        self.mapped.clear()
         self.segment.close()
 
     def _extend(self) -> None:
@@ -583,13 +560,13 @@ class Arena:
     def _map(self, slot: int, capacity: int) -> Mapping:
         """Map all of a slot that is committed, in the place of what was mapped before it grew."""
         self._capacity[slot] = max(capacity, self._capacity[slot])
-        segment, before = self.segment, self._mapped.get(slot)
+        segment, before = self.segment, self.mapped.get(slot)
         if before is not None and self._locks is not None:
             self._locks.unregister(before)  # its last batch is gone, or it were not taken
         mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
         if self._locks is not None:
             self._locks.register(mapping)
-        self._mapped[slot] = mapping
+        self.mapped[slot] = mapping
         return mapping
 
     def _may_lease(self, nbytes: int) -> bool:
@@ -664,27 +641,27 @@ def _parse_size(text: str) -> int:
     return int(number * _UNITS[match[2]])
 
 
-def default_memory_limit(root: Path = ROOT) -> int:
+def default_memory_limit(root: Folder = ROOT) -> int:
     """Take a quarter of the memory that this process may use, in bytes.
 
     Parameters
     ----------
-    root : Path
+    root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    groups = [_number(group / limit) for group, limit in _groups(root)]
+    groups = [_number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in groups if limit is not None)]) // 4
 
 
-def available_memory(root: Path = ROOT) -> int | None:
+def available_memory(root: Folder = ROOT) -> int | None:
     """Tell how many bytes this process may still take; None where the system does not say.
 
     Parameters
     ----------
-    root : Path
+    root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    machine = _fields(root / "proc/meminfo")
+    machine = _fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
     free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
@@ -709,51 +686,49 @@ def _ram() -> int:
         return UNKNOWN_RAM
 
 
-def _free_of_groups(root: Path) -> Iterator[int]:
+def _free_of_groups(root: Folder) -> Iterator[int]:
     """Bytes that are left in this process's control groups and all above them."""
     for group, name in _groups(root):
-        limit = _number(group / name)
-        taken = _number(group / USAGE[name])
+        limit = _number(join(group, name))
+        taken = _number(join(group, USAGE[name]))
         if limit is not None and taken is not None:
-            cache = _fields(group / "memory.stat")  # files' pages can be dropped
+            cache = _fields(join(group, "memory.stat"))  # files' pages can be dropped
             yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+def _groups(root: Folder) -> Iterator[tuple[str, str]]:
     """Name this process's control groups and all above them, and the file with their limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _upwards(root / "sys/fs/cgroup", path, "memory.max")
+            yield from _upwards(join(root, "sys/fs/cgroup"), path, "memory.max")
         elif "memory" in controllers.split(","):
-            yield from _upwards(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+            yield from _upwards(join(root, "sys/fs/cgroup/memory"), path, "memory.limit_in_bytes")
 
 
-def _upwards(top: Path, path: str, name: str) -> Iterator[tuple[Path, str]]:
+def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
     """Name a control group and all above it; in a container, only some may exist."""
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), -1, -1):
-        yield top.joinpath(*parts[:depth]), name
+        yield join(top, *parts[:depth]), name
 
 
-def _number(path: Path) -> int | None:
-    """Read a file with a number in it; None if there is none, or another word ('max')."""
+def _lines(path: str) -> list[str]:
+    """Read a file's lines; none if there is no such file."""
     try:
-        text = path.read_text("ascii", "replace").strip()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
     except OSError:
-        return None
+        return []
+
+
+def _number(path: str) -> int | None:
+    """Read a file with a number in it; None if there is none, or another word ('max')."""
+    text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _fields(path: str) -> dict[str, int]:
     """Read a file of lines with a name and a number."""
-    try:
-        lines = path.read_text("ascii", "replace").splitlines()
-    except OSError:
-        return {}
-    words = [line.split() for line in lines]
+    words = [line.split() for line in _lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}

@@ -418,13 +418,8 @@ class _Plan(NamedTuple):
     record: Record  # if there are no objects
 
 
-# Of the last batch, and of the last one that was nothing but an array. Each is replaced as a
-# whole, so threads may share them.
+# Of the last batch. Replaced as a whole, so threads may share it.
 _latest = _Plan(-1, None, "", [], [], [], [], b"", Record(0, 0, 0, 0))
-Again: TypeAlias = (
-    "tuple[Dtype | None, tuple[int, ...], Dtype | None, View | None, Record, int, bytes]"
-)
-_again: Again = (None, (), None, None, Record(0, 0, 0, 0), 0, b"")
 
 
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
@@ -452,24 +447,9 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    if type(batch) is ndarray and not writer.used and not writer.watched:
-        # The short way, for an array just like the last batch.
-        dtype, shape, wanted, view, record, end, blob = _again
-        if (
-            batch.dtype is dtype
-            and batch.shape == shape
-            and cast is wanted
-            and batch.flags.c_contiguous
-            and end <= writer.capacity
-        ):
-            writer.used = end
-            memory = writer.memory
-            if view is None:
-                memory.store(0, batch)
-            else:
-                copyto(memory.view(*view), batch, "unsafe")
-            memory.store_bytes(record[0], blob)
-            return record
+    if writer.lay(batch, cast):  # an array just like the last batch
+        record: Record = writer.laid
+        return record
     if type(batch) is bytearray:
         offset = writer.place(len(batch))
         writer.memory.store_bytes(offset, batch)
@@ -492,7 +472,7 @@ def _encode(batch: Any, writer: Writer, cast: Dtype | None) -> Record:
         return _write_objects(writer, plan, sources, *_pickled(batch, survey.objects))
     writer.place(plan.record.used - plan.base)
     _write(writer.memory, plan, sources, plan.record.offset)
-    _remember(plan)
+    _remember(writer, plan)
     return plan.record
 
 
@@ -508,13 +488,11 @@ def _encode_object(batch: Any, survey: _Survey, writer: Writer) -> Record:
     return Record(offset, len(ALONE), 0, len(data) - len(ALONE))
 
 
-def _remember(plan: _Plan) -> None:
+def _remember(writer: Writer, plan: _Plan) -> None:
     """Open the short way for arrays like this one, if it is one, without its own place."""
-    global _again
     if plan.tree is ARRAY and not plan.base and plan.hows[0] in (0, CONVERT | CAST):
         dtype, shape = plan.signature[:2]
-        view = plan.views[0] if plan.hows[0] else None
-        _again = dtype, shape, plan.cast, view, plan.record, plan.record.used, plan.blob
+        writer.remember(dtype, shape, plan.cast, bool(plan.hows[0]), plan.record, plan.blob)
 
 
 def _plan_for(batch: Any, tree: Token, survey: _Survey, writer: Writer) -> _Plan:
@@ -709,7 +687,7 @@ class _Parsed(NamedTuple):
 
 _structures: dict[bytes, tuple[Token, int, list[Leaf]]] = {}
 _parsed: dict[bytes, _Parsed] = {}
-_alone: dict[bytes, View] = {}  # those of `_parsed` that are one array
+singles: dict[bytes, View] = {}  # those of `_parsed` that are one array
 
 
 def decode(memory: Memory, record: Sequence[int]) -> Any:
@@ -742,7 +720,7 @@ def decode(memory: Memory, record: Sequence[int]) -> Any:
 
 def decode_copy(memory: Memory, record: tuple[int, ...], most: int) -> Any:
     """Read a batch of at most `most` bytes from a copy of its own, or return None."""
-    copied = copy_array(memory, record, _alone, most)
+    copied = copy_array(memory, record, singles, most)
     return decode(copied, record) if type(copied) is Block else copied
 
 
@@ -756,10 +734,10 @@ def _parse(blob: bytes, structure: int) -> _Parsed:
     ]
     if len(_parsed) >= REMEMBERED:
         _parsed.clear()
-        _alone.clear()
+        singles.clear()
     alone = views[0] if tree == ARRAY else None
     if alone is not None:
-        _alone[blob] = alone
+        singles[blob] = alone
     _parsed[blob] = parsed = _Parsed(alone, tree, split, views)
     return parsed
 

@@ -69,7 +69,7 @@ class WorkerInfo:
 class Desk:
     """One runner's answers; its ticket and allocator change from batch to batch."""
 
-    __slots__ = ("_rng", "allocator", "num_workers", "number", "seed", "ticket")
+    __slots__ = ("allocator", "drawn", "num_workers", "number", "seed", "ticket")
 
     def __init__(self, number: int, num_workers: int, seed: int) -> None:
         self.number = number
@@ -77,7 +77,7 @@ class Desk:
         self.seed = seed
         self.ticket: Ticket | None = None
         self.allocator: Allocator | None = None
-        self._rng: np.random.Generator | None = None
+        self.drawn: np.random.Generator | None = None  # of the ticket in hand, if it was asked for
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""
@@ -85,18 +85,18 @@ class Desk:
             raise RuntimeError(
                 "cseq.rng() belongs to a batch: call it in __getitem__, not in __init__"
             )
-        if self._rng is None:
-            self._rng = generator(self.seed, self.ticket.epoch, self.ticket.start)
-        return self._rng
+        if self.drawn is None:
+            self.drawn = generator(self.seed, self.ticket.epoch, self.ticket.start)
+        return self.drawn
 
     def sit(self, ticket: Ticket) -> None:
         """Turn to a ticket; also if it is the same batch again, `rng` begins anew."""
         self.ticket = ticket
-        self._rng = None
+        self.drawn = None
 
     def rise(self) -> None:
         """Turn to no batch any more: the indexer is about to be closed."""
-        self.ticket = self.allocator = self._rng = None
+        self.ticket = self.allocator = self.drawn = None
 
 
 class Here(threading.local):

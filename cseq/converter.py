@@ -20,8 +20,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -54,8 +53,7 @@ TEST_MODES = ("default", "cpu", "numpy")
 # -- what the user asked for --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What a batch becomes: ``out_type`` and ``dtype`` after they were checked.
 
     Attributes
@@ -169,15 +167,15 @@ def for_test(output: Output, test_mode: str) -> Output:
     if test_mode == "default":
         return output
     if test_mode == "cpu":
-        return replace(output, kind="cpu", device="cpu", function=None)
+        return output._replace(kind="cpu", device="cpu", function=None)
     if test_mode == "numpy":
-        return replace(output, kind="null", device="cpu", function=None)
+        return output._replace(kind="null", device="cpu", function=None)
     raise ValueError(f"test_mode is {test_mode!r}: give one of {', '.join(map(repr, TEST_MODES))}")
 
 
 def rehearse(output: Output) -> Output:
     """Give the CUDA path with the CPU as its device: tests run it where there is no CUDA."""
-    return replace(output, kind="cuda", device="cpu", function=None)
+    return output._replace(kind="cuda", device="cpu", function=None)
 
 
 def converter_kind(compat: bool | None, os_name: str) -> Literal["thread", "process"]:  # noqa: FBT001
@@ -215,13 +213,13 @@ def resolve(output: Output) -> Output:
     torch = _find_torch()
     if torch is None:
         _say("torch is not installed: batches are numpy arrays. For tensors: pip install torch")
-        return replace(output, kind="array", device="cpu")
+        return output._replace(kind="array", device="cpu")
     if output.kind == "cpu" or output.device == "cpu":
         return output
     if not torch.cuda.is_available():
         _say("CUDA is not available: out_type 'cuda' gives CPU tensors, and use_cuda is False")
-        return replace(output, kind="cpu", device="cpu")
-    return replace(output, device=_name_device(torch, output.device))
+        return output._replace(kind="cpu", device="cpu")
+    return output._replace(device=_name_device(torch, output.device))
 
 
 def _name_device(torch: ModuleType, device: str) -> str:

@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cseq import codec, failure
-from cseq.arena import SMALL
+from cseq._core import SMALL
 from cseq.stage import BATCH, CONVERTER, RAISED
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from cseq._core import Memory, Ring, Seat
+    from cseq._core import Mapping, Memory, Ring, Seat
     from cseq.arena import Arena, Writer
 
     Fields = tuple[int, ...]
@@ -52,8 +52,13 @@ class Lost(RuntimeError):
 class Inlet(Protocol):
     """The end that a runner fills."""
 
-    def begin(self, seat: Seat) -> None:
+    @property
+    def begin(self) -> Callable[[Seat], None]:
         """Get ready for the ticket in hand."""
+
+    @property
+    def give(self) -> Callable[[Seat, Any], bool]:
+        """Hand a batch on, if that can be done in one step; else return False."""
 
     def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
         """Put the batch where the next one finds it."""
@@ -77,6 +82,10 @@ class Outlet(Protocol):
 
     A slot that comes back with a batch is free for the next ticket; -1: it is in use elsewhere.
     """
+
+    @property
+    def source(self) -> Any:
+        """Where batches are that can go the short way (`Exchange`); None if there is none."""
 
     def room(self) -> tuple[int, int]:
         """Return slot and committed bytes for a ticket about to be posted."""
@@ -123,8 +132,19 @@ class Objects:
         self._held: list[Any] = [None] * cells
         self._below = below
 
+    @property
+    def source(self) -> list[Any] | None:
+        """The objects, by cell, if that is all there is to it."""
+        return self._held if self._below is None else None
+
     def begin(self, seat: Seat) -> None:
         """Nothing to do."""
+
+    def give(self, seat: Seat, batch: Any) -> bool:
+        """Leave the batch in the cell's place, and hand the ticket on."""
+        self._held[seat.cell] = batch
+        seat.publish()
+        return True
 
     def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
         """Leave the batch in the cell's place."""
@@ -181,10 +201,9 @@ class SlotWriter:
     def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
         self._writer = writer
         self._cast = cast
-
-    def begin(self, seat: Seat) -> None:
-        """Turn to the ticket's slot."""
-        self._writer.begin(seat.slot, seat.capacity)
+        # The writer's methods, without a call in between.
+        self.begin = writer.turn
+        self.give = writer.give
 
     def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Encode the batch."""
@@ -219,6 +238,11 @@ class SlotReader:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._lock = threading.Lock()  # converter threads take, while the trainer acquires
+
+    @property
+    def source(self) -> tuple[dict[int, Mapping], dict[bytes, Any], int] | None:
+        """Where a small array is found."""
+        return self._arena.mapped, codec.singles, SMALL
 
     def room(self) -> tuple[int, int]:
         """Take a free slot."""
@@ -307,6 +331,10 @@ class Imports(SlotReader):
         self._convert = convert
         self._hand: _Parcel | None = None  # an exception on the way (Ctrl-C) leaves it here
         self.lost = 0
+
+    @property
+    def source(self) -> None:
+        """Nothing of it can go the short way."""
 
     def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:
         """Fetch the batch, or convert it here."""

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from cseq import failure
+from cseq._core import Exchange
 from cseq.stage import RAISED
 from cseq.stats import Stats
 
@@ -76,19 +77,21 @@ class Feed:
         self._check = check
         self._convert = convert
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
-        self._ticket = 0
+        # Counts batches. Torn: an exception has come in the middle of `next`.
+        self.exchange = Exchange(ring, sampler.order, outlet.source, convert)
         self._epoch = 0
         self._first = 0  # number of the first batch: above 0 if the epoch is resumed
-        self._batch = 0  # the next one to post, from 0
         self._batches = 0
-        self._taken = 0  # of those, taken out again
         self._hand: Taken | None = None  # taken out of the ring, and not yet out of its slot
-        self._torn = False  # an exception has come in the middle of `next`
-        self.done = 0  # the same, but a batch that raised counts only when the loop went on
         self._sweeping = False
         self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
         self._interrupted = False
         self.skipped: list[tuple[int, int, str]] = []
+
+    @property
+    def done(self) -> int:
+        """Batches of this epoch that were delivered, or left out for an error."""
+        return self.exchange.done
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
@@ -97,7 +100,8 @@ class Feed:
 
     def _begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch, or go on with one, behind the samples that are consumed."""
-        torn, self._torn = self._torn, True
+        exchange = self.exchange
+        torn, exchange.torn = exchange.torn, True
         hand, self._hand = self._hand, None
         if hand is not None:
             self._outlet.drop(hand[0], hand[2])
@@ -109,10 +113,11 @@ class Feed:
         self._sampler.begin(epoch, consumed)
         self._epoch = epoch
         self._first = self._sampler.first
-        self._batch = self._taken = self.done = 0
         self._batches = len(self._sampler)
+        full, start, stride, size = self._sampler.cut
+        exchange.begin(epoch, self._first, full if self._ordered else 0, start, stride, size)
         self._refill()
-        self._torn = False
+        exchange.torn = False
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
@@ -124,7 +129,7 @@ class Feed:
         ring = self._ring
         if self._sweeping:
             self._sweep()
-        while self._batch < self._batches:
+        while self.exchange.posted < self._batches:
             cell = ring.vacant()
             if cell < 0:
                 return
@@ -132,13 +137,14 @@ class Feed:
 
     def _post(self, cell: int, slot: int, capacity: int) -> None:
         """Post the next ticket in a free cell."""
-        batch = self._batch
+        exchange = self.exchange
+        batch = exchange.posted
         count = self._sampler.fill(batch, self._rooms[cell])
         start = self._sampler.start(batch)
         number = self._first + batch
-        self._ring.post(cell, self._ticket, self._epoch, number, count, start, slot, capacity)
-        self._ticket += 1
-        self._batch = batch + 1
+        self._ring.post(cell, exchange.ticket, self._epoch, number, count, start, slot, capacity)
+        exchange.ticket += 1
+        exchange.posted = batch + 1
 
     def _sweep(self) -> None:
         """Clear the cells of given-up tickets that no runner works on any more."""
@@ -159,9 +165,13 @@ class Feed:
         StopIteration
             The epoch is over.
         """
-        if self._torn:
+        exchange = self.exchange
+        batch = exchange.swap()
+        if batch is not None:
+            return batch
+        if exchange.torn:
             self._mend()
-        self._torn = True  # until the books are in order again
+        exchange.torn = True  # until the books are in order again
         while True:
             self._hand = taken = self._ring.take(self._ordered) or self._await()
             cell, status, slot, capacity, record = taken
@@ -177,13 +187,13 @@ class Feed:
                     continue
             break
         self._hand = None
-        if slot >= 0 and self._batch < self._batches:
-            self._post(cell, slot, capacity)  # the short way: same cell, same slot
+        if slot >= 0 and exchange.posted < self._batches:
+            self._post(cell, slot, capacity)  # without looking for another cell, another slot
         else:
             self._release(slot)
             self._refill()
-        self.done = self._taken = self._taken + 1
-        self._torn = False
+        exchange.done = exchange.taken = exchange.taken + 1
+        exchange.torn = False
         return batch
 
     def _mend(self) -> None:
@@ -212,21 +222,21 @@ class Feed:
 
     def _await(self) -> Taken:
         """Sleep until a ticket is finished, and take it."""
-        ring = self._ring
+        ring, exchange = self._ring, self.exchange
         while True:
-            self._torn = False  # here all is in order, and most signals come while it waits
+            exchange.torn = False  # here all is in order, and most signals come while it waits
             seen = ring.alarms()
             self._refuse_interrupted()
             self._check()
-            self._torn = True
+            exchange.torn = True
             self._refill()
-            if not ring.outstanding_count and self._batch == self._batches:
-                self._torn = False
+            if not ring.outstanding_count and exchange.posted == self._batches:
+                exchange.torn = False
                 raise StopIteration
             taken = ring.take(self._ordered)
             if taken is not None:
                 return taken
-            self._torn = False
+            exchange.torn = False
             ring.wait(seen, self._ordered)
 
     def in_work(self) -> list[tuple[int, int, str]]:
@@ -268,15 +278,16 @@ class Feed:
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
         self._hand = None
         self._release(slot)
-        self._taken += 1
+        exchange = self.exchange
+        exchange.taken += 1
         if not self._skip_errors or not isinstance(error, Exception):
-            self._torn = False
+            exchange.torn = False
             try:
                 failure.deliver(error, place)
             finally:
                 del error
         self.skipped.append((epoch, batch, repr(error)))
-        self.done = self._taken
+        exchange.done = exchange.taken
         # Its text alone: whoever keeps the log's records would keep its traceback, and the ring.
         log.error("skipped %s: %s", place, repr(error))
         self._refill()

@@ -110,13 +110,16 @@ class Indexing:
 
     def __call__(self, seat: Seat) -> None:
         """Make the batch of the ticket in hand; whatever the indexer raises goes the same way."""
-        inlet = self._inlet
+        inlet, desk = self._inlet, self._desk
         try:
-            self._desk.sit(seat)
+            if desk.drawn is not None or desk.ticket is not seat:
+                desk.sit(seat)
             inlet.begin(seat)
             batch = self._indexer[seat.indices()]
             if self._convert is not None:
                 batch = self._convert(batch)
+            if inlet.give(seat, batch):
+                return
             record = inlet.write(seat, batch)
             del batch  # publish looks whether the indexer kept what lies in the slot
             inlet.publish(seat, record)

@@ -125,17 +125,15 @@ class Keeper:
     def prepare(self) -> None:
         """Begin to make the launcher ready.
 
-        That is done in a thread, where no signal handler can raise and a process get lost.
+        That is done in a thread, where no signal handler can raise and a process get lost. If it
+        fails, the steward is told.
         """
         self._begun = True  # before it is so: a signal handler may raise in between
         self._thread.start()
+        self._prepared.wait()  # whatever is done here meanwhile would keep the GIL from it
 
     def launch(self) -> None:
-        """Begin to start the workers, and do not wait for them.
-
-        If the launcher could not be made ready, the steward was told.
-        """
-        self._prepared.wait()
+        """Begin to start the workers, and do not wait for them."""
         self._wanted.set()
 
     def pid(self, owner: int) -> int | None:

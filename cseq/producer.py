@@ -17,7 +17,6 @@ assignment that the ticket points to, and goes to `start`.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -82,8 +81,7 @@ class Producer(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What a worker process is to know."""
 
     number: int

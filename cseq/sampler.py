@@ -144,6 +144,16 @@ class Sampler:
         return min(self._consumed + batch * self._stride, self.dset_size)
 
     @property
+    def order(self) -> Order:
+        """The order that batches are cut out of."""
+        return self._order
+
+    @property
+    def cut(self) -> tuple[int, int, int, int]:
+        """Full batches, the position of the first one, from one to the next, and their size."""
+        return self._full, self._start, self._stride, self.batch_size
+
+    @property
     def first(self) -> int:
         """How many batches of the epoch came before batch 0, as far as they had this size."""
         return self._consumed // self._stride

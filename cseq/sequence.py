@@ -9,11 +9,10 @@ import os
 import threading
 import warnings
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cseq import converter, indexer, payload
-from cseq._core import ALGORITHM
+from cseq._core import ALGORITHM, Steps
 from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, seconds
 from cseq.launcher import start_methods
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self, TypedDict, Unpack
 
+    from cseq._core import Exchange
     from cseq.pools import Pool
 
     class Options(TypedDict, total=False):
@@ -80,32 +80,23 @@ ALLOWED = {
 }
 
 
-class Epoch:
+class Epoch(Steps):
     """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it.
 
     Threads may share it: each batch goes to one of them.
     """
 
-    __slots__ = ("_generation", "_manager", "_next", "_run")
+    __slots__ = ("_manager",)
 
-    def __init__(self, manager: MSequence, run: Run[Pool]) -> None:
+    def __init__(
+        self,
+        run: Run[Pool],
+        exchange: Exchange | None,
+        long_way: Callable[[], Any],
+        manager: MSequence,
+    ) -> None:
+        del run, exchange, long_way  # are the base class's
         self._manager = manager  # keeps it, and with it the pool, alive
-        self._run = run
-        self._generation = run.present
-        self._next = run.pool.next
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        run = self._run
-        with run.turn:
-            if run.present != self._generation:
-                raise InterruptedError(
-                    "this iterator was interrupted: the manager was started or finished, or a "
-                    "newer iterator began; call iter() on the manager again"
-                )
-            return self._next()
 
 
 class MSequence:
@@ -361,7 +352,7 @@ class MSequence:
             self._end()
             resolved = converter.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0
-            job = replace(self._job, output=resolved, num_converters=converters, compat=compat)
+            job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
             try:
                 self._run = Run(make(job))
                 self._finalizer = weakref.finalize(self, Run.close, self._run)
@@ -452,7 +443,7 @@ class MSequence:
             with run.turn:
                 run.pool.begin(epoch, self._consumed)
             self._epoch, self._begun, self._consumed = epoch, True, 0
-            return Epoch(self, run)
+            return Epoch(run, run.pool.exchange, run.pool.next, self)
 
     # -- leave off and resume
 
@@ -515,7 +506,7 @@ class MSequence:
                 self._run.interrupt()  # what is under way is not the place any more
             if state["seed"] != self._job.seed:
                 self._sampler = self._sampler.reseeded(state["seed"])
-                self._job = replace(self._job, sampler=self._sampler, seed=state["seed"])
+                self._job = self._job._replace(sampler=self._sampler, seed=state["seed"])
                 self._end()
             self._epoch, self._consumed, self._begun = epoch, consumed, False
 

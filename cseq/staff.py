@@ -21,7 +21,6 @@ import socket
 import struct
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import failure, payload
@@ -54,8 +53,7 @@ SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep co
 LENGTH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """What a worker process has to know, beside its file descriptors."""
 
     owner: int

@@ -150,7 +150,9 @@ def is_ours(pid: int, new: frozenset[int]) -> bool:
 
 
 def is_my_file(path: Path) -> bool:
-    """Whether a file still exists and belongs to this user."""
+    """Whether a file still exists, belongs to this user and is no semaphore: cseq makes none."""
+    if path.name.startswith("sem."):
+        return False
     with contextlib.suppress(OSError):
         return path.stat().st_uid == os.getuid()
     return False

@@ -676,8 +676,12 @@ TAKING = ("feed.py", "edge.py", "arena.py", "codec.py", "pools/process.py", "poo
 
 @pytest.mark.parametrize("kind", ["proc", "thread"])
 @pytest.mark.parametrize("go_on", [True, False])
-def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool) -> None:
-    """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled."""
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool, ahead: int) -> None:
+    """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled.
+
+    In an epoch's middle or at its end, where there are no tickets to be posted any more.
+    """
     worker = Wide if kind == "proc" else np.arange(60)
     m = cseq.MSequence(
         worker, 60, batch_size=10, shuffle=False, out_type="null", thread_type=kind, buffer=3,
@@ -687,19 +691,20 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool) -> Non
     with m.start():
         for countdown in range(1, 80):
             iterator = iter(m)
-            got = [next(iterator)[0]]
+            got = [next(iterator)[0] for _ in range(ahead)]
             with interrupted(countdown, *TAKING) as struck:
                 got.append(next(iterator)[0])
             hit = struck.is_set()
             delivered = m.state_dict()["consumed"] // 10
-            if delivered == 2 and hit:  # it was on its way back to the loop
-                got.append(10)
+            if delivered == ahead + 1 and hit:  # it was on its way back to the loop
+                got.append(10 * ahead)
             assert delivered == len(got)
             if go_on or not hit:
                 got += [batch[0] for batch in iterator]
                 assert [int(np.ravel(first)[0]) for first in got] == list(range(0, 60, 10))
             hits += hit
-        assert hits >= 5
+        # Small batches go a way without such places, while there are more to come.
+        assert hits >= 5 or (kind == "thread" and ahead == 1)
         if kind == "proc":
             assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]
 
@@ -1135,7 +1140,7 @@ def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
 
 
 IN_USE = """
-import ctypes, gc, sys
+import ctypes, gc, os, sys
 import numpy as np
 import cseq
 
@@ -1152,8 +1157,12 @@ class Worker:
     def __getitem__(self, indices):
         return np.repeat(indices, int(sys.argv[1]))
 
+alone = len(os.listdir("/proc/self/task"))
+
 def in_use():
     gc.collect()
+    while len(os.listdir("/proc/self/task")) > alone:  # joined, but not gone yet, with its cache
+        os.sched_yield()
     counts = libc.mallinfo2()
     return counts.uordblks + counts.hblkhd
 

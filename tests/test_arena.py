@@ -239,7 +239,7 @@ def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) ->
         for slot in slots:
             writer.begin(slot, FIRST)
             writer.empty(10)[:] = slot
-    assert len(writer._mapped) == 3
+    assert len(writer.mapped) == 3
     writer.close()
 
 

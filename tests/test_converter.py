@@ -246,7 +246,7 @@ def test_what_workers_cast_to() -> None:
     """Workers cast for tensors, and for arrays in the place of tensors; else nothing is cast."""
     assert cast_dtype(parse("cuda", "float16")) == np.float16
     assert cast_dtype(parse("cpu", "float16")) == np.float16
-    assert cast_dtype(dataclasses.replace(FLOAT, kind="array")) == np.float32
+    assert cast_dtype(FLOAT._replace(kind="array")) == np.float32
     assert cast_dtype(parse("null", "float16")) is None
     assert cast_dtype(parse(np.negative, "float16")) is None
     assert cast_dtype(parse("cpu", "bfloat16")) is None

@@ -6,6 +6,7 @@ the futex on systems that have none.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import socket
@@ -28,12 +29,17 @@ from cseq._core import (
     FIELDS,
     PARK_NS,
     Block,
+    Descriptor,
+    Exchange,
+    Hand,
     Lease,
     Mapping,
     Memory,
+    Order,
     Ring,
     Seat,
     Slots,
+    Steps,
     Window,
     address_of,
     commit,
@@ -874,3 +880,330 @@ def test_copy_array_of_a_view_that_does_not_fit() -> None:
     source.store_bytes(16, b"layout")
     with pytest.raises(IndexError, match="16 bytes"):
         copy_array(source, (16, 2, 4, 0), known, 1000)
+
+
+# -- the short ways
+
+
+class Counter:
+    """An exchange over a ring of two cells and 5 batches of 2 samples, in their natural order."""
+
+    def __init__(self, convert: Callable[[Any], Any] | None = None, *, torn: bool = False) -> None:
+        self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
+        self.held: list[Any] = [None, None]
+        self.seat = Seat(self.ring, 0, 1, last=True)
+        self.exchange = Exchange(self.ring, Order(10, shuffle=False, seed=0), self.held, convert)
+        self.exchange.begin(7, 100, 5, 0, 2, 2)
+        for batch in range(2):
+            cell = self.ring.vacant()
+            self.ring.indices(cell)[:] = 2 * batch, 2 * batch + 1
+            self.ring.post(cell, batch, 7, 100 + batch, 2, start=2 * batch)
+        self.exchange.ticket = self.exchange.posted = 2
+        self.exchange.torn = torn
+
+    def work(self, batch: Any = "batch", status: int = 0) -> None:
+        """Publish the next ticket."""
+        assert self.seat.claim() is True
+        self.held[self.seat.cell] = batch
+        self.seat.publish(status)
+
+    def state(self) -> tuple[Any, ...]:
+        """All that `swap` may change."""
+        cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
+        x = self.exchange
+        return x.ticket, x.posted, x.taken, x.done, self.ring.depths(), *self.held, cells
+
+
+def test_a_swap() -> None:
+    """The oldest batch comes out, and the next ticket is posted where it lay."""
+    counter = Counter()
+    for batch in range(3):
+        counter.work(f"batch {batch}")
+        assert counter.exchange.swap() == f"batch {batch}"
+        cell = batch % 2
+        assert counter.held[cell] is None
+        assert counter.ring.ticket(cell) == (7, 102 + batch, 2)
+        assert counter.ring.indices(cell).tolist() == [4 + 2 * batch, 5 + 2 * batch]
+        assert (counter.exchange.taken, counter.exchange.done) == (batch + 1, batch + 1)
+        assert (counter.exchange.posted, counter.exchange.ticket) == (batch + 3, batch + 3)
+    assert counter.ring.taken_batches == 3
+    counter.work()
+    before = counter.state()
+    assert counter.exchange.swap() is None  # all batches are posted
+    assert counter.state() == before
+
+
+def prepare(counter: Counter, why: str) -> None:
+    """Make the short way impossible."""
+    if why == "raised":
+        counter.work(ValueError(), status=1)
+    elif why == "none":
+        counter.work(None)
+    elif why == "torn":
+        counter.work()
+        counter.exchange.torn = True
+    elif why == "empty":
+        counter.ring.abandon()
+    elif why == "short":
+        counter.exchange.begin(7, 100, 2, 0, 2, 2)
+        counter.exchange.posted = 2
+        counter.work()
+
+
+@pytest.mark.parametrize("why", ["not ready", "raised", "none", "torn", "empty", "short"])
+def test_what_cannot_be_swapped_stays_as_it_is(why: str) -> None:
+    """A batch that is none, or not ready, or an exception: nothing has changed."""
+    counter = Counter()
+    prepare(counter, why)
+    before = counter.state()
+    assert counter.exchange.swap() is None
+    assert counter.state() == before
+
+
+def refuse(batch: Any) -> Any:
+    """Be a conversion that fails."""
+    raise ValueError(batch)
+
+
+def interrupt(batch: Any) -> Any:
+    """Be a conversion during which Ctrl-C comes."""
+    raise KeyboardInterrupt
+
+
+def test_a_conversion_that_fails_in_a_swap() -> None:
+    """The long way is to see it: nothing has changed. A conversion to None goes there, too."""
+    for convert in (refuse, lambda _: None):
+        counter = Counter(convert)
+        counter.work()
+        before = counter.state()
+        assert counter.exchange.swap() is None
+        assert counter.state() == before
+    assert not counter.exchange.alone  # it may call anything: a lock is needed
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_in_a_swap(late: bool) -> None:
+    """A signal handler raises before anything has changed, not behind it."""
+    # Sets what the handler is called for, and calls it not.
+    pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(
+        ("PyErr_SetInterrupt", ctypes.pythonapi)
+    )
+    counter = Counter(pending if late else interrupt)
+    counter.work()
+    before = counter.state()
+    with pytest.raises(KeyboardInterrupt):
+        counter.exchange.swap()
+    assert counter.state() == before
+
+
+def test_a_conversion_that_begins_another_epoch() -> None:
+    """What is converted then belongs to no epoch that is wanted: it does not come out."""
+
+    def begin(batch: Any) -> Any:
+        counter.exchange.begin(8, 0, 5, 0, 2, 2)
+        return batch
+
+    counter = Counter(begin)
+    counter.work()
+    assert counter.exchange.swap() is None
+    assert counter.ring.depths() == (1, 0, 1)
+    assert counter.exchange.taken == 0
+
+
+def in_slot(array: np.ndarray[Any, Any], most: int = 1000) -> Any:
+    """Lay an array into a slot, and swap it out."""
+    layout = b"layout of one array"
+    with file_of(PAGE) as fd:
+        slot = Mapping(fd, 0, PAGE)
+    ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
+    known = {layout: (64, array.dtype, array.shape, False)}
+    exchange = Exchange(ring, Order(9, shuffle=False, seed=0), ({3: slot}, known, most))
+    exchange.begin(0, 0, 9, 0, 1, 1)
+    swapped = []
+    for batch in range(4):
+        if not batch:
+            ring.post(0, 0, 0, 0, 1, slot=3, capacity=PAGE)
+            exchange.posted = exchange.ticket = 1
+        seat = claim(ring)
+        slot.store(64, np.asarray(array + batch))
+        offset = 64 + array.nbytes
+        slot.store_bytes(offset, layout)
+        seat.publish(0, (offset, 6, len(layout) - 6, 0), PAGE)
+        if batch == 2:
+            known.clear()  # the latest layout is remembered
+        swapped.append(exchange.swap())
+        if swapped[-1] is None:
+            break
+    return swapped
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
+def test_a_swap_from_a_slot(shape: tuple[int, ...]) -> None:
+    """A small array comes out as a copy of its own, which can be written to."""
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)
+    for batch, got in enumerate(in_slot(np.asarray(array))):
+        assert got.flags.owndata
+        assert got.flags.writeable
+        assert got.dtype == array.dtype
+        np.testing.assert_array_equal(got, array + batch, strict=True)
+        got[...] = -1
+
+
+def test_a_swap_of_a_large_array() -> None:
+    """What is not small is for the long way."""
+    assert in_slot(np.zeros(120)) == [None]
+    assert in_slot(np.zeros(100))[0] is not None
+
+
+class Going:
+    """A run whose iterators may go on as long as `present` does not change."""
+
+    def __init__(self) -> None:
+        self.present = 3
+        self.turn = threading.RLock()
+
+
+def test_steps() -> None:
+    """The short way if there is one, else the long way, with the lock held; then the end."""
+    run, counter = Going(), Counter()
+    long_way = iter(["long"])
+
+    def go() -> Any:
+        assert run.turn._is_owned()  # type: ignore[attr-defined]
+        return next(long_way)
+
+    steps = Steps(run, counter.exchange, go)
+    counter.work("short")
+    assert [next(steps), next(steps)] == ["short", "long"]
+    with pytest.raises(StopIteration):
+        next(steps)
+    assert iter(steps) is steps
+
+
+def test_steps_of_another_iterator() -> None:
+    """Once another iterator is the present one, neither way is gone; the lock is free again."""
+    run, counter = Going(), Counter()
+    steps = Steps(run, counter.exchange, list)
+    counter.work()
+    run.present = 4
+    with pytest.raises(InterruptedError, match="newer iterator"):
+        next(steps)
+    assert not run.turn._is_owned()  # type: ignore[attr-defined]
+    assert counter.exchange.taken == 0
+
+
+class Slot(Hand):
+    """A hand that counts how often it was asked to go the long way."""
+
+    __slots__ = ("begun",)
+
+    def __init__(self, slot: Memory) -> None:
+        self.memory, self.capacity = slot, slot.nbytes
+        self.mapped = {3: slot}  # type: ignore[dict-item]
+        self.begun: list[tuple[int, int]] = []
+
+    def begin(self, slot: int, capacity: int) -> None:
+        """Turn to a slot, the long way."""
+        self.begun.append((slot, capacity))
+
+
+def make_slot() -> Slot:
+    """Make a hand on a mapped slot that knows one array of three floats."""
+    with file_of(PAGE) as fd:
+        hand = Slot(Mapping(fd, 0, PAGE))
+    hand.remember(np.dtype("f4"), (3,), None, False, (64, 4, 2, 0), b"layout")
+    return hand
+
+
+FLOATS = np.arange(3, dtype=np.float32)
+
+
+def test_laying_an_array() -> None:
+    """An array like the one before lies in the slot, its layout behind it."""
+    slot = make_slot()
+    assert slot.lay(FLOATS + 1, None)
+    assert slot.laid == (64, 4, 2, 0)
+    assert slot.used == 70
+    assert slot.memory.view(0, np.dtype("f4"), (3,)).tolist() == [1, 2, 3]
+    assert slot.memory.load_bytes(64, 6) == b"layout"
+    assert not slot.lay(FLOATS, None)  # something is in the slot
+
+
+@pytest.mark.parametrize(
+    "other",
+    [FLOATS.astype("f8"), FLOATS[:2], FLOATS[None], np.arange(6, dtype="f4")[::2], [1, 2, 3], None],
+)
+def test_other_batches_are_not_laid_down(other: Any) -> None:
+    """What is not like the array before is left to the long way, and the slot as it is."""
+    slot = make_slot()
+    assert not slot.lay(other, None)
+    assert (slot.used, slot.memory.load_bytes(0, 70)) == (0, bytes(70))
+
+
+def test_laying_is_for_the_same_wish_and_in_bounds() -> None:
+    """Another type is wanted, the slot is too small, or arrays were made in it: the long way."""
+    slot = make_slot()
+    assert not slot.lay(FLOATS, np.dtype("f8"))
+    slot.watched = True
+    assert not slot.lay(FLOATS, None)
+    slot.watched = False
+    slot.capacity = 69
+    assert not slot.lay(FLOATS, None)
+
+
+def test_laying_with_a_cast() -> None:
+    """Where the one before was cast, this one is."""
+    slot = make_slot()
+    wanted = np.dtype("f8")
+    slot.remember(np.dtype("f4"), (3,), wanted, True, (64, 4, 2, 0), b"layout")
+    assert slot.lay(FLOATS, wanted)
+    assert slot.memory.view(0, wanted, (3,)).tolist() == [0, 1, 2]
+
+
+def test_giving_a_batch() -> None:
+    """Turn, lay down, publish: the ticket is ready, its record and capacity as they should be."""
+    slot = make_slot()
+    ring = make_ring()
+    ring.post(0, 0, 0, 0, 1, slot=3, capacity=4096)
+    seat = claim(ring)
+    slot.turn(seat)
+    assert not slot.begun
+    assert slot.give(seat, FLOATS)
+    assert seat.cell == -1
+    assert ring.take() == (0, 0, 3, PAGE, (64, 4, 2, 0, 0, 0))
+
+
+def test_not_giving_a_batch() -> None:
+    """A slot that is not mapped, or that something is left of: `begin` is called; nothing given."""
+    slot = make_slot()
+    ring = make_ring()
+    for number in (3, 4):
+        ring.post(number - 3, number, 0, 0, 1, slot=number, capacity=4096)
+    seat = claim(ring)
+    slot.loaned = True
+    slot.turn(seat)
+    assert not slot.give(seat, FLOATS)
+    assert seat.cell == 0
+    seat.publish()
+    slot.loaned = False
+    assert seat.claim() is True
+    slot.turn(seat)
+    assert slot.begun == [(3, 4096), (4, 4096)]
+
+
+def test_a_descriptor() -> None:
+    """It is closed by hand, twice if need be, or with its last reference; or never opened."""
+    with tempfile.TemporaryFile() as file:
+        first, second = (Descriptor(os.dup, file.fileno()) for _ in range(2))
+        numbers = first.fd, second.fd
+        os.fstat(first.fd)
+        first.close()
+        first.close()
+        assert first.fd == -1
+        del second
+        for number in numbers:
+            with pytest.raises(OSError, match="descriptor"):
+                os.fstat(number)
+    with pytest.raises(OSError, match="descriptor"):
+        Descriptor(os.dup, -1)

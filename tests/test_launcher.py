@@ -252,6 +252,11 @@ def test_main_is_empty(launch: Callable[..., Child]) -> None:
     assert "__file__" not in names
 
 
+def test_workers_collect_garbage(launch: Callable[..., Child]) -> None:
+    """A worker's garbage collector is on, though it was off while the imports were made."""
+    assert ask(launch(), "__import__('gc').isenabled()") is True
+
+
 def test_signals_are_not_blocked(launch: Callable[..., Child]) -> None:
     """A worker's signal mask is that of the trainer, whose own is as before the launch."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -178,6 +178,21 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
     assert imported - set(sys.stdlib_module_names) - {"numpy"} == {"cseq"}
 
 
+@pytest.mark.parametrize("module", ["cseq.pools.process", "cseq.producer"])
+def test_workers_import_nothing_slow(run_script: RunScript, module: str) -> None:
+    """What worker processes import, beside numpy, has no part that makes their start longer."""
+    script = f"""
+import sys, numpy
+before = set(sys.modules)
+import cseq.launcher.child, {module}
+print(*sorted(set(sys.modules) - before))
+"""
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
+    slow = {"asyncio", "importlib.metadata", "multiprocessing", "pathlib", "subprocess", "tempfile"}
+    assert slow.isdisjoint(done.stdout.split())
+
+
 @pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL"
 )

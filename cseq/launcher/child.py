@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def begin(start: Start) -> NoReturn:
-    """Be what a new interpreter was started for."""
+    """Be what a new interpreter was started for; its garbage collector is off so far."""
     _shield()
     _empty_stdin()
     _clear_main()
@@ -43,6 +43,7 @@ def begin(start: Start) -> NoReturn:
     sock = _own_socket(start["socket"])
     if start["role"] == "server":
         _Forker(sock, start["entry"]).serve(start["preload"])
+    gc.enable()
     _work(sock, start["number"], start["entry"])
 
 
@@ -194,7 +195,6 @@ class _Forker:
     def serve(self, preload: Sequence[str]) -> NoReturn:
         """Serve until the trainer is gone."""
         _set_name("cseq-server")
-        gc.disable()
         for name in ("numpy", self._entry.partition(":")[0], *preload):
             _preload(name)
         gc.freeze()  # or every worker's garbage collector would copy these pages

@@ -144,9 +144,11 @@ def signals_blocked() -> Iterator[None]:
 
 
 # What a new interpreter runs. It comes to this module with the trainer's sys.path, so no file in
-# the current folder can stand in for a module of the standard library.
+# the current folder can stand in for a module of the standard library. What is imported stays: the
+# garbage collector would look through it again and again for nothing.
 _BOOTSTRAP = """\
-import marshal, os, sys
+import gc, marshal, os, sys
+gc.disable()
 try:
     start = marshal.load(open(0, "rb", closefd=False))
 except EOFError:

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from cseq._core import Exchange
     from cseq.converter import Output
     from cseq.sampler import Sampler
     from cseq.stats import Stats
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Pool"]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """All that a pool has to know.
 
     Attributes
@@ -95,6 +94,10 @@ class Pool(Protocol):
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The short way of `next`, for batches that can go it."""
 
     def next(self) -> Any:
         """Return the next batch, or raise StopIteration at the end of the epoch."""

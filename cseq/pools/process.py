@@ -15,8 +15,8 @@ import select
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
 from cseq._core import Placement, Seat
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from cseq._core import Exchange
     from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
@@ -55,8 +56,7 @@ __all__ = ["ProcessPool", "main"]
 TIDY_NS = 500_000_000  # that a converter without a trainer has to remove its files
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What a worker process is to do."""
 
     stage: int
@@ -254,7 +254,7 @@ class ProcessPool:
             last=stage == CONVERTER or not job.num_converters,
             seed=job.seed,
             cast=cast_dtype(job.output),
-            output=replace(job.output, function=None),  # that is applied in the trainer
+            output=job.output._replace(function=None),  # that is applied in the trainer
         )
 
     def _describe(self, cell: int) -> Held:
@@ -303,6 +303,11 @@ class ProcessPool:
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError."""
         self.feed.interrupt()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The feed's short way."""
+        return self.feed.exchange
 
     @property
     def next(self) -> Callable[[], Any]:

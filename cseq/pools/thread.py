@@ -21,6 +21,7 @@ from cseq.stage import CONVERTER, INDEXER, run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq._core import Exchange
     from cseq.edge import Source
     from cseq.pools import Job
     from cseq.stats import Stats
@@ -187,6 +188,11 @@ class ThreadPool:
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError."""
         self.feed.interrupt()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The feed's short way."""
+        return self.feed.exchange
 
     @property
     def next(self) -> Callable[[], Any]:
