@@ -45,6 +45,7 @@ __all__ = [
     "ENTRY",
     "ITEMS",
     "MOST",
+    "Parcel",
     "Producer",
     "Task",
     "main",
@@ -276,12 +277,29 @@ class Scratch(Writer):
         self.memory.store_from(0, smaller, self.used)
 
 
-def parse(memory: Memory, record: tuple[int, ...]) -> list[Any]:
-    """Read the items of an answer that has a table; each has memory of its own."""
+class Parcel(NamedTuple):
+    """An item as its producer has laid it down: `open` makes it an object."""
+
+    memory: Memory
+    record: tuple[int, ...]
+    slot: int = -1  # where it lies, as long as somebody has the memory; -1: it is its own
+
+    def open(self) -> Any:
+        """Read the item."""
+        return codec.decode(self.memory, self.record)
+
+
+def parse(memory: Memory, record: tuple[int, ...], *, sealed: bool = False) -> list[Any]:
+    """Read the items of an answer that has a table, or their parcels; each has its own memory."""
     words = memory.view(record[0], INT64, (record[1] // 8,)).tolist()
     items = []
     for at in range(0, len(words), ENTRY_WORDS):
         entry = words[at + 1 : at + ENTRY_WORDS]
+        own: Memory
+        if sealed and not entry[1]:  # a piece of bytes, wherever it lies
+            own = copy_of(memory, entry[3], entry[0])
+            items.append(Parcel(own, (0, 0, 0, entry[3])))
+            continue
         own = copy_of(memory, codec.used(entry), words[at]) if entry[1] else memory
-        items.append(codec.decode(own, entry))
+        items.append(Parcel(own, tuple(entry)) if sealed else codec.decode(own, entry))
     return items

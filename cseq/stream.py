@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq import codec, failure, payload
+from cseq._core import Lease
 from cseq.arena import Writer, memory_limit_of
 from cseq.check import choice, count, seconds
 from cseq.edge import SlotReader
@@ -39,6 +40,7 @@ from cseq.producer import (
     ENTRY,
     ITEMS,
     MOST,
+    Parcel,
     Producer,
     Task,
     parse,
@@ -55,10 +57,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Memory
+    from cseq.arena import Segment
 
     Taken = tuple[int, int, int, int, tuple[int, ...]]
 
-__all__ = ["Producer", "Streams"]
+__all__ = ["Parcel", "Producer", "Streams"]
 
 MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
@@ -93,6 +96,8 @@ class Streams:
         machine's or the container's); beyond it, items are copied out of it.
     preload : sequence of str
         Modules that a fork server imports, so that its workers have them at once.
+    sealed : bool
+        Items come out as `Parcel`, for another process to open; see `segment`.
 
     Raises
     ------
@@ -132,6 +137,7 @@ class Streams:
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
         preload: Sequence[str] = (),
+        sealed: bool = False,
     ) -> None:
         if not callable(producer):
             raise TypeError(
@@ -147,6 +153,7 @@ class Streams:
             restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
             memory_limit=memory_limit_of(memory_limit),
             preload=preload,
+            sealed=sealed,
         )
         self._run = Run(pool)
         self._present = -1  # the run's generation in which an epoch was begun
@@ -161,6 +168,16 @@ class Streams:
     def num_workers(self) -> int:
         """Worker processes."""
         return self._run.pool.num_workers
+
+    @property
+    def segment(self) -> tuple[int, int]:
+        """Where parcels lie: the descriptor of the slots' file, and the bytes from one to the next.
+
+        Another process that has the file finds a parcel there for as long as somebody here has its
+        memory: ``parcel.memory.nbytes`` bytes from slot number ``parcel.slot`` on.
+        """
+        segment = self._run.pool.segment
+        return segment.fd, segment.width
 
     def begin(self, assignments: Sequence[Any]) -> list[Any]:
         """Begin an epoch in every worker; what is left of an earlier one is dropped.
@@ -398,8 +415,10 @@ class StreamPool:
         restart: bool,
         memory_limit: int,
         preload: Sequence[str],
+        sealed: bool,
     ) -> None:
         self.num_workers = num_workers
+        self._sealed = sealed
         self._prefetch = prefetch
         self._depth = min(prefetch, DEEPEST)
         self._most = max(1, min(MOST, prefetch // 2))  # two tickets at least: one to work on
@@ -593,6 +612,11 @@ class StreamPool:
                 del left[turn]
         raise StopIteration
 
+    @property
+    def segment(self) -> Segment:
+        """The file of the slots."""
+        return self._arena.segment
+
     def delivered(self, worker: int) -> int:
         """Count the items of a worker that have come out."""
         stream = self._streams[worker]
@@ -647,24 +671,35 @@ class StreamPool:
         self, stream: Stream, taken: Taken, *, single: bool
     ) -> tuple[deque[Any], BaseException | None, int]:
         """Read a ticket's items, what was raised behind them, and which slot is to be freed."""
-        cell, status, slot, capacity, record = taken
+        _, status, slot, capacity, record = taken
         items: deque[Any] = deque()
         error = None
-        if status != RAISED and not single:
-            memory = self._arena.look(slot, capacity) if stream.copy is None else stream.copy
-            items.extend(parse(memory, record))
-            if record[5] & BROKEN:
-                error = failure.unpack(items.pop())
-        elif status == RAISED or record[5] >> 2:
-            if stream.copy is None:
-                item, slot = self._reader.collect(cell, slot, capacity, record)
-            else:
-                item = codec.decode(stream.copy, record)
-            if status == RAISED:
-                error = failure.unpack(item)
-            else:
+        if status == RAISED:
+            packed, slot = self._take(stream, taken, sealed=False)
+            error = failure.unpack(packed)
+        elif single:
+            if record[5] >> 2:
+                item, slot = self._take(stream, taken, sealed=self._sealed)
                 items.append(item)
+        else:
+            memory = self._arena.look(slot, capacity) if stream.copy is None else stream.copy
+            items.extend(parse(memory, record, sealed=self._sealed))
+            if record[5] & BROKEN:
+                packed = items.pop()
+                error = failure.unpack(packed.open() if self._sealed else packed)
         return items, error, slot
+
+    def _take(self, stream: Stream, taken: Taken, *, sealed: bool) -> tuple[Any, int]:
+        """Take what lies in a slot out of it, perhaps as a parcel; and the slot, if it is free."""
+        cell, _, slot, capacity, record = taken
+        if stream.copy is not None:
+            parcel = Parcel(stream.copy, record)
+        elif sealed:
+            memory = self._arena.take(slot, codec.used(record), capacity)
+            parcel = Parcel(memory, record, slot if type(memory) is Lease else -1)
+        else:
+            return self._reader.collect(cell, slot, capacity, record)
+        return parcel if sealed else parcel.open(), -1
 
     def _end(self, stream: Stream) -> None:
         """Nothing more comes from a worker: give up what else it was asked for."""

@@ -24,7 +24,7 @@ from interrupting import interrupted
 import cseq
 import cseq.staff
 from cseq._core import Lease
-from cseq.stream import Streams
+from cseq.stream import Parcel, Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -567,7 +567,7 @@ FAULTY = """
 import sys
 import numpy as np
 from cseq import _core
-from cseq.stream import Streams
+from cseq.stream import Parcel, Streams
 
 class Producer:
     def __init__(self, number, num_workers): self.number = number
@@ -849,6 +849,43 @@ def test_tensors() -> None:
         assert (large == k).all()
 
 
+@pytest.mark.parametrize("kind", [Mixed, Pieces])
+def test_sealed_items(kind: type[Numbers]) -> None:
+    """A parcel opens to its item; another process finds a large one in its slot."""
+    lent = 0
+    with streams(kind, prefetch=20, sealed=True) as s:
+        for _ in range(2):
+            s.begin([40, 60])
+            parcels = [parcel for parcel in s if isinstance(parcel, Parcel)]
+            opened = [parcel.open() for parcel in parcels]
+            if kind is Mixed:
+                assert plain(opened) == in_process([40, 60], Mixed)
+            else:
+                order = [k for k in range(60) for w in (0, 1) if k < (40, 60)[w]]
+                assert opened == [kind(0, 1).item(k) for k in order]
+            for parcel in parcels:
+                if parcel.slot >= 0:
+                    (fd, width), size = s.segment, parcel.memory.nbytes
+                    assert os.pread(fd, size, width * parcel.slot) == parcel.memory.load_bytes(
+                        0, size
+                    )
+                    lent += 1
+            del parcel, parcels, opened
+    assert (lent > 0) == (kind is Mixed)
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_sealed_items_and_an_exception(prefetch: int) -> None:
+    """An exception comes out as itself, behind the parcels of the items before it."""
+    with streams(Broken, prefetch=prefetch, sealed=True) as s:
+        for _ in range(3):
+            s.begin([(5, 40), (-1, 3)])
+            assert [s.next(0).open()[1] for _ in range(5)] == list(range(5))
+            with pytest.raises(TwoArguments, match="0: broken"):
+                s.next(0)
+            assert [item.open()[0] for item in s] == [1, 1, 1]
+
+
 def test_epochs_take_no_more_memory() -> None:
     """Slots for assignments, calls and items are used again, however an epoch ends."""
     with streams(Mixed, prefetch=5) as s:
@@ -959,7 +996,7 @@ def test_dropped_without_close() -> None:
 
 SCRIPT = """
 import sys
-from cseq.stream import Streams
+from cseq.stream import Parcel, Streams
 
 class Item:
     def __init__(self, k): self.k = k
@@ -1061,7 +1098,11 @@ STEP = st.one_of(
 def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -> None:
     """Whatever is asked for, and whoever is killed: each stream gives its items, in its order."""
     workers = len(epochs[0][0])
-    with streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
+    ):
+        patch.setattr(cseq.staff, "TRIES", 10**9)  # chance may well strike one ticket three times
         for lengths, steps in epochs:
             s.begin(lengths)
             expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]

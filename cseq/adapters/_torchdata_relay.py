@@ -1,4 +1,8 @@
-"""From the dispatching process to the workers, by way of the main process."""
+"""From the dispatching process to the workers, by way of the main process.
+
+Nobody opens an item on its way. A large one stays in its slot of shared memory, which the main
+process holds until the worker asks for what follows; small ones are sent.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ from collections import deque
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from cseq import failure, payload
+from cseq import codec, failure
+from cseq._core import Block, copy_of
 from cseq.adapters._torchdata_library import (
     Epoch,
     IterDataPipe,
 )
+from cseq.arena import Writer
 from cseq.errors import WorkerDied
+from cseq.producer import Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,10 +36,14 @@ if TYPE_CHECKING:
     from cseq.adapters._torchdata_library import GraphFn
     from cseq.stream import Streams
 
+    # What is sent of an item: its record; its bytes, or the slot and how much of that to map.
+    Sent = tuple[tuple[int, ...], bytes | tuple[int, int]]
+
 QUICK = 0.0005  # seconds in which a relay looks for more items to send along
 MOST_FOLDER = 72  # characters: macOS takes 103 for the name of a socket
 MOST_TOGETHER = 64  # items that a relay sends in one message
 DISPATCHING = "in dispatching process"
+WIDTH = struct.Struct("=Q")  # bytes from one slot to the next
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
@@ -41,22 +52,34 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
     def __init__(self) -> None:
         self.epoch = 0
         self._connection: Connection[Any, Any] | None = None
+        self._slots: Writer | None = None
         self._turn: threading.Lock | None = None
 
     def connect(self, address: str, worker: int) -> None:
         """Call the relay in the main process."""
         self._turn = threading.Lock()
-        self._connection = _call(address)
+        self._connection, self._slots = _call(address)
         self._connection.send(worker)
 
-    def _ask(self, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
+    def _ask(self, epoch: int, position: int) -> tuple[list[Parcel], bytes | None]:
         """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
         assert self._turn is not None
         assert self._connection is not None
         with self._turn:
             self._connection.send((epoch, position))
-            answer: tuple[list[bytes], bytes | None] = pickle.loads(self._connection.recv_bytes())
-        return answer
+            items, error = pickle.loads(self._connection.recv_bytes())
+            return [self._received(*item) for item in items], error  # asking again frees the slots
+
+    def _received(self, record: tuple[int, ...], data: bytes | tuple[int, int]) -> Parcel:
+        """Give an item memory of its own."""
+        if isinstance(data, bytes):
+            memory = Block(len(data))
+            memory.store_bytes(0, data)
+        else:
+            assert self._slots is not None
+            self._slots.begin(*data)
+            memory = copy_of(self._slots.memory, codec.used(record))
+        return Parcel(memory, record)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self.epoch, 0
@@ -64,7 +87,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
             items, error = self._ask(epoch, position)
             for item in items:
                 position += 1
-                yield payload.loads(item)
+                yield item.open()
             if error is not None:
                 raise failure.unpack(error)
             if not items:
@@ -90,7 +113,8 @@ class Relay:
         self._next = 0  # the item that the stream comes to next
         self._over = False
         self._error: bytes | None = None
-        self._waiting: list[deque[bytes]] = []  # of each worker: from what was sent on
+        self._waiting: list[deque[Parcel]] = []  # of each worker: from what was sent on
+        self._held: list[list[Parcel]] = [[] for _ in range(num_workers)]  # what it may still read
         self._rewind()
         self._folder: str | None = None
         self.address = self._make_address()
@@ -129,26 +153,30 @@ class Relay:
         """Answer one worker until it is gone."""
         connection = Connection(os.dup(caller.fileno()))
         with connection, contextlib.suppress(EOFError, ConnectionError):
+            fd, width = self._streams.segment
+            socket.send_fds(caller, [WIDTH.pack(width)], [fd])
             worker = connection.recv()
             while True:
                 epoch, position = connection.recv()
                 answer = self._answer(worker, epoch, position)
                 connection.send_bytes(pickle.dumps(answer, protocol=5))
 
-    def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
+    def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[Sent], bytes | None]:
         """Return items of a worker from a position on, and what was raised behind them.
 
         No items: there are no more, or the epoch is over.
         """
         with self._turn, contextlib.suppress(InterruptedError):
+            self._held[worker] = []
             if self._epoch is not None and self._epoch.number == epoch:
                 if position < self._sent[worker]:
                     self._replay()
                 self._sent[worker] = position
-                return self._collect(worker), self._error
+                self._held[worker] = items = self._collect(worker)
+                return [_sent(item) for item in items], self._error
         return [], None
 
-    def _collect(self, worker: int) -> list[bytes]:
+    def _collect(self, worker: int) -> list[Parcel]:
         """Take all that there is for a worker, one item at least; more if that is quick."""
         waiting = self._waiting[worker]
         if not waiting:
@@ -256,15 +284,24 @@ def _is_ours(caller: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def _call(address: str) -> Connection[Any, Any]:
-    """Connect to a relay."""
+def _sent(item: Parcel) -> Sent:
+    """What a worker must be told of an item."""
+    record = item.record[:4]
+    if item.slot >= 0:
+        return record, (item.slot, item.memory.nbytes)
+    return record, item.memory.load_bytes(0, codec.used(record))
+
+
+def _call(address: str) -> tuple[Connection[Any, Any], Writer]:
+    """Connect to a relay, and learn where the dispatching process lays its items down."""
     caller = socket.socket(socket.AF_UNIX)
     try:
         caller.connect(address)
+        width, (fd,), _, _ = socket.recv_fds(caller, WIDTH.size, 1)
     except BaseException:
         caller.close()
         raise
-    return Connection(caller.detach())
+    return Connection(caller.detach()), Writer(fd, *WIDTH.unpack(width))
 
 
 def _of_dispatching(error: Exception) -> Exception:

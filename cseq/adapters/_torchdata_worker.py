@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq import payload
 from cseq.adapters._torchdata_graph import Graph, as_pipe, pause_all, resume_all, shard_and_init
 from cseq.adapters._torchdata_library import (
     Epoch,
@@ -145,7 +144,7 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph; its items go on as they are, pickled."""
+    """The dispatching process's part of the graph; nobody opens its items before the workers."""
 
     where = DISPATCHING
 
@@ -156,9 +155,6 @@ class Dispatcher(_Pipeline):
         _seed_globals(epoch.seeds.generate_shared_seed)
         set_datapipes_seed(list_dps(traverse_dps(self._pipe)), epoch.seeds, distributed_shared=True)
         return self._pipe if epoch.reset_fn is None else as_pipe(epoch.reset_fn(self._pipe), "…")
-
-    def items(self, start: int) -> Iterator[Any]:
-        return map(payload.dumps, super().items(start))
 
 
 def _seed_globals(draw: Callable[[], int]) -> None:

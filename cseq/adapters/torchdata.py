@@ -334,7 +334,7 @@ class _Engine:
         self._relay: Relay | None = None
         if dispatched is not None:
             dispatcher = partial(Dispatcher, dispatched)
-            streams = Streams(dispatcher, 1, prefetch=workers * ahead, **options)
+            streams = Streams(dispatcher, 1, prefetch=workers * ahead, sealed=True, **options)
             self._relay = Relay(streams, workers)
         address = None if self._relay is None else self._relay.address
         worker = partial(Worker, root, service.worker_init_fn, service.worker_reset_fn, address)

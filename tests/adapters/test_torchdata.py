@@ -276,6 +276,80 @@ def test_one_worker_far_ahead_of_the_other() -> None:
         assert sorted(loaded) == [item for item in range(3000) if rests(item)]
 
 
+def of_some_size(item: int) -> tuple[int, Any, Any]:
+    """A small thing and two that are large, now and then."""
+    size = 40_000 if item % 3 else 5
+    return item, torch.full((size,), item), np.full(size, -item)
+
+
+def summed(item: tuple[int, Any, Any]) -> tuple[int, int, int, bool]:
+    """What is in it, and whether it is this process's own."""
+    number, tensor, array = item
+    tensor += 1
+    array += 1
+    return number, int(tensor.sum()), int(array.sum()), tensor.dtype == torch.int64
+
+
+def test_dispatched_tensors_lie_in_slots() -> None:
+    """Large tensors and arrays go to their worker without leaving the slot they were laid in."""
+    pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
+    with loader(pipe.map(summed)) as loaded:
+        for _ in range(2):
+            got = list(loaded)
+            sizes = [40_000 if item % 3 else 5 for item in range(60)]
+            expected = [(k, n * (k + 1), n * (1 - k), True) for k, n in enumerate(sizes)]
+            assert got == expected
+        streams = loaded.reading_service._engine._relay._streams
+        assert streams.stats().copies == 0
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_replaced_worker_of_large_dispatched_items(start_method: str) -> None:
+    """A worker that is replaced finds large items, too, and nobody sees a difference."""
+    pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
+    pipe = pipe.map(summed).map(with_pid)
+    with loader(pipe, max_restarts=5, context=start_method) as loaded:
+        got = []
+        for item, pid in loaded:
+            got.append(item[0])
+            if len(got) in (3, 30):
+                os.kill(pid, signal.SIGKILL)
+        assert got == list(range(60))
+        assert loaded.reading_service.stats().restarts == 2
+
+
+class Passed:
+    """Tells where it was unpickled."""
+
+    def __init__(self, pids: tuple[int, ...] = ()) -> None:
+        self.pids = pids
+
+    def __reduce__(self) -> Any:
+        return opened_by, (self.pids,)
+
+
+def opened_by(pids: tuple[int, ...]) -> Passed:
+    return Passed((*pids, os.getpid()))
+
+
+def passed(item: int) -> Passed:
+    del item
+    return Passed()
+
+
+def pids_of(item: Passed) -> tuple[tuple[int, ...], int]:
+    return item.pids, os.getpid()
+
+
+def test_nobody_opens_dispatched_items_on_their_way() -> None:
+    """What is dispatched is unpickled by its worker, and nowhere else."""
+    pipe = IterableWrapper(range(100)).map(passed).sharding_round_robin_dispatch(MULTI)
+    with loader(pipe.map(pids_of)) as loaded:
+        items = list(loaded)
+    assert len(items) == 100
+    assert all(pids == (worker,) for pids, worker in items)
+
+
 def test_what_is_not_replicable_stays_here() -> None:
     """Pipes that may not be copied, and those behind them, run in the main process."""
     pipe = Stays(numbers(6).map(with_pid)).map(with_pid)

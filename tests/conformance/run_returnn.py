@@ -7,9 +7,11 @@ The tests are in RETURNN's source distribution, which is downloaded once, to bui
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 from typing import TYPE_CHECKING
 
 from suite import BUILD, run
@@ -29,8 +31,12 @@ def sources() -> Path:
         options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--quiet"]
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *options]
         subprocess.run([*pip, "--dest", str(BUILD), f"returnn=={VERSION}"], check=True)
-        with tarfile.open(BUILD / f"returnn-{VERSION}.tar.gz") as archive:
-            archive.extractall(BUILD, filter="data")
+        with (
+            tempfile.TemporaryDirectory(dir=BUILD) as folder,
+            tarfile.open(BUILD / f"{unpacked.name}.tar.gz") as archive,
+        ):
+            archive.extractall(folder, filter="data")
+            os.rename(os.path.join(folder, unpacked.name), unpacked)  # all of it, or nothing
     return unpacked
 
 

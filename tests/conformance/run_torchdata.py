@@ -29,7 +29,9 @@ def sources() -> Path:
         return Path(os.environ["TORCHDATA"]).resolve()
     if not FOLDER.is_dir():
         clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
-        subprocess.run([*clone, "--branch", TAG, REPOSITORY, str(FOLDER)], check=True)
+        done = subprocess.run([*clone, "--branch", TAG, REPOSITORY, str(FOLDER)], check=False)
+        if done.returncode:
+            sys.exit(f"{TAG} of {REPOSITORY} cannot be had; TORCHDATA=folder says where it is")
     return FOLDER
 
 
