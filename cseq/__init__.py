@@ -32,6 +32,7 @@ The modules; imports point down::
     ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── failure.py      an exception on its way from a worker to the loop
     ├── payload.py      the user's worker, as bytes for every worker process
+    ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        what was done so far, and who waits for whom
     ├── check.py        checks of arguments
     ├── _core.pyx       the core: ring, shuffle, slices, slots, placement

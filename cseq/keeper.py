@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from cseq.launcher import describe_exit
+from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,15 +113,15 @@ class Keeper:
         self._wards: dict[int, _Ward] = {}
         self._lock = threading.Lock()  # around _wards and _closing
         self._closing = False
-        self._prepared = threading.Event()  # the launcher is
-        self._wanted = threading.Event()  # workers may be started
-        self.launched = threading.Event()  # all workers have been started once
-        self._empty = threading.Event()  # all workers are gone and no more will come
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()
-        self._selector.register(self._ear, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="cseq-keeper", daemon=True)
-        self._begun = False
+        self._prepared = Latch()  # the launcher is
+        self._wanted = Latch()  # workers may be started
+        self.launched = Latch()  # all workers have been started once
+        self._empty = Latch()  # all workers are gone and no more will come
+        self._gone: bool | None = None  # so is all that the launcher has started; once it is closed
+        self._selector: selectors.BaseSelector  # the thread's own
+        self._bell: socket.socket | None = None  # wakes the thread
+        self._thread = Threads()
+        self._thread.add("cseq-keeper", self._run)
 
     def prepare(self) -> None:
         """Begin to make the launcher ready.
@@ -128,7 +129,6 @@ class Keeper:
         That is done in a thread, where no signal handler can raise and a process get lost. If it
         fails, the steward is told.
         """
-        self._begun = True  # before it is so: a signal handler may raise in between
         self._thread.start()
         self._prepared.wait()  # whatever is done here meanwhile would keep the GIL from it
 
@@ -156,7 +156,7 @@ class Keeper:
         del ward.buffer[:]
         ward.child.send_signal(STACK_SIGNAL)
         begun = time.monotonic()
-        quiet = threading.Event()  # nobody sets it: a pause that other threads can use
+        quiet = Latch()  # nobody sets it: a pause that other threads can use
         while time.monotonic() - begun < STACK_SECONDS:
             if ward.heard and time.monotonic() - ward.heard > STACK_QUIET:
                 break
@@ -166,26 +166,35 @@ class Keeper:
     # -- the thread
 
     def _run(self) -> None:
-        """Start the workers, and hear them until all are gone and no more are wanted."""
+        """Do all that there is to do."""
         try:
-            self._launcher.prepare()
-            self._prepared.set()
-            self._wanted.wait()
-            for owner in self._owners:
-                self._launch(owner)
-            self.launched.set()
-            while not (self._closing and not self._wards):
-                for key, _ in self._selector.select():
-                    if key.data is None:
-                        self._ear.recv(64)
-                    else:
-                        self._hear(key.data)
+            bell, ear = socket.socketpair()
+            with bell, ear, selectors.DefaultSelector() as self._selector:
+                self._selector.register(ear, selectors.EVENT_READ, None)
+                self._bell = bell  # whoever does not see it yet has set _closing before
+                self._serve()
+            self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self._steward.broke(error)
         finally:
             self._prepared.set()
             self.launched.set()
             self._empty.set()
+
+    def _serve(self) -> None:
+        """Start the workers, and hear them until all are gone and no more are wanted."""
+        self._launcher.prepare()
+        self._prepared.set()
+        self._wanted.wait()
+        for owner in self._owners:
+            self._launch(owner)
+        self.launched.set()
+        while not (self._closing and not self._wards):
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    key.fileobj.recv(64)  # type: ignore[union-attr]
+                else:
+                    self._hear(key.data)
 
     def _launch(self, owner: int) -> None:
         """Start one worker."""
@@ -246,26 +255,25 @@ class Keeper:
         """
         self._closing = True
         self._wanted.set()
-        with contextlib.suppress(OSError):  # its other end is closed: that was done before
-            self._bell.send(b"!")
-        if self._begun and not self._empty.wait(GRACE):
+        if self._bell is not None:
+            with contextlib.suppress(OSError):  # it is closed: the thread has ended
+                self._bell.send(b"!")
+        if self._thread.begun and not self._empty.wait(GRACE):
             with self._lock:
                 wards = list(self._wards.values())
             for ward in wards:
                 log.warning("worker %d is busy: killed after %g s", ward.owner - 1, GRACE)
                 ward.child.kill()
             self._empty.wait(LAST_GRACE)
-        if not self._launcher.close(time.monotonic() + LAST_GRACE):
+        if self._gone is None:  # the thread broke, or hangs
+            self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
+        if not self._gone:
             raise RuntimeError("worker processes were killed and do not end")
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(LAST_GRACE)
+        self._thread.join(time.monotonic() + LAST_GRACE)
         for ward in self._wards.values():  # if the thread broke, it has buried nobody
             ward.child.sock.close()
-        self._selector.close()
-        self._bell.close()
-        self._ear.close()
 
     @property
     def is_here(self) -> bool:
         """Whether the caller is the keeper's own thread."""
-        return threading.current_thread() is self._thread
+        return self._thread.is_here()

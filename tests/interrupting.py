@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
+LIBRARY = os.path.join(Path(threading.__file__).parent, "")
+FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
 
 
 class Interrupting:
@@ -31,21 +33,25 @@ class Interrupting:
     countdown : int
         Which of the places, from 1.
     files : tuple of str
-        Where in the package; empty: anywhere.
+        Where in the package; empty: all of it.
+    anywhere : bool
+        In the standard library, too, where the package calls it.
     """
 
     PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 
-    def __init__(self, countdown: int, files: tuple[str, ...]) -> None:
+    def __init__(self, countdown: int, files: tuple[str, ...], *, anywhere: bool) -> None:
         self.countdown = countdown
-        self.files = tuple(PACKAGE + name for name in files)
+        self.files = (LIBRARY, PACKAGE) if anywhere else tuple(PACKAGE + name for name in files)
         self.struck = threading.Event()
         self.before = ""  # the instruction that was done last
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(self.files or PACKAGE) or code.co_name == "__del__":
+        if not code.co_filename.startswith(self.files or PACKAGE) or code.co_name in FINALIZERS:
             return None
+        if code.co_filename.startswith(LIBRARY) and not ours(frame.f_back):
+            return None  # a test has called it
         frame.f_trace_opcodes = True
         if event == "opcode":
             before, self.before = self.before, dis.opname[code.co_code[frame.f_lasti]]
@@ -57,6 +63,11 @@ class Interrupting:
         return self
 
 
+def ours(frame: Any) -> bool:
+    """Tell whether a frame is of the package, or of what it may have called."""
+    return frame is not None and frame.f_code.co_filename.startswith((LIBRARY, PACKAGE))
+
+
 def blocked() -> bool:
     """Tell whether this thread does not get the signal now."""
     mask = getattr(signal, "pthread_sigmask", None)
@@ -64,9 +75,9 @@ def blocked() -> bool:
 
 
 @contextlib.contextmanager
-def interrupted(countdown: int, *files: str) -> Iterator[threading.Event]:
+def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Iterator[threading.Event]:
     """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
-    trace = Interrupting(countdown, files)
+    trace = Interrupting(countdown, files, anywhere=anywhere)
     before = sys.gettrace()
     sys.settrace(trace)
     try:

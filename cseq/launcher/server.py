@@ -109,7 +109,8 @@ class _Server:
         self.lost = True  # it is dead, or was told to end, or did not begin
         self._children: dict[int, _ServedChild] = {}
         self._serials = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._reading = False  # some thread is
         self._process: Process | None = None
         self._pid = 0
@@ -126,7 +127,7 @@ class _Server:
     def enrol(self, child: _ServedChild) -> int:
         """Give a child the number under which the server knows it."""
         serial = next(self._serials)
-        with self._changed:
+        with self._lock:
             self._children[serial] = child
         return serial
 
@@ -145,7 +146,7 @@ class _Server:
 
     def send(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
         """Send a record; a server that is dead is noticed when it is read from."""
-        with self._changed, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
 
     def wait(self, done: Callable[[], bool], deadline: float) -> None:
@@ -153,7 +154,7 @@ class _Server:
 
         One thread at a time reads, for all that wait.
         """
-        with self._changed:
+        with self._lock:
             while not done() and not self.lost:
                 left = deadline - time.monotonic()
                 if self._reading:
@@ -187,7 +188,7 @@ class _Server:
 
     def close(self, deadline: float) -> tuple[bool, int | None]:
         """End the server and reap it; say whether it is gone, and its exit code."""
-        with self._changed:
+        with self._lock:
             self.lost = True
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes who reads, and ends the server

@@ -34,7 +34,7 @@ from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.feed import Feed, wake_at
 from cseq.keeper import FAILED, READY, send_state
 from cseq.launcher import ENTRY
-from cseq.pools.thread import Crew, start_converters
+from cseq.pools.thread import Crew, add_converters
 from cseq.staff import Deaths, Held, Staff, enter
 from cseq.stage import CONVERTER, INDEXER, run
 
@@ -209,7 +209,8 @@ class ProcessPool:
         """Start the processes, and converter threads if converters are threads."""
         job = self._job
         if isinstance(self._outlet, Objects):
-            start_converters(job, self._ring, self._reader, self._outlet, self._crew)
+            add_converters(job, self._ring, self._reader, self._outlet, self._crew)
+            self._crew.start()
         in_processes = self._receiver is not None
         self._staff.start(
             job.worker,

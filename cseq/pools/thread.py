@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 import traceback
 from functools import partial
@@ -17,6 +16,7 @@ from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Feed, wake_at
 from cseq.stage import CONVERTER, INDEXER, run
+from cseq.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cseq.pools import Job
     from cseq.stats import Stats
 
-__all__ = ["ThreadPool", "start_converters"]
+__all__ = ["Crew", "ThreadPool", "add_converters"]
 
 log = logging.getLogger("cseq")
 
@@ -38,14 +38,16 @@ class Crew:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads()
         self.failure: BaseException | None = None
 
-    def start(self, name: str, target: Callable[[], None]) -> None:
-        """Start a thread that ends when the ring is closed."""
-        thread = threading.Thread(target=self._guard, args=(target,), name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def add(self, name: str, target: Callable[[], None]) -> None:
+        """Have one more thread, which ends when the ring is closed."""
+        self._threads.add(name, partial(self._guard, target))
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._threads.start()
 
     def _guard(self, target: Callable[[], None]) -> None:
         """Run a thread's work; what it raises goes to the consumer."""
@@ -58,33 +60,27 @@ class Crew:
 
     def stack(self, name: str) -> str:
         """Show where a thread is."""
-        for thread in self._threads:
-            frame = sys._current_frames().get(thread.ident or 0)
-            if thread.name == name and frame is not None:
-                return "".join(traceback.format_stack(frame))
-        return "(not running)\n"
+        frame = sys._current_frames().get(self._threads.ident(name) or 0)
+        return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, deadline: float) -> None:
         """Wait for all threads until `deadline` (of time.monotonic)."""
-        for thread in self._threads:
-            if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [t.name for t in self._threads if t.is_alive()]
+        stuck = self._threads.join(deadline)
         if stuck:
             log.warning(
                 "threads %s did not end within %g s: an indexer hangs; they are left behind",
                 stuck,
                 CLOSE_SECONDS,
             )
-        self._threads.clear()
+        self._threads = Threads()
 
 
-def start_converters(job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
-    """Start the second stage in threads: from `source` to objects, each on a stream of its own."""
+def add_converters(job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
+    """Have the second stage in threads: from `source` to objects, each on a stream of its own."""
     first = job.num_workers + 1
     for number in range(job.num_converters):
         seat = Seat(ring, CONVERTER, first + number, last=True)
-        crew.start(f"cseq-c{number}", partial(_convert, job, seat, source, inlet))
+        crew.add(f"cseq-c{number}", partial(_convert, job, seat, source, inlet))
 
 
 def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
@@ -128,8 +124,9 @@ class ThreadPool:
     def open(self) -> None:
         """Start the threads."""
         for number in range(self._job.num_workers):
-            self._crew.start(f"cseq-w{number}", partial(self._index, number))
-        start_converters(self._job, self._ring, self._edge, self._edge, self._crew)
+            self._crew.add(f"cseq-w{number}", partial(self._index, number))
+        add_converters(self._job, self._ring, self._edge, self._edge, self._crew)
+        self._crew.start()
 
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed."""

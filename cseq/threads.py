@@ -1,0 +1,109 @@
+"""Threads, started and awaited where a signal handler may raise at any moment.
+
+What `threading` offers for that is written in Python: an exception from a handler (Ctrl-C) in the
+middle of ``Thread.start`` or of an event's ``wait`` can leave a lock behind that nobody holds and
+nobody gets. Here the main thread calls nothing but functions of C, each of which has happened or
+has not; everything else is done in other threads, where no handler runs.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Latch", "Threads"]
+
+
+class Latch:
+    """Something that happens once, and can be waited for."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+        self._done = False
+
+    def set(self) -> None:
+        """Say that it has happened."""
+        if not self._done:
+            self._done = True  # before whoever waits may be interrupted with the lock in hand
+            self._lock.release()
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Wait until it has happened, at most `timeout` seconds (-1: no limit); say whether."""
+        if not self._done and self._lock.acquire(timeout=timeout):
+            self._lock.release()  # for the next one
+        return self._done
+
+
+class Threads:
+    """Some threads, and how to be rid of them.
+
+    Attributes
+    ----------
+    begun : bool
+        They run, or are about to.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._started = Latch()  # once all of them run
+        self.begun = False
+        self._error: BaseException | None = None
+
+    def add(self, name: str, target: Callable[[], None]) -> None:
+        """Have one more thread, which `start` will start."""
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+
+    def start(self) -> None:
+        """Start them all. An exception of a signal handler keeps none from starting.
+
+        Raises
+        ------
+        RuntimeError
+            The system has no more threads.
+        """
+        try:
+            self.begun = True  # no handler runs between this and the call
+            _thread.start_new_thread(self._start, ())
+        except RuntimeError:
+            self._started.set()
+            raise
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _start(self) -> None:
+        """Start them, in a thread of its own."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:  # noqa: BLE001 - it is raised in `start`
+            self._error = error
+        finally:
+            self._started.set()
+
+    def join(self, deadline: float) -> list[str]:
+        """Wait until they have ended or it is `deadline` (of time.monotonic): who has not."""
+        if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
+            return [thread.name for thread in self._threads]
+        for thread in self._threads:
+            if thread.ident is not None and not self.is_here(thread):
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    def ident(self, name: str) -> int | None:
+        """Return a thread's identifier; None if it is not running."""
+        for thread in self._threads:
+            if thread.name == name and thread.is_alive():
+                return thread.ident
+        return None
+
+    def is_here(self, thread: threading.Thread | None = None) -> bool:
+        """Whether the caller is this thread, or one of them."""
+        mine = self._threads if thread is None else [thread]
+        return any(each.ident == _thread.get_ident() for each in mine)

@@ -1,0 +1,105 @@
+"""Threads and latches hold, wherever a signal handler raises."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+from interrupting import interrupted
+
+from cseq.threads import Latch, Threads
+
+SOON = 30.0  # seconds after which something that should happen is taken to hang
+
+
+def test_a_latch() -> None:
+    """It is waited for until it is set, by any number of threads, and stays so."""
+    latch = Latch()
+    assert not latch.wait(0)
+    assert not latch.wait(0.001)
+    seen: list[bool] = []
+    threads = [threading.Thread(target=lambda: seen.append(latch.wait(SOON))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    latch.set()
+    latch.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 3
+    assert latch.wait()
+
+
+def test_threads() -> None:
+    """All of them run under their names, and are gone after `join`."""
+    threads, go = Threads(), Latch()
+    names: list[str] = []
+
+    def work() -> None:
+        names.append(threading.current_thread().name)
+        assert threads.is_here()
+        go.wait()
+
+    for name in ("one", "two"):
+        threads.add(name, work)
+    assert not threads.begun
+    threads.start()
+    assert threads.begun
+    assert threads.ident("one") != threads.ident("two")
+    assert not threads.is_here()
+    assert threads.join(time.monotonic()) == ["one", "two"]
+    go.set()
+    assert threads.join(time.monotonic() + SOON) == []
+    assert sorted(names) == ["one", "two"]
+    assert threads.ident("one") is None
+    assert threads.join(0) == []
+
+
+def test_threads_that_were_not_started() -> None:
+    """There is nothing to wait for."""
+    threads = Threads()
+    threads.add("never", lambda: None)
+    assert threads.join(time.monotonic() + SOON) == []
+
+
+def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start` raises; those that were started before can be awaited."""
+    threads, go = Threads(), Latch()
+    threads.add("one", go.wait)
+    threads.add("two", go.wait)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "two":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        threads.start()
+    go.set()
+    assert threads.join(time.monotonic() + SOON) == []
+
+
+def test_ctrl_c_anywhere_in_start_and_join() -> None:
+    """Wherever a handler raises in `start` and `join`: a second `join` finds them all gone."""
+    for countdown in itertools.count(1):
+        threads, go = Threads(), Latch()
+        ran: list[bool] = []
+
+        def work(go: Latch = go, ran: list[bool] = ran) -> None:
+            ran.append(go.wait())
+
+        for number in range(2):
+            threads.add(f"t{number}", work)
+        with interrupted(countdown, anywhere=True) as struck:
+            threads.start()
+            go.set()
+            threads.join(time.monotonic() + SOON)
+        go.set()
+        assert threads.join(time.monotonic() + SOON) == []
+        assert len(ran) == 2 * threads.begun
+        if not struck.is_set():
+            break
+    assert countdown > 10
