@@ -36,6 +36,9 @@ with contextlib.suppress(ImportError):
     )
     hypothesis.settings.load_profile("cseq")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 GRACE = 10.0  # seconds in which what is about to end has to end
 HANG = 100.0  # seconds after which a script is asked where it hangs; below faulthandler_timeout
 

@@ -679,8 +679,8 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, where: Any) -> None
             s.ask("call")
             list(s)
         assert "worker 0" in str(caught.value)
-        for pid in s.pids():  # else closing waits for the one that hangs
-            os.kill(pid or 0, signal.SIGKILL)
+        for pid in filter(None, s.pids()):  # else closing waits for the one that hangs
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
