@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Taken = tuple[int, int, int, int, tuple[int, ...]]
 
-__all__ = ["Feed", "wake_at"]
+__all__ = ["Fed", "Feed", "wake_at"]
 
 log = logging.getLogger("cseq")
 
@@ -213,10 +213,8 @@ class Feed:
                 "an exception has interrupted the taking of a batch, and with ordered=False "
                 "nobody can say which ones are left; begin another epoch"
             )
-        if self._goal is None:
-            self._begin(self._epoch, self.position)
-        else:  # it came in the middle of this, where the numbers are partly of before
-            self._begin(*self._goal)
+        # In the middle of a beginning, the numbers are partly of before: its goal is known.
+        self._begin(*(self._goal or (self._epoch, self.position)))
 
     def _refuse_interrupted(self) -> None:
         """Raise if `interrupt` was called."""
@@ -299,3 +297,33 @@ class Feed:
         # Its text alone: whoever keeps the log's records would keep its traceback, and the ring.
         log.error("skipped %s: %s", place, repr(error))
         self._refill()
+
+
+class Fed:
+    """What a pool that has a feed says of it."""
+
+    feed: Feed
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have had, or left out for an error."""
+        return self.feed.position
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+        return self.feed.skipped
+
+    def interrupt(self) -> None:
+        """Let a `next` that waits in another thread raise InterruptedError."""
+        self.feed.interrupt()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The feed's short way."""
+        return self.feed.exchange
+
+    @property
+    def next(self) -> Callable[[], Any]:
+        """Return the next batch: the feed's method, without a call in between."""
+        return self.feed.next

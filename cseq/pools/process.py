@@ -31,7 +31,7 @@ from cseq.converter import (
     receive,
 )
 from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
-from cseq.feed import Feed, wake_at
+from cseq.feed import Fed, Feed, wake_at
 from cseq.keeper import FAILED, READY, send_state
 from cseq.launcher import ENTRY
 from cseq.pools.thread import Crew, add_converters
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from cseq._core import Exchange
     from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
@@ -165,7 +164,7 @@ def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
 
 
-class ProcessPool:
+class ProcessPool(Fed):
     """Worker processes behind a ring and slots in shared memory."""
 
     def __init__(self, job: Job) -> None:
@@ -276,16 +275,6 @@ class ProcessPool:
             restart = self._job.on_timeout == "restart"
             self._staff.check_time(working, self._job.timeout, restart=restart)
 
-    @property
-    def position(self) -> int:
-        """Samples of this epoch that all ranks together have had, or left out for an error."""
-        return self.feed.position
-
-    @property
-    def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that were left out for an error: epoch, batch, what was raised."""
-        return self.feed.skipped
-
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         counted = self.feed.stats(self._job.num_workers)
@@ -300,20 +289,6 @@ class ProcessPool:
         """Begin an epoch."""
         self._staff.deaths.begin()
         self.feed.begin(epoch, consumed)
-
-    def interrupt(self) -> None:
-        """Let a `next` that waits in another thread raise InterruptedError."""
-        self.feed.interrupt()
-
-    @property
-    def exchange(self) -> Exchange:
-        """The feed's short way."""
-        return self.feed.exchange
-
-    @property
-    def next(self) -> Callable[[], Any]:
-        """Return the next batch: the feed's method, without a call in between."""
-        return self.feed.next
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""

@@ -14,14 +14,13 @@ from cseq._core import Block, Ring, Seat, now_ns, ring_bytes
 from cseq.converter import Converter, CudaConverter, receive
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
-from cseq.feed import Feed, wake_at
+from cseq.feed import Fed, Feed, wake_at
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._core import Exchange
     from cseq.edge import Source
     from cseq.pools import Job
     from cseq.stats import Stats
@@ -99,7 +98,7 @@ def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
         converter.close()
 
 
-class ThreadPool:
+class ThreadPool(Fed):
     """Indexers in threads, batches handed over as objects."""
 
     def __init__(self, job: Job) -> None:
@@ -164,16 +163,6 @@ class ThreadPool:
                     "(threads cannot be restarted; thread_type='proc' can)"
                 )
 
-    @property
-    def position(self) -> int:
-        """Samples of this epoch that all ranks together have had, or left out for an error."""
-        return self.feed.position
-
-    @property
-    def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that were left out for an error: epoch, batch, what was raised."""
-        return self.feed.skipped
-
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         return self.feed.stats(self._job.num_workers)
@@ -181,20 +170,6 @@ class ThreadPool:
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""
         self.feed.begin(epoch, consumed)
-
-    def interrupt(self) -> None:
-        """Let a `next` that waits in another thread raise InterruptedError."""
-        self.feed.interrupt()
-
-    @property
-    def exchange(self) -> Exchange:
-        """The feed's short way."""
-        return self.feed.exchange
-
-    @property
-    def next(self) -> Callable[[], Any]:
-        """Return the next batch: the feed's method, without a call in between."""
-        return self.feed.next
 
     def close(self) -> None:
         """Close the ring and wait for the threads."""
