@@ -93,6 +93,16 @@ cdef extern from "cseq_ring.h" nogil:
     uint64_t CSEQ_TICKET(uint64_t word) noexcept
 
 
+cdef extern from "cseq_turn.h" nogil:
+    ctypedef struct cseq_turn:
+        uint32_t ns
+
+    int cseq_turn_await(cseq_turn* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
+    int cseq_turn_seen(const cseq_turn* t) noexcept
+    void cseq_turn_doze(cseq_turn* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
+                        uint32_t* unwoken) noexcept
+
+
 cdef extern from "cseq_shuffle.h" nogil:
     enum:
         CSEQ_PURPOSE_SHUFFLE

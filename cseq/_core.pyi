@@ -8,6 +8,7 @@ from typing_extensions import Self, disjoint_base
 FIELDS: Final[int]
 SMALL: Final[int]
 DEBUG: Final[bool]
+HAS_GIL: Final[bool]
 ALGORITHM: Final[str]
 PARK_NS: Final[int]
 INPUT: Final[int]
@@ -128,6 +129,7 @@ class Ring:
     abandoned_count: Final[int]
     wake_at: int
     spin: int
+    turn: int
     def __new__(
         cls, memory: Memory, capacity: int = 0, batch_size: int = 1, runners: int = 1
     ) -> Self: ...

@@ -83,6 +83,7 @@ DEBUG = bool(CSEQ_POISON)
 
 # Whether one thread at a time runs Python.
 cdef bint GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
+HAS_GIL = bool(GIL)
 
 if os.environ.get("CSEQ_WAIT", "") == "nap":
     cseq_wait_nap = 1
@@ -829,6 +830,7 @@ cdef class Ring:
     cdef readonly uint32_t abandoned_count
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
+    cdef cseq_turn turns      # of threads at the GIL
     cdef public uint32_t wake_at  # how many of them wake the runners
     cdef readonly uint64_t waited_ns  # the trainer slept
     # taken since the beginning, errors not counted
@@ -888,6 +890,16 @@ cdef class Ring:
     @spin.setter
     def spin(self, uint32_t ns):
         cseq_ring_set_spin(self.r, ns)
+
+    @property
+    def turn(self):
+        """Nanoseconds that a thread with nothing to do looks whether it is its turn at the GIL, before
+        it sleeps; for a ring between threads."""
+        return self.turns.ns
+
+    @turn.setter
+    def turn(self, uint32_t ns):
+        self.turns.ns = ns
 
     def indices(self, uint32_t cell):
         """The cell's room for indices: an int64 array on the ring's memory."""
@@ -974,7 +986,7 @@ cdef class Ring:
         self.next_cell = (cell + 1) % self.r.capacity
         cseq_ring_post(self.r, cell, ticket, owner)
         self.unwoken += 1
-        if self.unwoken >= self.wake_at:
+        if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
             self.wake()
 
     cpdef void wake(self) noexcept:
@@ -1067,7 +1079,7 @@ cdef class Ring:
             Wait for the ticket in this cell.
         """
         cdef uint64_t before
-        if self.unwoken:
+        if self.unwoken and not cseq_turn_seen(&self.turns):
             self.wake()
         if cell >= 0:
             self.at(<uint32_t>cell)
@@ -1075,7 +1087,7 @@ cdef class Ring:
             cell = <int>self.order[self.first]
         before = cseq_now_ns()
         with nogil:
-            cseq_ring_doze(self.r, cell, seen, ns)
+            cseq_turn_doze(&self.turns, self.r, cell, seen, ns, &self.unwoken)
         self.waited_ns += cseq_now_ns() - before
         PyErr_CheckSignals()
 
@@ -1213,7 +1225,7 @@ cdef class Seat:
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
-                    cell = cseq_ring_await(self.r, self.stage, self.owner, self.park)
+                    cell = cseq_turn_await(&self.ring.turns, self.r, self.stage, self.owner, self.park)
         if cell == CSEQ_CLOSED:
             return None
         if cell < 0:

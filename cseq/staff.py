@@ -38,6 +38,7 @@ from cseq.arena import Arena, Segment, Writer
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.keeper import STACK_SIGNAL, Keeper
 from cseq.launcher import describe_exit, make_launcher
+from cseq.stage import look_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +50,6 @@ __all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
 log = logging.getLogger("cseq")
 
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
-SPIN = 20_000  # ns that an idle worker looks at the ring: about what a sleep costs both sides
 LENGTH = struct.Struct("<Q")
 
 
@@ -174,7 +174,7 @@ class Staff:
         self._segment = Segment.create(size)
         commit(self._segment.fd, 0, size)
         self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
-        self.ring.spin = SPIN if (os.cpu_count() or 1) > 1 else 0
+        self.ring.spin = look_ns()
         self.arena = Arena(memory_limit, locks)
         self.deaths = deaths
         self.failure: BaseException | None = None

@@ -7,6 +7,7 @@ memory between processes, or as the object itself between threads.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,13 +15,19 @@ if TYPE_CHECKING:
 
     from cseq._core import Seat
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "run"]
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "look_ns", "run"]
 
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
-
 IDLE_NS = 1_000_000_000  # a runner with nothing to do looks up once a second
+LOOK_NS = 20_000  # about what a sleep costs the two that take part in it
+
+
+def look_ns(most: int = LOOK_NS) -> int:
+    """Return for how many ns to look at the ring before a sleep: `most`; with one core, none."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return most if (cores or 1) > 1 else 0
 
 
 def run(

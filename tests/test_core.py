@@ -682,6 +682,84 @@ def test_the_spin_can_be_set() -> None:
     assert Seat(ring, 0, 1, last=True).claim() is False
 
 
+LONG = 4_000_000_000  # ns; no turn here takes nearly as long
+
+
+@contextmanager
+def serving(ring: Ring) -> Iterator[None]:
+    """Have a thread that publishes whatever it can claim."""
+    seat = Seat(ring, 0, 1, last=True)
+
+    def serve() -> None:
+        while seat.claim() is not None:
+            if seat.cell >= 0:
+                seat.publish()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        ring.close()
+        thread.join()
+
+
+def alternate(ring: Ring, turns: int) -> None:
+    """Post two tickets, and wait for them, again and again."""
+    for turn in range(turns):
+        for batch in (2 * turn, 2 * turn + 1):
+            post(ring, batch)
+        for batch in (2 * turn, 2 * turn + 1):
+            while (taken := ring.take()) is None:
+                ring.wait(ring.alarms())
+            assert ring.ticket(taken[0])[1] == batch
+
+
+@pytest.mark.skipif(not _core.HAS_GIL, reason="nothing to take turns at")
+def test_threads_take_turns_awake() -> None:
+    """Trainer and runner hand the GIL over without going to sleep, and without being woken."""
+    ring = make_ring(runners=1)
+    ring.turn = LONG
+    with serving(ring):
+        alternate(ring, 50)
+        assert ring.idle_ns() == [0]
+        assert ring.alarms() == 0
+
+
+@pytest.mark.skipif(not _core.HAS_GIL, reason="nothing to take turns at")
+def test_a_turn_begins_when_the_other_one_waits() -> None:
+    """A runner that looks leaves tickets alone while the trainer has something else to do."""
+    ring = make_ring(runners=1)
+    ring.turn = LONG
+    with serving(ring):
+        alternate(ring, 1)  # the runner has let go of the GIL, and looks
+        post(ring, 2)
+        for _ in range(1000):
+            assert ring.depths() == (1, 0, 0)
+        ring.wait(ring.alarms())
+        assert take(ring) == 2
+
+
+def test_turns_that_never_come() -> None:
+    """Looking in vain changes nothing: who sleeps is woken, and everything is delivered."""
+    ring = make_ring(runners=2)  # the other one is never parked
+    ring.turn = 1000
+    ring.wake_at = 3
+    with serving(ring):
+        alternate(ring, 300)
+
+
+def test_an_alarm_ends_a_turn() -> None:
+    """A trainer that looks is told of an alarm at once."""
+    ring = make_ring()
+    ring.turn = LONG
+    post(ring, 1)
+    seen = ring.alarms()
+    ring.alarm()
+    ring.wait(seen)
+    assert ring.waited_ns < LONG
+
+
 BAD_RINGS: list[Callable[[], Any]] = [
     lambda: Ring(Block(10), 4, 2, 3),
     lambda: Ring(Block(ring_bytes(4, 2, 3) - 1, zero=True), 4, 2, 3),

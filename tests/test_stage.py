@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import pytest
 
 from cseq._core import Block, Ring, Seat, ring_bytes
-from cseq.stage import CONVERTER, INDEXER, run
+from cseq.stage import CONVERTER, INDEXER, LOOK_NS, look_ns, run
 
 
 def make_ring(cells: int = 4, runners: int = 2) -> Ring:
@@ -94,3 +95,10 @@ def test_two_stages() -> None:
     for thread in threads:
         thread.join()
     assert journal == [11, 21, 31, 41]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Who looks at the ring before it sleeps needs a core that the others do not."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert look_ns() == (LOOK_NS if cores > 1 else 0)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
-from cseq._core import Placement, Seat
+from cseq._core import HAS_GIL, Placement, Seat
 from cseq.converter import (
     Converter,
     CudaConverter,
@@ -117,8 +117,7 @@ def place_arrays(writer: Writer) -> None:
 
     Only where an array that the indexer keeps can be taken out of the slot again.
     """
-    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    if sys.platform != "linux" or not gil:
+    if sys.platform != "linux" or not HAS_GIL:
         return
     writer.placement = Placement()
 

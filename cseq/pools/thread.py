@@ -10,12 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
-from cseq._core import Block, Ring, Seat, now_ns, ring_bytes
+from cseq._core import HAS_GIL, Block, Ring, Seat, now_ns, ring_bytes
 from cseq.converter import Converter, CudaConverter, receive
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Fed, Feed, wake_at
-from cseq.stage import CONVERTER, INDEXER, run
+from cseq.stage import CONVERTER, INDEXER, look_ns, run
 from cseq.threads import Threads
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = ["Crew", "ThreadPool", "add_converters"]
 
 log = logging.getLogger("cseq")
 
+TURN_NS = 50_000  # what it costs all sides if the GIL changes hands by sleeping, twice
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
 
 
@@ -107,6 +108,10 @@ class ThreadPool(Fed):
         memory = Block(ring_bytes(job.buffer, job.room, runners), zero=True)
         self._ring = Ring(memory, job.buffer, job.room, runners)
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
+        if HAS_GIL:
+            self._ring.turn = look_ns(TURN_NS)
+        else:
+            self._ring.spin = look_ns()
         self._edge = Objects(job.buffer)
         self._crew = Crew(self._ring)
         self._closed = False

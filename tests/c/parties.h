@@ -51,13 +51,16 @@ typedef struct {
     uint32_t stage, owner;
     int last;          /* no stage follows */
     uint64_t *latest;  /* 1 + the pinned ticket that this owner has claimed last */
+    cseq_turn *turn;   /* 0: it takes no turns */
 } seat;
 
 /* A cell, CSEQ_NONE after a sleep, CSEQ_CLOSED. */
 static int runner_claim(const seat *s, uint64_t ns) {
     if (cseq_ring_closed(s->ring)) return CSEQ_CLOSED;
     int cell = cseq_ring_claim(s->ring, s->stage, s->owner);
-    if (cell < 0) cell = cseq_ring_await(s->ring, s->stage, s->owner, ns);
+    if (cell < 0)
+        cell = s->turn ? cseq_turn_await(s->turn, s->ring, s->stage, s->owner, ns)
+                       : cseq_ring_await(s->ring, s->stage, s->owner, ns);
     if (cell >= 0)
         (cseq_store_rlx_u64)(&cseq_ring_cell(s->ring, (uint32_t)cell)->started_ns, 1);
     return cell;
@@ -103,6 +106,7 @@ CSEQ_INLINE void runner_publish(const seat *s, uint32_t cell) {
 
 typedef struct {
     cseq_ring *ring;
+    cseq_turn *turn; /* 0: it takes no turns */
     uint32_t order[MOST_CELLS], first, outstanding;
     uint32_t abandoned[MOST_CELLS], abandoned_count;
     uint32_t next_cell, unwoken, wake_at;
@@ -151,7 +155,7 @@ static void trainer_post(trainer *t, uint32_t cell) {
     t->next_cell = (cell + 1) % t->ring->capacity;
     cseq_ring_post(t->ring, cell, ticket, t->pins ? 1 + (uint32_t)(ticket % t->pins) : 0);
     t->posted++;
-    if (++t->unwoken >= t->wake_at) trainer_wake(t);
+    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_turn_seen(t->turn))) trainer_wake(t);
 }
 
 static void trainer_sweep(trainer *t) {
@@ -228,8 +232,12 @@ static int trainer_take(trainer *t) {
 
 static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
     int cell = -1;
-    if (t->unwoken) trainer_wake(t);
     if (t->ordered && t->outstanding) cell = (int)t->order[t->first];
+    if (t->turn) {
+        cseq_turn_doze(t->turn, t->ring, cell, seen, ns, &t->unwoken);
+        return;
+    }
+    if (t->unwoken) trainer_wake(t);
     cseq_ring_doze(t->ring, cell, seen, ns);
 }
 

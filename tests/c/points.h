@@ -160,6 +160,6 @@ CSEQ_INLINE void point_wake(const char *place, uint32_t *word) {
 #define cseq_wake(word) point_wake(__func__, word)
 
 #include "cseq_fault.h"
-#include "cseq_ring.h"
+#include "cseq_turn.h"
 
 #endif

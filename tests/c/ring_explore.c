@@ -348,7 +348,7 @@ static void play(void) {
     count = plan.runners + 2;
     choices = steps = deaths = failed = preemptions = 0;
     for (uint32_t f = 1; f <= plan.runners; f++) {
-        seat s = {ring, f == last, f, plan.stages == 1 || f == last, &latest[f]};
+        seat s = {ring, f == last, f, plan.stages == 1 || f == last, &latest[f], 0};
         seats[f] = s;
         latest[f] = 0;
         gone[f] = left[f] = 0;

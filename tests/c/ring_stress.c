@@ -3,9 +3,10 @@
  *   ring_stress SEED SECONDS
  *
  * Round after round of a random shape: stages, runners, cells, pins, order, tickets around 2^40,
- * the kind of waiting, threads that stop for good at a random atomic operation, epochs that are
- * broken off. A watcher thread joins the dead, reposts what they held and starts others. Built with
- * ThreadSanitizer it also checks the memory orders: the payload is plain words.
+ * the kind of waiting, turns at a lock (that is not there), threads that stop for good at a random
+ * atomic operation, epochs that are broken off. A watcher thread joins the dead, reposts what they
+ * held and starts others. Built with ThreadSanitizer it also checks the memory orders: the payload
+ * is plain words.
  *
  * Sleeps are bounded by PARK, which is far longer than anything here takes: a sleep that lasts so
  * long is a lost wake-up, and fails.
@@ -44,6 +45,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint32_t dead[MOST_RUNNERS + 1], dead_count, left_count; /* under the lock */
 static trainer boss;
+static cseq_turn turn;
 static uint64_t kills, abandons, tickets_in_all;
 static _Thread_local runner *self; /* 0: the trainer or the watcher */
 static _Thread_local uint64_t own_rng;
@@ -174,6 +176,9 @@ static void make_plan(void) {
     boss.wake_at = 1 + below(rng, capacity);
     boss.pins = below(rng, 3) ? 0 : plan.indexers;
     cseq_wait_nap = below(rng, 4) == 0;
+    memset(&turn, 0, sizeof turn);
+    turn.ns = below(rng, 2) ? 0 : 1 + below(rng, 50000);
+    boss.turn = below(rng, 2) ? &turn : 0;
 }
 
 static void play(void) {
@@ -183,7 +188,8 @@ static void play(void) {
     dead_count = left_count = 0;
     for (uint32_t o = 1; o <= plan.runners; o++) {
         uint32_t stage = o > plan.indexers;
-        runner r = {.place = {boss.ring, stage, o, stage + 1 == plan.stages, &runners[o].latest},
+        runner r = {.place = {boss.ring, stage, o, stage + 1 == plan.stages, &runners[o].latest,
+                              boss.turn},
                     .rng = plan.seed ^ (plan.round * 64 + o) * UINT64_C(0x5851F42D4C957F2D)};
         runners[o] = r;
     }

@@ -1,0 +1,123 @@
+/* Taking turns at a lock that everybody needs: how threads of one interpreter hand its lock (the
+ * GIL) over without going to sleep for it.
+ *
+ * A thread that was woken for a batch or a ticket while another one has the lock goes to sleep
+ * again, for the lock. That is two wake-ups of some 15 us for each time that the lock changes
+ * hands, many times what a quick indexer takes. So whoever has nothing to do first looks for a
+ * while, the lock let go of, whether there is something *and* the other side has let go, too:
+ *
+ *   trainer    goes on once its batch is ready and all runners are `parked`
+ *   a runner   claims once there is a ticket and the trainer `waits`
+ *
+ * No result depends on it: who has looked for `ns` goes on as if there were none of this
+ * (cseq_ring_doze, cseq_ring_await). All words are hints, and wrong values cost time.
+ *
+ *   word       written by
+ *   ns         the trainer, before there are runners
+ *   parked     each runner: +1 on its way into a wait, -1 on its way out
+ *   looker     a runner: its number by compare-and-swap, then 0. One is enough to catch the next
+ *              ticket. One that vanishes leaves it set, and nobody looks any more
+ *   runners    that one
+ *   waits      the trainer: 1 while it waits, else 0
+ *   trainer    the trainer
+ */
+#ifndef CSEQ_TURN_H
+#define CSEQ_TURN_H
+
+#include "cseq_ring.h"
+
+/* Whether to look: after each time in vain the next ones are left out, up to 256 of them. Where
+ * looking is of no use (long batches, more threads than cores), it costs next to nothing then. */
+typedef struct {
+    uint32_t doubt, rest;
+} cseq_trust;
+
+CSEQ_INLINE int cseq_trust_ask(cseq_trust *t) {
+    if (!t->rest) return 1;
+    t->rest--;
+    return 0;
+}
+
+/* One time in vain outweighs two that were not. */
+CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
+    if (worth) {
+        t->doubt -= t->doubt > 0;
+    } else {
+        t->doubt = t->doubt < 6 ? t->doubt + 2 : 8;
+        t->rest = 1u << t->doubt;
+    }
+}
+
+typedef struct {
+    uint32_t ns; /* how long to look at most; 0: not at all */
+    char pad[CSEQ_LINE - 4];
+    uint32_t parked, looker;
+    cseq_trust runners;
+    char pad1[CSEQ_LINE - 16];
+    uint32_t waits;
+    cseq_trust trainer;
+    char pad2[CSEQ_LINE - 12];
+} cseq_turn;
+
+/* For a runner that has no ticket and not the lock: the cell of one claimed, or CSEQ_NONE.
+ * SYNC: looker's trust (the store of 0; against the compare-and-swap) */
+CSEQ_INLINE int cseq_turn_claim(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner) {
+    int cell = CSEQ_NONE;
+    if (!t->ns || cseq_load_rlx_u32(&t->looker) || !cseq_cas_sc_u32(&t->looker, 0, owner)) return cell;
+    if (cseq_trust_ask(&t->runners)) {
+        const uint64_t begun = cseq_now_ns();
+        while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < t->ns) {
+            cseq_pause();
+            if (cseq_load_rlx_u32(&t->waits)) cell = cseq_ring_claim(r, stage, owner);
+        }
+        cseq_trust_tell(&t->runners, cell >= 0);
+    }
+    cseq_store_rel_u32(&t->looker, 0);
+    return cell;
+}
+
+/* A runner waits for a ticket; it has not the lock. As cseq_ring_await. */
+CSEQ_INLINE int cseq_turn_await(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner,
+                                uint64_t ns) {
+    cseq_add_sc_u32(&t->parked, 1);
+    int cell = cseq_turn_claim(t, r, stage, owner);
+    if (cell < 0) cell = cseq_ring_await(r, stage, owner, ns);
+    cseq_add_sc_u32(&t->parked, (uint32_t)-1);
+    return cell;
+}
+
+/* Whether tickets just posted are seen without a wake-up: somebody is looking. */
+CSEQ_INLINE int cseq_turn_seen(const cseq_turn *t) {
+    return cseq_load_rlx_u32(&t->looker) != 0;
+}
+
+/* For the trainer that waits for a cell and has not the lock: 1 if its batch is ready. */
+CSEQ_INLINE int cseq_turn_look(cseq_turn *t, const cseq_ring *r, uint32_t cell, uint32_t seen) {
+    int ready = 0, worth = 0;
+    if (!t->ns || !cseq_trust_ask(&t->trainer)) return ready;
+    const uint64_t begun = cseq_now_ns();
+    do {
+        cseq_pause();
+        ready = cseq_ring_ready(r, cell);
+        worth = ready && cseq_load_rlx_u32(&t->parked) >= r->runners;
+    } while (!worth && cseq_ring_alarms(r) == seen && cseq_now_ns() - begun < t->ns);
+    cseq_trust_tell(&t->trainer, worth);
+    return ready;
+}
+
+/* The trainer waits for a cell (for cell < 0, any); it has not the lock. As cseq_ring_doze.
+ * `unwoken`: tickets for which nobody was woken yet, as somebody was looking; they are, before it sleeps. */
+CSEQ_INLINE void cseq_turn_doze(cseq_turn *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
+                                uint32_t *unwoken) {
+    cseq_store_rlx_u32(&t->waits, 1);
+    if (cell < 0 || !cseq_turn_look(t, r, (uint32_t)cell, seen)) {
+        if (*unwoken) {
+            *unwoken = 0;
+            cseq_gate_knock(&r->gate[0]);
+        }
+        cseq_ring_doze(r, cell, seen, ns);
+    }
+    cseq_store_rlx_u32(&t->waits, 0);
+}
+
+#endif
