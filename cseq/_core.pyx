@@ -1739,6 +1739,7 @@ cdef class Hand:
         """
         cdef cseq_cell* c
         cdef int k
+        CSEQ_POINT("index")
         if self.aimed is not None or self.loaned or not self.lay(batch, self.wanted):
             return False
         c = seat.held()

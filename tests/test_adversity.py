@@ -145,7 +145,7 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
         assert got == reference()
 
 
-POINTS = ["claim", "slice", "encode", "publish", "published", "knock"]
+POINTS = ["claim", "slice", "index", "encode", "publish", "published", "knock"]
 
 
 FAULTY = """
@@ -180,7 +180,7 @@ with m.start():
 def test_death_at_every_labelled_point(
     run_script: RunScript, debug_build: Path, point: str, buffer: str
 ) -> None:
-    """A worker killed between any two steps of claim, slice, encode, publish loses nothing."""
+    """A worker killed between any two steps of claim, slice, index, encode, publish loses nothing."""
     count = 2 if point == "knock" else 23  # one batch passes some points several times
     environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
     done = run_script(FAULTY, buffer, **environment)
