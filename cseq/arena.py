@@ -41,6 +41,7 @@ from cseq._core import (
     commit,
     copy_of,
 )
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -148,16 +149,14 @@ def _anonymous_file() -> tuple[Descriptor, bool]:
         for extra in (getattr(os, "MFD_NOEXEC_SEAL", 0x8), 0):
             with contextlib.suppress(OSError):
                 return Descriptor(os.memfd_create, "cseq", flags | extra), True
-    import tempfile  # slow to import, hardly ever needed
-
+    tempfile = imported("tempfile")  # slow to import, hardly ever needed
     with tempfile.TemporaryFile(prefix="cseq-") as file:
         return Descriptor(os.dup, file.fileno()), False
 
 
 def _seal(fd: int) -> None:
     """Fix the size, so that nobody can cut the file under a mapping (that would be SIGBUS)."""
-    import fcntl
-
+    fcntl = imported("fcntl")
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 

@@ -403,9 +403,9 @@ class Deaths:
 def oom_kills() -> int | None:
     """Return how many processes this cgroup has lost for want of memory; None if it is not told."""
     try:
-        with open("/proc/self/cgroup", encoding="ascii") as lines:
+        with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as lines:
             path = next(line[3:].strip() for line in lines if line.startswith("0::"))
-        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="ascii") as lines:
+        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="utf-8") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     except (OSError, StopIteration):
         return None

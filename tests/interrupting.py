@@ -25,9 +25,9 @@ class Interrupting:
     """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
 
     The interpreter runs signal handlers after a call, at the beginning of a function and where a
-    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``, nor
-    after a call that has raised: there the interpreter would not even know any more which exception
-    it is handling, and keep the raised one for ever.
+    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
+    Nor after a call that has raised: an exception there would make the interpreter take the raised
+    one for one that is being handled, and keep it, with all that its frames hold, for ever.
     Places where the signal is blocked, and finalizers, which no exception leaves, do not count.
 
     Parameters

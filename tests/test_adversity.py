@@ -180,7 +180,7 @@ with m.start():
 def test_death_at_every_labelled_point(
     run_script: RunScript, debug_build: Path, point: str, buffer: str
 ) -> None:
-    """A worker killed between any two steps of claim, slice, index, encode, publish loses nothing."""
+    """A worker killed at any step of claim, slice, index, encode, publish loses nothing."""
     count = 2 if point == "knock" else 23  # one batch passes some points several times
     environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
     done = run_script(FAULTY, buffer, **environment)
@@ -638,6 +638,43 @@ def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -
     done = run_script(STARTING, kind, method)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("True"), done.stdout
+
+
+IMPORTS = """
+import sys
+import numpy as np
+import cseq
+
+begun = []
+
+def look(frame, event, argument):  # an import that finds its module there takes no locks
+    if frame.f_code.co_name == "_get_module_lock":
+        begun.append(frame.f_locals["name"])
+
+kind, method, out_type = sys.argv[1:]
+options = {"start_method": method} if method else {}
+m = getattr(cseq, kind)(np.arange(100), 100, out_type=out_type, **options)
+sys.settrace(look)
+with m.start():
+    for batch in m:
+        pass
+sys.settrace(None)
+print(begun)
+"""
+
+
+@pytest.mark.parametrize("out_type", ["null", "cpu"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MPSequence", "spawn"),
+     ("MTSequence", "")],
+)  # fmt: skip
+def test_the_main_thread_imports_nothing(
+    run_script: RunScript, kind: str, method: str, out_type: str
+) -> None:
+    """Ctrl-C in an import can leave locks behind that the next start would wait for."""
+    done = run_script(IMPORTS, kind, method, out_type)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
