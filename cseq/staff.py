@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq import failure, payload
 from cseq._core import (
@@ -103,15 +103,17 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
 def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
     """Read the setup and the descriptors that come with it."""
     head, fds, _, _ = socket.recv_fds(sock, LENGTH.size, 8)
-    (length,) = LENGTH.unpack(head)
+    (length,) = LENGTH.unpack(head or _leave())
     body = bytearray()
     while len(body) < length:
-        piece = sock.recv(length - len(body))
-        if not piece:
-            os._exit(1)  # the trainer is gone
-        body += piece
+        body += sock.recv(length - len(body)) or _leave()
     setup: Setup = pickle.loads(body)
     return setup, list(fds)
+
+
+def _leave() -> NoReturn:
+    """End this process, and say nothing: the trainer is gone."""
+    os._exit(1)
 
 
 def _send(sock: socket.socket, setup: Setup, fds: list[int]) -> None:

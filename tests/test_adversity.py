@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from interrupting import interrupted
 
 import cseq
 from cseq import converter
+from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -867,6 +869,17 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
         _, errors = trainer.communicate(timeout=GUARD)
     assert errors == ""
     assert set(os.listdir("/dev/shm")) == names
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_that_start_go_silently(capfd: pytest.CaptureFixture[str], method: str) -> None:
+    """Workers that the trainer has had no time to tell what they are say nothing of its end."""
+    launcher = make_launcher(method)
+    child = launcher.launch(0)
+    child.sock.close()
+    assert child.status(GUARD) == 1
+    assert launcher.close(time.monotonic() + GUARD)
+    assert capfd.readouterr() == ("", "")
 
 
 # -- the loop is left
