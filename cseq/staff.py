@@ -34,7 +34,7 @@ from cseq._core import (
     now_ns,
     ring_bytes,
 )
-from cseq.arena import Arena, Segment, Writer
+from cseq.arena import Arena, Segment, Writer, oom_kills
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.keeper import STACK_SIGNAL, Keeper
 from cseq.launcher import describe_exit, make_launcher
@@ -400,14 +400,3 @@ class Deaths:
             return ""
         killed = self._oom_kills - before
         return f" (out-of-memory kills counted by the cgroup meanwhile: {killed})"
-
-
-def oom_kills() -> int | None:
-    """Return how many processes this cgroup has lost for want of memory; None if it is not told."""
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as lines:
-            path = next(line[3:].strip() for line in lines if line.startswith("0::"))
-        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="utf-8") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    except (OSError, StopIteration):
-        return None

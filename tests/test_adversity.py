@@ -216,6 +216,17 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
     assert died.indices == order[number * BATCH : (number + 1) * BATCH]
 
 
+def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
+    counts = itertools.count(5)
+    monkeypatch.setattr("cseq.staff.oom_kills", lambda: next(counts))
+    with (
+        manager(Poison).start() as m,
+        pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1\)"),
+    ):
+        list(m)
+
+
 def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
     """More deaths in an epoch than `max_restarts` raise WorkerDied."""
     from functools import partial
