@@ -154,8 +154,9 @@ FAULTY = """
 import sys
 import numpy as np
 import cseq
-from cseq import _core, staff
+from cseq import _core, converter, staff
 
+converter.resolve = converter.rehearse  # converter processes also where there is no CUDA
 staff.TRIES = 1000  # all workers come to the fatal step at about the same time: it may be one batch
 
 class Worker:
@@ -166,26 +167,32 @@ def stream(m):
     return [(a.tolist(), int(b[0]), bool((b == a[0]).all())) for a, b in m]
 
 assert _core.DEBUG
-m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, out_type="null", seed=1,
-                    max_restarts=1000, buffer=int(sys.argv[1]))
-with m.start_test():
+m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, num_converters=2, dtype=None,
+                    out_type=sys.argv[2], seed=1, max_restarts=1000, buffer=int(sys.argv[1]),
+                    start_method="fork" if sys.argv[2] == "cuda" else None)
+with m.start_test("numpy"):
     expected = stream(m)
 m.set_epoch(0)
-with m.start():
+with m.start(compat=False):
     got = stream(m)
     print(got == expected, m.stats().restarts)
 """
 
 
-@pytest.mark.parametrize("buffer", ["1", "10"])
+@pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
 @pytest.mark.parametrize("point", POINTS)
 def test_death_at_every_labelled_point(
-    run_script: RunScript, debug_build: Path, point: str, buffer: str
+    run_script: RunScript, debug_build: Path, point: str, buffer: str, out_type: str
 ) -> None:
-    """A worker killed at any step of claim, slice, index, encode, publish loses nothing."""
+    """A worker killed at any step of claim, slice, index, encode, publish loses nothing.
+
+    With 'cuda', converters die there, too.
+    """
+    if out_type == "cuda":
+        pytest.importorskip("torch")
     count = 2 if point == "knock" else 23  # one batch passes some points several times
     environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
-    done = run_script(FAULTY, buffer, **environment)
+    done = run_script(FAULTY, buffer, out_type, **environment)
     assert done.returncode == 0, done.stderr
     equal, restarts = done.stdout.split()
     assert equal == "True"
@@ -1172,6 +1179,44 @@ def test_nothing_lies_in_dev_shm() -> None:
         assert set(os.listdir("/dev/shm")) == names
     assert "memfd:cseq" in maps
     assert "/dev/shm" not in maps
+
+
+OWN_SHM = """
+import os, sys
+if len(sys.argv) == 2:  # this process and its children see another /dev/shm, or another /dev
+    small = 'mount -t tmpfs -o size=64k none /dev/shm'
+    none = '''mkdir dev && mount -t tmpfs none dev && for name in null zero random urandom; do
+               touch dev/$name && mount --bind /dev/$name dev/$name || exit 1; done
+               mount --rbind dev /dev'''
+    mount = {"small": small, "none": none}[sys.argv[1]]
+    script = [sys.executable, os.path.abspath(__file__), sys.argv[1], "inside"]
+    os.execvp("unshare", ["unshare", "-Urm", "sh", "-c",
+                          f'({mount}) 2> mount.log || exit 77; exec "$@"', "sh", *script])
+
+assert os.path.exists("/dev/shm") == (sys.argv[1] == "small")
+import numpy as np
+import cseq
+
+class Wide:
+    def __getitem__(self, indices):
+        return np.repeat(indices[:, None], 4096, axis=1)
+
+with cseq.MPSequence(Wide, 160, batch_size=4, shuffle=False, num_workers=2, out_type="null",
+                     memory_limit="1GiB").start() as m:
+    kept = list(m)
+    print(m.stats().copies)
+assert (np.concatenate(kept) == np.arange(160)[:, None]).all()
+"""
+
+
+@pytest.mark.parametrize("there", ["small", "none"])
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs a /dev/shm of its own")
+def test_dev_shm_may_be_small_or_absent(run_script: RunScript, there: str) -> None:
+    """Five megabytes of kept batches, none of them copied, whatever /dev/shm is like."""
+    done = run_script(OWN_SHM, there)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("this machine lets nobody mount a file system of his own")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 # -- again and again
