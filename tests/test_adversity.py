@@ -276,6 +276,31 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
     assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
 
 
+class Nameless(Exception):
+    """Its name cannot be had."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
+class RaisesNameless(Squares):
+    """Raises that at one sample."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            raise Nameless
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["thread", "test"])
+def test_an_exception_without_a_name_is_skipped_too(kind: str) -> None:
+    """What the user's exception class raises in its turn does not come out of the loop."""
+    m = cseq.MTSequence(RaisesNameless, SAMPLES, batch_size=BATCH, out_type="null", on_error="skip")
+    with m.start_test() if kind == "test" else m.start():
+        assert len(list(m)) == SAMPLES // BATCH - 1
+        assert "Nameless" in m.skipped[0][2]
+
+
 def refuse(array: np.ndarray) -> np.ndarray:
     """Convert all arrays but those with sample 123."""
     if 123 in array:
@@ -762,6 +787,36 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool, ahead:
         assert hits >= 5 or (kind == "thread" and ahead == 1)
         if kind == "proc":
             assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
+    """Wherever in the making of a batch a signal handler raises: none is lost, or skipped twice."""
+    worker = RaisesOnce(10) if bad else np.arange(60)
+    m = cseq.MTSequence(worker, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
+    with m.start_test():
+        for countdown in range(1, 30):
+            iterator = iter(m)
+            got = [next(iterator)[0]]
+            with interrupted(countdown, "pools/inline.py", "failure.py"):
+                got.append(next(iterator)[0])
+            skipped = len(m.skipped) - bad * (countdown - 1)
+            assert m.state_dict()["consumed"] // 10 == len(got) + skipped
+            got += [batch[0] for batch in iterator]
+            assert got == [0, *range(20 if bad else 10, 60, 10)]
+            assert len(m.skipped) == bad * countdown
+
+
+class RaisesOnce:
+    """Has one sample that cannot be read."""
+
+    def __init__(self, sample: int) -> None:
+        self.sample = sample
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        if self.sample in indices:
+            raise KeyError(self.sample)
+        return indices
 
 
 class Wide:
