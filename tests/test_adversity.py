@@ -696,11 +696,15 @@ def look(frame, event, argument):  # an import that finds its module there takes
     if frame.f_code.co_name == "_get_module_lock":
         begun.append(frame.f_locals["name"])
 
+class Draws:
+    def __getitem__(self, indices):
+        return indices + cseq.rng().integers(2)
+
 kind, method, out_type = sys.argv[1:]
-options = {"start_method": method} if method else {}
-m = getattr(cseq, kind)(np.arange(100), 100, out_type=out_type, **options)
+options = {"start_method": method} if method not in ("", "test") else {}
+m = getattr(cseq, kind)(Draws, 100, out_type=out_type, **options)
 sys.settrace(look)
-with m.start():
+with m.start_test() if method == "test" else m.start():
     for batch in m:
         pass
 sys.settrace(None)
@@ -712,7 +716,7 @@ print(begun)
 @pytest.mark.parametrize(
     ("kind", "method"),
     [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MPSequence", "spawn"),
-     ("MTSequence", "")],
+     ("MTSequence", ""), ("MTSequence", "test")],
 )  # fmt: skip
 def test_the_main_thread_imports_nothing(
     run_script: RunScript, kind: str, method: str, out_type: str
