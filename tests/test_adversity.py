@@ -216,8 +216,9 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
         iterator = iter(m)
         for _ in range(number):
             next(iterator)
-        with pytest.raises(cseq.WorkerDied, match="SIGKILL") as caught:
+        with pytest.raises(cseq.WorkerDied, match="SIGKILL.* has ended 3 workers") as caught:
             next(iterator)
+        assert m.stats().restarts == 2
     died = caught.value
     assert (died.epoch, died.batch, died.exitcode) == (0, number, -signal.SIGKILL)
     assert died.indices == order[number * BATCH : (number + 1) * BATCH]
