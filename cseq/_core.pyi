@@ -263,12 +263,19 @@ class Solo:
     indexer: Any
     at: int
     done: int
+    batches: int
     made: Final[int]
     def __new__(
-        cls, sampler: Any, desk: Any, here: Any, ticket: Any, convert: Callable[[Any], Any] | None
+        cls,
+        sampler: Any,
+        desk: Any,
+        here: Any,
+        ticket: Any,
+        convert: Callable[[Any], Any] | None,
+        refuse: Callable[[Exception], None],
     ) -> Self: ...
     def begin(self) -> None: ...
-    def make(self) -> Any: ...
+    def next(self) -> Any: ...
 
 def arm_fault() -> None: ...
 def now_ns() -> int: ...

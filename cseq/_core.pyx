@@ -1570,36 +1570,42 @@ cdef class Solo:
         What the desk is to know as the ticket in hand.
     convert : callable or None
         Applied to every batch.
+    refuse : callable
+        Called with an exception of the indexer; raises it, or leaves out the batch in hand.
 
     Attributes
     ----------
     indexer : object
     at : int
-        The batch in hand, from 0; the caller leaves out one that raised.
+        The batch in hand, from 0.
     done : int
         Batches of this epoch up to the last one that was made.
+    batches : int
+        Batches of this epoch.
     made : int
         Batches, over all epochs.
     """
 
-    cdef object sampler, desk, here, ticket, convert
+    cdef object sampler, desk, here, ticket, convert, refuse
     cdef Order order
     cdef uint64_t full, start, stride, size
     cdef public object indexer
     cdef public uint64_t at
     cdef public uint64_t done
+    cdef public uint64_t batches
     cdef readonly uint64_t made
 
-    def __cinit__(self, sampler, desk, here, ticket, convert):
+    def __cinit__(self, sampler, desk, here, ticket, convert, refuse):
         self.sampler, self.order, self.convert = sampler, sampler.order, convert
-        self.desk, self.here, self.ticket = desk, here, ticket
+        self.desk, self.here, self.ticket, self.refuse = desk, here, ticket, refuse
 
     def begin(self):
         """Go to the beginning of the sampler's epoch."""
         self.full, self.start, self.stride, self.size = self.sampler.cut
         self.at = self.done = 0
+        self.batches = len(self.sampler)
 
-    def make(self):
+    cdef object make(self):
         """Make the batch in hand, and turn to the next one."""
         if self.at < self.full:
             indices = self.order.read(self.start + self.at * self.stride, self.size)
@@ -1619,6 +1625,21 @@ cdef class Solo:
         self.done = self.at
         self.made += 1
         return batch
+
+    def next(self):
+        """Make the next batch. No signal handler runs between its counting and the caller.
+
+        Raises
+        ------
+        StopIteration
+            The epoch is over.
+        """
+        while self.at < self.batches:
+            try:
+                return self.make()
+            except Exception as error:
+                self.refuse(error)
+        raise StopIteration
 
 
 # ── a worker's short way ───────────────────────────────────────────────────────────────────
@@ -1751,6 +1772,7 @@ cdef class Hand:
         """
         cdef cseq_cell* c
         cdef int k
+        CSEQ_POINT("index")
         if self.aimed is not None or self.loaned or not self.lay(batch, self.wanted):
             return False
         c = seat.held()

@@ -41,6 +41,7 @@ from cseq._core import (
     commit,
     copy_of,
 )
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,6 +71,8 @@ MAX_MAPPED = 4096  # slots that a writer keeps mapped
 ROOT = "/"
 # Files of a control group: of the limit of its memory, and of what it has taken.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+# And of the processes that it has lost for want of memory.
+KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
 UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
 
 
@@ -148,16 +151,14 @@ def _anonymous_file() -> tuple[Descriptor, bool]:
         for extra in (getattr(os, "MFD_NOEXEC_SEAL", 0x8), 0):
             with contextlib.suppress(OSError):
                 return Descriptor(os.memfd_create, "cseq", flags | extra), True
-    import tempfile  # slow to import, hardly ever needed
-
+    tempfile = imported("tempfile")  # slow to import, hardly ever needed
     with tempfile.TemporaryFile(prefix="cseq-") as file:
         return Descriptor(os.dup, file.fileno()), False
 
 
 def _seal(fd: int) -> None:
     """Fix the size, so that nobody can cut the file under a mapping (that would be SIGBUS)."""
-    import fcntl
-
+    fcntl = imported("fcntl")
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
@@ -666,6 +667,21 @@ def available_memory(root: Folder = ROOT) -> int | None:
         return None
     free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
     return max(0, min([free, *_free_of_groups(root)]))
+
+
+def oom_kills(root: Folder = ROOT) -> int | None:
+    """Tell how many processes this control group has lost for want of memory; None: nobody says.
+
+    Parameters
+    ----------
+    root : str or path
+        Where ``proc`` and ``sys`` are.
+    """
+    for group, name in _groups(root):
+        kills = _fields(join(group, KILLS[name])).get("oom_kill")
+        if kills is not None:
+            return kills
+    return None
 
 
 def _check_available(nbytes: int) -> None:

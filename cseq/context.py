@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cseq._core import derive
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,8 +128,10 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
     belongs to one batch of one rank, and to the same one after a resume with more or fewer ranks.
     """
     low, high = derive(seed, epoch, PURPOSE_INDEXER, 2)
-    philox = np.random.Philox(key=low | high << 64, counter=start << 128)
-    return np.random.Generator(philox)
+    random = imported("numpy.random")  # numpy itself imports it only when it is asked for
+    philox = random.Philox(key=low | high << 64, counter=start << 128)
+    made: np.random.Generator = random.Generator(philox)
+    return made
 
 
 def rng() -> np.random.Generator:

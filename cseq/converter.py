@@ -26,6 +26,7 @@ import numpy as np
 
 from cseq.codec import castable, map_leaves
 from cseq.edge import Lost
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -239,11 +240,12 @@ def _name_device(torch: ModuleType, device: str) -> str:
 def _find_torch() -> ModuleType | None:
     """Import torch; None where it is not installed (a broken one raises)."""
     try:
-        return importlib.import_module("torch")
+        torch: ModuleType = imported("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         return None
+    return torch
 
 
 @functools.cache

@@ -113,6 +113,14 @@ def str_of(error: BaseException) -> str:
         return f"<str() raised {type(broken).__name__}>"
 
 
+def repr_of(error: BaseException) -> str:
+    """Return what names an exception, also when its ``__repr__`` is broken."""
+    try:
+        return repr(error)
+    except Exception as broken:  # noqa: BLE001 - the user's class
+        return f"<{type(error).__name__}: repr() raised {type(broken).__name__}>"
+
+
 def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
     """Name a batch in a message."""
     shown = ", ".join(map(str, indices[:SHOWN]))

@@ -292,10 +292,11 @@ class Feed:
                 failure.deliver(error, place)
             finally:
                 del error
-        self.skipped.append((epoch, batch, repr(error)))
-        exchange.done = exchange.taken
+        left_out = epoch, batch, failure.repr_of(error)
+        exchange.done = exchange.taken  # no signal handler runs between this and the next
+        self.skipped.append(left_out)
         # Its text alone: whoever keeps the log's records would keep its traceback, and the ring.
-        log.error("skipped %s: %s", place, repr(error))
+        log.error("skipped %s: %s", place, left_out[2])
         self._refill()
 
 

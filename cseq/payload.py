@@ -39,6 +39,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from cseq._core import Descriptor
+from cseq.threads import imported
 
 __all__ = ["Payload", "check", "dump", "dumps", "load", "loads", "promise", "read"]
 
@@ -248,7 +249,7 @@ def _anonymous_file() -> Descriptor:
     """Open a file without a name: nothing of it is left when its last descriptor is closed."""
     if hasattr(os, "memfd_create"):
         return Descriptor(os.memfd_create, "cseq-worker", os.MFD_CLOEXEC)
-    tempfile = importlib.import_module("tempfile")  # slow to import, hardly ever needed
+    tempfile = imported("tempfile")  # slow to import, hardly ever needed
     with tempfile.TemporaryFile(prefix="cseq-worker-") as file:
         return Descriptor(os.dup, int(file.fileno()))
 
@@ -331,7 +332,7 @@ _ByValue: TypeAlias = Any  # a subclass of cloudpickle.Pickler, which has no typ
 @functools.cache
 def _by_value_pickler() -> _ByValue:
     """Make the class of picklers that put by value what worker processes cannot import."""
-    base = importlib.import_module("cloudpickle").Pickler
+    base = imported("cloudpickle").Pickler
 
     def prepare(self: _ByValue, sink: _Sink, modules: _Modules, register: _Register) -> None:
         base.__init__(self, sink.file, protocol=5, buffer_callback=sink.take)
@@ -414,7 +415,7 @@ def dump_by_value(
 @functools.cache
 def _named_first() -> Any:
     """Make the pickler of `dump_by_value`; cloudpickle is imported here."""
-    cloudpickle = importlib.import_module("cloudpickle")
+    cloudpickle = imported("cloudpickle")
 
     class NamedFirst(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         def reducer_override(self, obj: Any) -> Any:
@@ -433,7 +434,7 @@ _Register: TypeAlias = Callable[[str], None]
 @contextlib.contextmanager
 def _modules_by_value() -> Iterator[_Register]:
     """Let cloudpickle treat modules by value for a while; give the function that names one."""
-    cloudpickle = importlib.import_module("cloudpickle")
+    cloudpickle = imported("cloudpickle")
     ours: list[types.ModuleType] = []
 
     def register(name: str) -> None:

@@ -16,7 +16,7 @@ from cseq._core import ALGORITHM, Steps
 from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, seconds
 from cseq.launcher import start_methods
-from cseq.pools import Job
+from cseq.pools import Job, pool_of
 from cseq.run import Run
 from cseq.sampler import Sampler, resolve_shard
 from cseq.stats import Stats
@@ -313,11 +313,9 @@ class MSequence:
         """
         if compat is not None:
             compat = flag("compat", compat)
-        from cseq.pools.process import ProcessPool
-        from cseq.pools.thread import ThreadPool
-
-        make: Callable[[Job], Pool] = ProcessPool if self._processes else ThreadPool
-        return self._start("start", self._output, make, compat)
+        return self._start(
+            "start", self._output, "process" if self._processes else "thread", compat
+        )
 
     def start_test(self, test_mode: str = "default") -> Self:
         """Make every batch in the loop itself: same order, same results, nothing in parallel.
@@ -334,21 +332,20 @@ class MSequence:
         ValueError
             `test_mode` is unknown.
         """
-        from cseq.pools.inline import InlinePool
-
         output = converter.for_test(self._output, test_mode)
-        return self._start("start_test", output, InlinePool, None)
+        return self._start("start_test", output, "inline", None)
 
     def _start(
         self,
         verb: str,
         output: converter.Output,
-        make: Callable[[Job], Pool],
+        kind: str,
         compat: bool | None,  # noqa: FBT001
     ) -> Self:
         """End what runs, and start a pool."""
         with self._lock:
             self._refuse_inside_with(verb)
+            make = pool_of(kind)
             self._end()
             resolved = converter.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq import failure, payload
 from cseq._core import (
@@ -34,7 +34,7 @@ from cseq._core import (
     now_ns,
     ring_bytes,
 )
-from cseq.arena import Arena, Segment, Writer
+from cseq.arena import Arena, Segment, Writer, oom_kills
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.keeper import STACK_SIGNAL, Keeper
 from cseq.launcher import describe_exit, make_launcher
@@ -103,15 +103,17 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
 def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
     """Read the setup and the descriptors that come with it."""
     head, fds, _, _ = socket.recv_fds(sock, LENGTH.size, 8)
-    (length,) = LENGTH.unpack(head)
+    (length,) = LENGTH.unpack(head or _leave())
     body = bytearray()
     while len(body) < length:
-        piece = sock.recv(length - len(body))
-        if not piece:
-            os._exit(1)  # the trainer is gone
-        body += piece
+        body += sock.recv(length - len(body)) or _leave()
     setup: Setup = pickle.loads(body)
     return setup, list(fds)
+
+
+def _leave() -> NoReturn:
+    """End this process, and say nothing: the trainer is gone."""
+    os._exit(1)
 
 
 def _send(sock: socket.socket, setup: Setup, fds: list[int]) -> None:
@@ -398,14 +400,3 @@ class Deaths:
             return ""
         killed = self._oom_kills - before
         return f" (out-of-memory kills counted by the cgroup meanwhile: {killed})"
-
-
-def oom_kills() -> int | None:
-    """Return how many processes this cgroup has lost for want of memory; None if it is not told."""
-    try:
-        with open("/proc/self/cgroup", encoding="ascii") as lines:
-            path = next(line[3:].strip() for line in lines if line.startswith("0::"))
-        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="ascii") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    except (OSError, StopIteration):
-        return None

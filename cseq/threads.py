@@ -3,20 +3,26 @@
 What `threading` offers for that is written in Python: an exception from a handler (Ctrl-C) in the
 middle of ``Thread.start`` or of an event's ``wait`` can leave a lock behind that nobody holds and
 nobody gets. Here the main thread calls nothing but functions of C, each of which has happened or
-has not; everything else is done in other threads, where no handler runs.
+has not; everything else is done in other threads, where no handler runs. The same is true of an
+import: interrupted, it can leave the interpreter's lock of all imports behind, which every fork and
+every other thread's import would then wait for, for ever.
 """
 
 from __future__ import annotations
 
 import _thread
+import importlib
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads"]
+__all__ = ["Latch", "Threads", "imported"]
+
+LAST = 1.0  # seconds that a thread has to be gone when it has done what it was for
 
 
 class Latch:
@@ -55,9 +61,9 @@ class Threads:
         self.begun = False
         self._error: BaseException | None = None
 
-    def add(self, name: str, target: Callable[[], None]) -> None:
+    def add(self, name: str, target: Callable[[], None], *, daemon: bool = True) -> None:
         """Have one more thread, which `start` will start."""
-        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads.append(threading.Thread(target=target, name=name, daemon=daemon))
 
     def start(self) -> None:
         """Start them all. An exception of a signal handler keeps none from starting.
@@ -107,3 +113,40 @@ class Threads:
         """Whether the caller is this thread, or one of them."""
         mine = self._threads if thread is None else [thread]
         return any(each.ident == _thread.get_ident() for each in mine)
+
+
+def imported(name: str) -> Any:
+    """Import a module; an exception of a signal handler does not break its import off.
+
+    Raises
+    ------
+    ImportError
+        And whatever else the module raises.
+    """
+    if _is_imported(name):
+        return sys.modules[name]
+    raised: list[BaseException] = []
+    done = Latch()
+
+    def work() -> None:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            raised.append(error)
+        finally:
+            done.set()
+
+    threads = Threads()
+    threads.add("cseq-import", work, daemon=False)  # the interpreter must not end in its middle
+    threads.start()
+    done.wait()
+    threads.join(time.monotonic() + LAST)
+    if raised:
+        raise raised.pop()
+    return sys.modules[name]
+
+
+def _is_imported(name: str) -> bool:
+    """Tell whether a module is there, and complete."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)

@@ -26,6 +26,8 @@ class Interrupting:
 
     The interpreter runs signal handlers after a call, at the beginning of a function and where a
     loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
+    Nor after a call that has raised: an exception there would make the interpreter take the raised
+    one for one that is being handled, and keep it, with all that its frames hold, for ever.
     Places where the signal is blocked, and finalizers, which no exception leaves, do not count.
 
     Parameters
@@ -60,6 +62,8 @@ class Interrupting:
                 if self.countdown == 0:
                     self.struck.set()
                     raise KeyboardInterrupt
+        elif event == "exception":
+            self.before = ""
         return self
 
 

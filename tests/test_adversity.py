@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from interrupting import interrupted
 
 import cseq
 from cseq import converter
+from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -145,15 +147,16 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
         assert got == reference()
 
 
-POINTS = ["claim", "slice", "encode", "publish", "published", "knock"]
+POINTS = ["claim", "slice", "index", "encode", "publish", "published", "knock"]
 
 
 FAULTY = """
 import sys
 import numpy as np
 import cseq
-from cseq import _core, staff
+from cseq import _core, converter, staff
 
+converter.resolve = converter.rehearse  # converter processes also where there is no CUDA
 staff.TRIES = 1000  # all workers come to the fatal step at about the same time: it may be one batch
 
 class Worker:
@@ -164,26 +167,32 @@ def stream(m):
     return [(a.tolist(), int(b[0]), bool((b == a[0]).all())) for a, b in m]
 
 assert _core.DEBUG
-m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, out_type="null", seed=1,
-                    max_restarts=1000, buffer=int(sys.argv[1]))
-with m.start_test():
+m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, num_converters=2, dtype=None,
+                    out_type=sys.argv[2], seed=1, max_restarts=1000, buffer=int(sys.argv[1]),
+                    start_method="fork" if sys.argv[2] == "cuda" else None)
+with m.start_test("numpy"):
     expected = stream(m)
 m.set_epoch(0)
-with m.start():
+with m.start(compat=False):
     got = stream(m)
     print(got == expected, m.stats().restarts)
 """
 
 
-@pytest.mark.parametrize("buffer", ["1", "10"])
+@pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
 @pytest.mark.parametrize("point", POINTS)
 def test_death_at_every_labelled_point(
-    run_script: RunScript, debug_build: Path, point: str, buffer: str
+    run_script: RunScript, debug_build: Path, point: str, buffer: str, out_type: str
 ) -> None:
-    """A worker killed between any two steps of claim, slice, encode, publish loses nothing."""
+    """A worker killed at any step of claim, slice, index, encode, publish loses nothing.
+
+    With 'cuda', converters die there, too.
+    """
+    if out_type == "cuda":
+        pytest.importorskip("torch")
     count = 2 if point == "knock" else 23  # one batch passes some points several times
     environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
-    done = run_script(FAULTY, buffer, **environment)
+    done = run_script(FAULTY, buffer, out_type, **environment)
     assert done.returncode == 0, done.stderr
     equal, restarts = done.stdout.split()
     assert equal == "True"
@@ -207,11 +216,23 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
         iterator = iter(m)
         for _ in range(number):
             next(iterator)
-        with pytest.raises(cseq.WorkerDied, match="SIGKILL") as caught:
+        with pytest.raises(cseq.WorkerDied, match="SIGKILL.* has ended 3 workers") as caught:
             next(iterator)
+        assert m.stats().restarts == 2
     died = caught.value
     assert (died.epoch, died.batch, died.exitcode) == (0, number, -signal.SIGKILL)
     assert died.indices == order[number * BATCH : (number + 1) * BATCH]
+
+
+def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
+    counts = itertools.count(5)
+    monkeypatch.setattr("cseq.staff.oom_kills", lambda: next(counts))
+    with (
+        manager(Poison).start() as m,
+        pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1\)"),
+    ):
+        list(m)
 
 
 def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
@@ -254,6 +275,31 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
         assert "sample 123 is broken" in m.skipped[0][2]
     assert got == [d for k, d in enumerate(reference()) if k != number]
     assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
+
+
+class Nameless(Exception):
+    """Its name cannot be had."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
+class RaisesNameless(Squares):
+    """Raises that at one sample."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            raise Nameless
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["thread", "test"])
+def test_an_exception_without_a_name_is_skipped_too(kind: str) -> None:
+    """What the user's exception class raises in its turn does not come out of the loop."""
+    m = cseq.MTSequence(RaisesNameless, SAMPLES, batch_size=BATCH, out_type="null", on_error="skip")
+    with m.start_test() if kind == "test" else m.start():
+        assert len(list(m)) == SAMPLES // BATCH - 1
+        assert "Nameless" in m.skipped[0][2]
 
 
 def refuse(array: np.ndarray) -> np.ndarray:
@@ -640,6 +686,47 @@ def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -
     assert done.stdout.startswith("True"), done.stdout
 
 
+IMPORTS = """
+import sys
+import numpy as np
+import cseq
+
+begun = []
+
+def look(frame, event, argument):  # an import that finds its module there takes no locks
+    if frame.f_code.co_name == "_get_module_lock":
+        begun.append(frame.f_locals["name"])
+
+class Draws:
+    def __getitem__(self, indices):
+        return indices + cseq.rng().integers(2)
+
+kind, method, out_type = sys.argv[1:]
+options = {"start_method": method} if method not in ("", "test") else {}
+m = getattr(cseq, kind)(Draws, 100, out_type=out_type, **options)
+sys.settrace(look)
+with m.start_test() if method == "test" else m.start():
+    for batch in m:
+        pass
+sys.settrace(None)
+print(begun)
+"""
+
+
+@pytest.mark.parametrize("out_type", ["null", "cpu"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MPSequence", "spawn"),
+     ("MTSequence", ""), ("MTSequence", "test")],
+)  # fmt: skip
+def test_the_main_thread_imports_nothing(
+    run_script: RunScript, kind: str, method: str, out_type: str
+) -> None:
+    """Ctrl-C in an import can leave locks behind that the next start would wait for."""
+    done = run_script(IMPORTS, kind, method, out_type)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
 
 
@@ -705,6 +792,36 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool, ahead:
         assert hits >= 5 or (kind == "thread" and ahead == 1)
         if kind == "proc":
             assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
+    """Wherever in the making of a batch a signal handler raises: none is lost, or skipped twice."""
+    worker = RaisesOnce(10) if bad else np.arange(60)
+    m = cseq.MTSequence(worker, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
+    with m.start_test():
+        for countdown in range(1, 30):
+            iterator = iter(m)
+            got = [next(iterator)[0]]
+            with interrupted(countdown, "pools/inline.py", "failure.py"):
+                got.append(next(iterator)[0])
+            skipped = len(m.skipped) - bad * (countdown - 1)
+            assert m.state_dict()["consumed"] // 10 == len(got) + skipped
+            got += [batch[0] for batch in iterator]
+            assert got == [0, *range(20 if bad else 10, 60, 10)]
+            assert len(m.skipped) == bad * countdown
+
+
+class RaisesOnce:
+    """Has one sample that cannot be read."""
+
+    def __init__(self, sample: int) -> None:
+        self.sample = sample
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        if self.sample in indices:
+            raise KeyError(self.sample)
+        return indices
 
 
 class Wide:
@@ -830,6 +947,17 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
         _, errors = trainer.communicate(timeout=GUARD)
     assert errors == ""
     assert set(os.listdir("/dev/shm")) == names
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_that_start_go_silently(capfd: pytest.CaptureFixture[str], method: str) -> None:
+    """Workers that the trainer has had no time to tell what they are say nothing of its end."""
+    launcher = make_launcher(method)
+    child = launcher.launch(0)
+    child.sock.close()
+    assert child.status(GUARD) == 1
+    assert launcher.close(time.monotonic() + GUARD)
+    assert capfd.readouterr() == ("", "")
 
 
 # -- the loop is left
@@ -1111,6 +1239,44 @@ def test_nothing_lies_in_dev_shm() -> None:
         assert set(os.listdir("/dev/shm")) == names
     assert "memfd:cseq" in maps
     assert "/dev/shm" not in maps
+
+
+OWN_SHM = """
+import os, sys
+if len(sys.argv) == 2:  # this process and its children see another /dev/shm, or another /dev
+    small = 'mount -t tmpfs -o size=64k none /dev/shm'
+    none = '''mkdir dev && mount -t tmpfs none dev && for name in null zero random urandom; do
+               touch dev/$name && mount --bind /dev/$name dev/$name || exit 1; done
+               mount --rbind dev /dev'''
+    mount = {"small": small, "none": none}[sys.argv[1]]
+    script = [sys.executable, os.path.abspath(__file__), sys.argv[1], "inside"]
+    os.execvp("unshare", ["unshare", "-Urm", "sh", "-c",
+                          f'({mount}) 2> mount.log || exit 77; exec "$@"', "sh", *script])
+
+assert os.path.exists("/dev/shm") == (sys.argv[1] == "small")
+import numpy as np
+import cseq
+
+class Wide:
+    def __getitem__(self, indices):
+        return np.repeat(indices[:, None], 4096, axis=1)
+
+with cseq.MPSequence(Wide, 160, batch_size=4, shuffle=False, num_workers=2, out_type="null",
+                     memory_limit="1GiB").start() as m:
+    kept = list(m)
+    print(m.stats().copies)
+assert (np.concatenate(kept) == np.arange(160)[:, None]).all()
+"""
+
+
+@pytest.mark.parametrize("there", ["small", "none"])
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs a /dev/shm of its own")
+def test_dev_shm_may_be_small_or_absent(run_script: RunScript, there: str) -> None:
+    """Five megabytes of kept batches, none of them copied, whatever /dev/shm is like."""
+    done = run_script(OWN_SHM, there)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("this machine lets nobody mount a file system of his own")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 # -- again and again

@@ -34,6 +34,7 @@ from cseq.arena import (
     available_memory,
     default_memory_limit,
     memory_limit_of,
+    oom_kills,
 )
 
 if TYPE_CHECKING:
@@ -816,6 +817,21 @@ def test_available_memory(tmp_path: Path) -> None:
         f"{V1}/a/memory.stat": "inactive_file 1\ntotal_inactive_file 400\n",
     }
     assert available_memory(files(tmp_path, older)) == 0
+
+
+def test_kills_for_want_of_memory(tmp_path: Path) -> None:
+    """The count of the innermost control group that has one, in both versions."""
+    assert oom_kills(tmp_path) is None
+    older = {
+        "proc/self/cgroup": "1:memory:/a/b\n",
+        f"{V1}/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+    }
+    assert oom_kills(files(tmp_path, older)) == 3
+    newer = {
+        "proc/self/cgroup": "0::/a\n",
+        f"{V2}/a/memory.events": "low 0\nmax 9\noom 8\noom_kill 7\noom_group_kill 0\n",
+    }
+    assert oom_kills(files(tmp_path, newer)) == 7
 
 
 @linux

@@ -285,7 +285,7 @@ def test_a_broken_torch_is_no_missing_torch(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named 'sympy', needed by {name}", name="sympy")
 
-    monkeypatch.setattr("cseq.converter.importlib.import_module", fail)
+    monkeypatch.setattr("cseq.converter.imported", fail)
     with pytest.raises(ModuleNotFoundError, match="sympy"):
         resolve(FLOAT)
 

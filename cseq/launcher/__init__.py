@@ -37,6 +37,7 @@ from cseq.launcher.base import (
     start_methods,
 )
 from cseq.launcher.forks import close_in_forks
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,10 +80,11 @@ def make_launcher(
     if method not in start_methods():
         names = ", ".join(map(repr, start_methods()))
         raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
+    launcher: Launcher
     if method == "forkserver":
-        from cseq.launcher.server import ForkServerLauncher
-
-        return ForkServerLauncher(entry, preload)
-    from cseq.launcher.direct import ForkLauncher, SpawnLauncher
-
-    return SpawnLauncher(entry) if method == "spawn" else ForkLauncher(entry)
+        launcher = imported("cseq.launcher.server").ForkServerLauncher(entry, preload)
+    else:
+        direct = imported("cseq.launcher.direct")
+        make = direct.SpawnLauncher if method == "spawn" else direct.ForkLauncher
+        launcher = make(entry)
+    return launcher

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from cseq.threads import imported
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cseq._core import Exchange
     from cseq.converter import Output
     from cseq.sampler import Sampler
     from cseq.stats import Stats
 
-__all__ = ["Job", "Pool"]
+__all__ = ["Job", "Pool", "pool_of"]
 
 
 class Job(NamedTuple):
@@ -104,3 +108,11 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """End everything that was started; returns within a bounded time. Twice is fine."""
+
+
+def pool_of(kind: str) -> Callable[[Job], Pool]:
+    """Return the class of pools of a kind: 'inline', 'thread' or 'process'."""
+    pool: Callable[[Job], Pool] = getattr(
+        imported(f"cseq.pools.{kind}"), f"{kind.capitalize()}Pool"
+    )
+    return pool

@@ -12,6 +12,8 @@ from cseq.converter import Converter
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cseq.pools import Job
 
 __all__ = ["InlinePool"]
@@ -29,9 +31,8 @@ class InlinePool:
         self._sampler = job.sampler
         self._desk = context.Desk(0, 1, job.seed)
         convert = None if job.output.kind == "null" else Converter(job.output).convert
-        self._solo = Solo(job.sampler, self._desk, here, self, convert)
+        self._solo = Solo(job.sampler, self._desk, here, self, convert, self._raised)
         self.epoch = 0
-        self._batches = 0
         self.skipped: list[tuple[int, int, str]] = []
 
     def open(self) -> None:
@@ -61,35 +62,31 @@ class InlinePool:
             finally:
                 context.leave(left)
         self._sampler.begin(epoch, consumed)
-        self.epoch, self._batches = epoch, len(self._sampler)
+        self.epoch = epoch
         self._solo.begin()
 
     def interrupt(self) -> None:
         """Nothing waits here: the batch in hand is finished."""
 
-    def next(self) -> Any:
+    @property
+    def next(self) -> Callable[[], Any]:
         """Make the next batch."""
-        solo = self._solo
-        while solo.at < self._batches:
-            try:
-                return solo.make()
-            except Exception as error:  # noqa: BLE001 - the user's, and raised again
-                self._raised(error)
-        raise StopIteration
+        return self._solo.next
 
     def _raised(self, error: Exception) -> None:
         """Raise, or note down, what the indexer raised."""
         solo = self._solo
         place = failure.where(self.epoch, self.batch, self._sampler.indices(solo.at).tolist())
-        solo.at += 1
         if self._job.on_error == "raise":
+            solo.at += 1
             try:
                 failure.deliver(error, place)
             finally:
                 del error
-        solo.done = solo.at
-        self.skipped.append((self.epoch, self.batch - 1, repr(error)))
-        log.error("skipped %s: %s", place, repr(error))
+        left_out = self.epoch, self.batch, failure.repr_of(error)
+        solo.at = solo.done = solo.at + 1  # no signal handler runs between this and the next
+        self.skipped.append(left_out)
+        log.error("skipped %s: %s", place, left_out[2])
 
     def stats(self) -> Stats:
         """Count what was delivered."""
@@ -98,7 +95,7 @@ class InlinePool:
     def close(self) -> None:
         """Close the indexer, if this pool made it."""
         made, self._solo.indexer = self._solo.indexer, None
-        self._batches = 0
+        self._solo.batches = 0
         self._desk.rise()
         left = context.enter(self._desk)
         try:

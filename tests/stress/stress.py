@@ -4,7 +4,7 @@
 
 Every batch is compared with what its epoch's order and its own generator say it must be, and every
 item of a stream with what its place says; what is held is compared again later; at the end nothing
-may be left. In streams, signal handlers raise, too. Prints the seed, and what it went through.
+may be left. Signal handlers raise meanwhile. Prints the seed, and what it went through.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Chance, not the data, kills here, and may well strike the same batch many times.
 cseq.staff.TRIES = 10**9
+
+END: Any = object()  # comes instead of a batch
 
 
 class Worker:
@@ -117,10 +119,13 @@ class Killer(threading.Thread):
 class Trial:
     """One manager, through some epochs."""
 
-    def __init__(self, rng: random.Random, killer: Killer, count: Counter[str]) -> None:
+    def __init__(
+        self, rng: random.Random, killer: Killer, count: Counter[str], alarm: Alarm
+    ) -> None:
         self.rng = rng
         self.killer = killer
         self.count = count
+        self.alarm = alarm
         self.n = rng.choice([1, 7, 100, 1000, 5000])
         self.batch_size = rng.choice([1, 3, 16, 64])
         self.rows = rng.choice([1, 10, 2000])
@@ -174,7 +179,7 @@ class Trial:
         order = cseq.permutation(self.n, self.seed, epoch).astype(np.int64)
         stop = self.rng.randrange(len(m) * 3 + 1)
         seen: set[int] = set()
-        for number, batch in enumerate(iterator):
+        for number, batch in enumerate(iter(partial(self.take, iterator), END)):
             at = self.place_of(batch, order) if not self.ordered else number
             self.verify(batch, order, epoch, at)
             assert at not in seen, f"batch {at} came twice"
@@ -185,6 +190,21 @@ class Trial:
         assert seen == set(range(len(m))), "batches are missing"
         self.count["epochs"] += 1
         return m
+
+    def take(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch, or END, however often a signal handler raises meanwhile."""
+        if not self.ordered:  # one that has raised has ended the epoch
+            return next(iterator, END)
+        hand = [END]
+
+        def step() -> bool:
+            for hand[0] in iterator:  # no handler runs before it has the batch
+                return True
+            return False
+
+        while self.alarm.during(step) is None and hand[0] is END:
+            pass
+        return hand[0]
 
     def place_of(self, batch: dict[str, Any], order: np.ndarray) -> int:
         """Find which batch of an unordered epoch this is."""
@@ -241,7 +261,7 @@ def main(seconds: float, seed: int) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if rng.random() < 0.6:
-            Trial(rng, killer, count).run()
+            Trial(rng, killer, count, alarm).run()
             count["managers"] += 1
         else:
             StreamTrial(rng, killer, count, alarm).run()

@@ -1,0 +1,28 @@
+"""The Ctrl-C of the tests: it strikes where a signal handler could, and nowhere else."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+from interrupting import interrupted
+
+from cseq import failure
+
+
+class Silent(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_it_does_not_strike_between_a_raise_and_its_handler() -> None:
+    """No signal handler runs there, and no exception is taken for one in hand for ever."""
+    for countdown in itertools.count(1):
+        with interrupted(countdown, "failure.py") as struck:
+            failure.str_of(Silent())
+        assert sys.exc_info() == (None, None, None)
+        if not struck.is_set():
+            break
+    assert countdown > 1
