@@ -255,6 +255,28 @@ class Streams:
                 self._number(worker)
             return run.pool.next(worker)
 
+    def shelf(self, worker: int) -> deque[Any]:
+        """Return a worker's items that are here: the first is the next one, and there is one.
+
+        ``del shelf[0]`` takes it. No signal handler runs in that, nor in the assignments beside it;
+        so whoever keeps books of items can write them in the same step, and Ctrl-C loses nothing.
+
+        Raises
+        ------
+        StopIteration
+            There are no more.
+        RuntimeError
+            What the producer has raised has ended the stream, and came out before.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        run = self._run
+        with run.turn:
+            if run.present != self._present or not 0 <= worker < run.pool.num_workers:
+                self._check_present(run)
+                self._number(worker)
+            return run.pool.shelf(worker)
+
     def __iter__(self) -> Iterator[Any]:
         """Go round the workers, one item of each, leaving out those that have no more."""
         self._check_present(self._run)
@@ -372,10 +394,12 @@ class Stream:
         self.copy: Memory | None = None  # of what lay in its slot: see `StreamPool._mend`
         self.ready: deque[Any] = deque()
         self.error: BaseException | None = None  # to be raised behind them
+        self.failed = ""  # what has ended it, and was raised or is about to be
 
     def begin(self) -> None:
         """Begin an epoch."""
         self.over = False
+        self.failed = ""
         self.start = self.unwoken = 0
 
     def end(self) -> None:
@@ -591,14 +615,28 @@ class StreamPool:
         stream = self._streams[worker]
         if not stream.ready:
             self._receive(stream)
-        # Only where there is room for a ticket: this is done for every single item.
+        self._ask_ahead(stream)
+        if turn is not None:
+            self._turn = turn
+        return stream.ready.popleft()
+
+    def shelf(self, worker: int) -> deque[Any]:
+        """Return a worker's items that are here, at least one, or raise StopIteration."""
+        stream = self._streams[worker]
+        if not stream.ready:
+            if stream.failed and stream.error is None:
+                raise RuntimeError(f"{stream.failed}; begin another epoch")
+            self._receive(stream)
+        self._ask_ahead(stream)
+        return stream.ready
+
+    def _ask_ahead(self, stream: Stream) -> None:
+        """Ask for items if there is room for a ticket, the first that is ready being taken."""
+        # Which is looked at first: this is done for every single item.
         if len(stream.ready) + stream.asked + stream.count <= self._prefetch + 1:
             self._settle()
             self._request(stream, 1)
             self._torn = False
-        if turn is not None:
-            self._turn = turn
-        return stream.ready.popleft()
 
     def next_in_turn(self) -> Any:
         """Return the next item of the worker whose turn it is, or raise StopIteration."""
@@ -647,11 +685,13 @@ class StreamPool:
         items, error, slot = self._read(stream, taken, single=count == 1)
         made, nbytes = len(items), codec.used(record)
         ended = error is not None or bool(record[5] & ENDED)
+        failed = ""
         if error is not None:
             at = f"item {stream.start - stream.asked + made} of worker {stream.number}"
             error = failure.named(_signed(error, stream.number), f"{at}, epoch {self._epoch}")
+            failed = _ended_by(error, stream.number)
         # No signal handler runs before the next call: all of this is done, or nothing.
-        stream.ready, stream.error = items, error
+        stream.ready, stream.error, stream.failed = items, error, failed
         stream.hand = stream.copy = None
         stream.over = ended
         stream.asked -= count
@@ -850,6 +890,7 @@ class StreamPool:
         if slot >= 0:
             self._reader.drop(cell, slot)
         if status == RAISED:
+            stream.failed = _ended_by(error, stream.number)
             self._end(stream)
             try:
                 failure.deliver(_signed(error, stream.number), place)
@@ -899,3 +940,9 @@ def _signed(error: BaseException, worker: int) -> BaseException:
     cause: Any = error.__cause__
     cause.worker = worker
     return error
+
+
+def _ended_by(error: BaseException, worker: int) -> str:
+    """Say what has ended a worker's stream."""
+    text = failure.str_of(error)
+    return f"an exception has ended the stream of worker {worker} ({type(error).__name__}: {text})"
