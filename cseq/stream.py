@@ -288,7 +288,8 @@ class Streams:
 
     def close(self) -> None:
         """End the workers; returns within a bounded time. Twice is fine."""
-        self._finalizer()
+        self._run.close()
+        self._finalizer.detach()  # not before: whatever interrupts this, it can be done again
 
     def stats(self) -> Stats:
         """Count what was done so far: a batch is the items of one ticket, a sample is an item."""

@@ -89,6 +89,9 @@ def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Iterator
         sys.settrace(before)
 
 
-def first_hits(step: Callable[[int], bool]) -> int:
-    """Do something once for every place in it where a handler can raise: how many there are."""
-    return next(count for count in itertools.count() if not step(count + 1))
+def first_hits(step: Callable[[int], bool], stride: int = 1) -> int:
+    """Do something once for every place in it where a handler can raise, or every so many.
+
+    `step` is told which place, and returns whether there was one. Returns how many times there was.
+    """
+    return next(count for count in itertools.count() if not step(1 + count * stride))
