@@ -386,6 +386,7 @@ class Stream:
         self.assignment: Letter | None = None
         self.over = True  # nothing more will come out of the ring
         self.count = 1  # items that the next ticket asks for
+        self.pace = NEVER  # nanoseconds that an item of the last ticket took
         self.quick = False  # they take so little that waking a worker is not nothing
         self.unwoken = 0  # items asked for since the workers were last woken
         self.start = 0  # the next item to ask for
@@ -418,8 +419,12 @@ class Stream:
         self.ready = deque()
 
     def adapt(self, made: int, nbytes: int, ns: int, most: int) -> None:
-        """Choose how many items the next ticket asks for, from how the last one went."""
-        fit = TICKET_NS * made // max(ns, 1)
+        """Choose how many items the next ticket asks for, from how the last two went.
+
+        The quicker of them counts: another process may have been running in the worker's place.
+        """
+        before, self.pace = self.pace, max(ns // made, 1) if made else NEVER
+        fit = TICKET_NS // min(before, self.pace)
         self.quick = fit > 0
         fit = min(fit, TICKET_BYTES * made // max(nbytes, 1))
         self.count = max(1, min(2 * self.count, fit, most))
