@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq import codec, failure, payload
-from cseq._core import Lease
+from cseq._core import Lease, now_ns
 from cseq.arena import Writer, memory_limit_of
 from cseq.check import choice, count, seconds
 from cseq.edge import SlotReader
@@ -40,6 +40,7 @@ from cseq.producer import (
     ENTRY,
     ITEMS,
     MOST,
+    SINCE,
     Parcel,
     Producer,
     Task,
@@ -88,7 +89,8 @@ class Streams:
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that the items of a ticket, or a call, may take before `on_timeout`.
+        Seconds that an item, or a call, may take before `on_timeout`. That a worker takes to get
+        ready does not count.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int, str or None
@@ -482,7 +484,7 @@ class StreamPool:
             producer,
             num_workers,
             readers=num_workers,
-            task=lambda owner: Task(owner - 1, num_workers),
+            task=lambda owner: Task(owner - 1, num_workers, timed=timeout is not None),
             describe=self._describe,
             method=start_method,
             entry=ENTRY,
@@ -590,6 +592,7 @@ class StreamPool:
     def _await(self, stream: Stream, cell: int, generation: int) -> Taken:
         """Sleep until the ticket in a cell is finished, and take it."""
         ring = self._ring
+        idle = 0  # since when its worker, which could, has not taken it up: has that been stopped?
         while True:
             seen = ring.alarms()
             if self._interrupts != generation:
@@ -599,14 +602,25 @@ class StreamPool:
                 return taken
             self._staff.check()
             if self._timeout is not None:
-                working = self._working(stream.number + 1)
+                owner = stream.number + 1
+                working = self._working(owner)
+                if working or not self._staff.is_ready(owner):
+                    idle = 0
+                else:
+                    idle = idle or now_ns()
+                    working = [(owner, idle, self._posted[cell].place)]
                 self._staff.check_time(working, self._timeout, restart=self._restart)
             ring.wait(seen, cell=cell)
 
     def _working(self, owner: int) -> list[tuple[int, int, str]]:
         """Say what a worker works on, and since when."""
-        held = [(cell, self._ring.holder(cell)[1]) for cell in self._ring.held(owner)]
-        return [(owner, since, self._posted[cell].place) for cell, since in held if since]
+        working = []
+        for cell in self._ring.held(owner):
+            claimed, posted = self._ring.holder(cell)[1], self._posted[cell]
+            if claimed:
+                begun = int(self._rooms[cell][SINCE]) if posted.items > 1 else 0
+                working.append((owner, max(claimed, begun), posted.place))
+        return working
 
     def _describe(self, cell: int) -> Held:
         """Name what is in a cell."""

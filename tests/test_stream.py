@@ -10,6 +10,7 @@ import random
 import select
 import signal
 import threading
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -720,6 +721,43 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
         s.begin([20, 20])
         assert plain(s) == in_process([20, 20])
         assert s.stats().restarts == 1
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "restart"])
+def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
+    """One that does not even take its ticket up meets the timeout, too."""
+    monkeypatch.setattr("cseq.keeper.STACK_SECONDS", 0.1)
+    with streams(timeout=0.3, on_timeout=on_timeout) as s:
+        s.begin([3, 3])
+        assert len(list(s)) == 6
+        stopped = s.pids()[1]
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        if on_timeout == "raise":
+            with pytest.raises(cseq.WorkerTimeout, match=r"worker 1 is here:\n.*stopped"):
+                s.begin([3, 3])
+            os.kill(stopped, signal.SIGKILL)
+        else:
+            s.begin([3, 3])
+            assert plain(s) == in_process([3, 3])
+            assert s.stats().restarts == 1
+
+
+class Slower(Numbers):
+    """Items that are quick at first, and then not so quick."""
+
+    def item(self, k: int) -> Any:
+        if k >= 200:
+            time.sleep(0.3)
+        return super().item(k)
+
+
+def test_the_timeout_is_for_an_item() -> None:
+    """However many of them a ticket asks for."""
+    with streams(Slower, 1, prefetch=12, timeout=1.0) as s:
+        s.begin([206])
+        assert len(list(s)) == 206
+        assert s.stats().batches < 100
 
 
 # -- bounds
