@@ -141,6 +141,11 @@ class Keeper:
         ward = self._wards.get(owner)
         return None if ward is None else ward.child.pid
 
+    def is_ready(self, owner: int) -> bool:
+        """Whether a worker has said that it is ready, and is not known to be gone."""
+        ward = self._wards.get(owner)
+        return ward is not None and ward.state == READY
+
     def kill(self, owner: int) -> None:
         """Kill a worker; its death is then noticed as any other."""
         ward = self._wards.get(owner)

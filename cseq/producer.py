@@ -45,6 +45,7 @@ __all__ = [
     "ENTRY",
     "ITEMS",
     "MOST",
+    "SINCE",
     "Parcel",
     "Producer",
     "Task",
@@ -56,6 +57,7 @@ ENTRY = "cseq.producer:main"
 
 ITEMS, BEGIN, CALL = 0, 1, 2  # what a ticket asks for
 CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the letters among the cell's words
+SINCE = 12  # where among them a worker says when (`now_ns`) it began with the item in hand
 MOST = 64  # items that one ticket can ask for; also the room for words in a cell
 ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; for the last of it is an exception
 ENTRY_WORDS = 5  # of a table: where an item begins, and its record
@@ -86,6 +88,7 @@ class Task(NamedTuple):
 
     number: int
     num_workers: int
+    timed: bool = False  # whether somebody asks how long an item takes
 
 
 def main(sock: socket.socket, local: Any = None) -> None:
@@ -109,7 +112,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
         send_state(sock, FAILED, failure.pack(error))
         return
     send_state(sock, READY)
-    run(seat, Making(producer, entered.ring, entered.writer))
+    run(seat, Making(producer, entered.ring, entered.writer, timed=task.timed))
     indexer.dispose(make, producer, copied=True)
 
 
@@ -119,8 +122,11 @@ _END = object()
 class Making:
     """The work on a ticket: what it asks for, made by the producer and laid into its slot."""
 
-    def __init__(self, producer: Producer, ring: Ring, writer: Writer) -> None:
+    def __init__(
+        self, producer: Producer, ring: Ring, writer: Writer, *, timed: bool = False
+    ) -> None:
         self._producer = producer
+        self._timed = timed
         self._ring = ring
         self._writer = writer
         self._scratch = Scratch()
@@ -219,6 +225,8 @@ class Making:
         made = flags = 0
         begun = now_ns()
         while made < count and not flags:
+            if self._timed:
+                self._rooms[seat.cell][SINCE] = now_ns()
             try:
                 item = next(items, _END)
                 if item is _END:

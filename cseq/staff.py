@@ -301,6 +301,10 @@ class Staff:
             log.error("%sworker %d is restarted", message, owner - 1)
             self._keeper.kill(owner)
 
+    def is_ready(self, owner: int) -> bool:
+        """Whether a worker could be working."""
+        return self._keeper is not None and self._keeper.is_ready(owner)
+
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""
         return None if self._keeper is None else self._keeper.pid(owner)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq import codec, failure, payload
-from cseq._core import Lease
+from cseq._core import Lease, now_ns
 from cseq.arena import Writer, memory_limit_of
 from cseq.check import choice, count, seconds
 from cseq.edge import SlotReader
@@ -40,6 +40,7 @@ from cseq.producer import (
     ENTRY,
     ITEMS,
     MOST,
+    SINCE,
     Parcel,
     Producer,
     Task,
@@ -88,7 +89,8 @@ class Streams:
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that the items of a ticket, or a call, may take before `on_timeout`.
+        Seconds that an item, or a call, may take before `on_timeout`. That a worker takes to get
+        ready does not count.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int, str or None
@@ -255,6 +257,28 @@ class Streams:
                 self._number(worker)
             return run.pool.next(worker)
 
+    def shelf(self, worker: int) -> deque[Any]:
+        """Return a worker's items that are here: the first is the next one, and there is one.
+
+        ``del shelf[0]`` takes it. No signal handler runs in that, nor in the assignments beside it;
+        so whoever keeps books of items can write them in the same step, and Ctrl-C loses nothing.
+
+        Raises
+        ------
+        StopIteration
+            There are no more.
+        RuntimeError
+            What the producer has raised has ended the stream, and came out before.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        run = self._run
+        with run.turn:
+            if run.present != self._present or not 0 <= worker < run.pool.num_workers:
+                self._check_present(run)
+                self._number(worker)
+            return run.pool.shelf(worker)
+
     def __iter__(self) -> Iterator[Any]:
         """Go round the workers, one item of each, leaving out those that have no more."""
         self._check_present(self._run)
@@ -266,7 +290,8 @@ class Streams:
 
     def close(self) -> None:
         """End the workers; returns within a bounded time. Twice is fine."""
-        self._finalizer()
+        self._run.close()
+        self._finalizer.detach()  # not before: whatever interrupts this, it can be done again
 
     def stats(self) -> Stats:
         """Count what was done so far: a batch is the items of one ticket, a sample is an item."""
@@ -363,6 +388,7 @@ class Stream:
         self.assignment: Letter | None = None
         self.over = True  # nothing more will come out of the ring
         self.count = 1  # items that the next ticket asks for
+        self.pace = NEVER  # nanoseconds that an item of the last ticket took
         self.quick = False  # they take so little that waking a worker is not nothing
         self.unwoken = 0  # items asked for since the workers were last woken
         self.start = 0  # the next item to ask for
@@ -372,10 +398,12 @@ class Stream:
         self.copy: Memory | None = None  # of what lay in its slot: see `StreamPool._mend`
         self.ready: deque[Any] = deque()
         self.error: BaseException | None = None  # to be raised behind them
+        self.failed = ""  # what has ended it, and was raised or is about to be
 
     def begin(self) -> None:
         """Begin an epoch."""
         self.over = False
+        self.failed = ""
         self.start = self.unwoken = 0
 
     def end(self) -> None:
@@ -393,8 +421,12 @@ class Stream:
         self.ready = deque()
 
     def adapt(self, made: int, nbytes: int, ns: int, most: int) -> None:
-        """Choose how many items the next ticket asks for, from how the last one went."""
-        fit = TICKET_NS * made // max(ns, 1)
+        """Choose how many items the next ticket asks for, from how the last two went.
+
+        The quicker of them counts: another process may have been running in the worker's place.
+        """
+        before, self.pace = self.pace, max(ns // made, 1) if made else NEVER
+        fit = TICKET_NS // min(before, self.pace)
         self.quick = fit > 0
         fit = min(fit, TICKET_BYTES * made // max(nbytes, 1))
         self.count = max(1, min(2 * self.count, fit, most))
@@ -452,7 +484,7 @@ class StreamPool:
             producer,
             num_workers,
             readers=num_workers,
-            task=lambda owner: Task(owner - 1, num_workers),
+            task=lambda owner: Task(owner - 1, num_workers, timed=timeout is not None),
             describe=self._describe,
             method=start_method,
             entry=ENTRY,
@@ -560,6 +592,7 @@ class StreamPool:
     def _await(self, stream: Stream, cell: int, generation: int) -> Taken:
         """Sleep until the ticket in a cell is finished, and take it."""
         ring = self._ring
+        idle = 0  # since when its worker, which could, has not taken it up: has that been stopped?
         while True:
             seen = ring.alarms()
             if self._interrupts != generation:
@@ -569,14 +602,25 @@ class StreamPool:
                 return taken
             self._staff.check()
             if self._timeout is not None:
-                working = self._working(stream.number + 1)
+                owner = stream.number + 1
+                working = self._working(owner)
+                if working or not self._staff.is_ready(owner):
+                    idle = 0
+                else:
+                    idle = idle or now_ns()
+                    working = [(owner, idle, self._posted[cell].place)]
                 self._staff.check_time(working, self._timeout, restart=self._restart)
             ring.wait(seen, cell=cell)
 
     def _working(self, owner: int) -> list[tuple[int, int, str]]:
         """Say what a worker works on, and since when."""
-        held = [(cell, self._ring.holder(cell)[1]) for cell in self._ring.held(owner)]
-        return [(owner, since, self._posted[cell].place) for cell, since in held if since]
+        working = []
+        for cell in self._ring.held(owner):
+            claimed, posted = self._ring.holder(cell)[1], self._posted[cell]
+            if claimed:
+                begun = int(self._rooms[cell][SINCE]) if posted.items > 1 else 0
+                working.append((owner, max(claimed, begun), posted.place))
+        return working
 
     def _describe(self, cell: int) -> Held:
         """Name what is in a cell."""
@@ -591,14 +635,28 @@ class StreamPool:
         stream = self._streams[worker]
         if not stream.ready:
             self._receive(stream)
-        # Only where there is room for a ticket: this is done for every single item.
+        self._ask_ahead(stream)
+        if turn is not None:
+            self._turn = turn
+        return stream.ready.popleft()
+
+    def shelf(self, worker: int) -> deque[Any]:
+        """Return a worker's items that are here, at least one, or raise StopIteration."""
+        stream = self._streams[worker]
+        if not stream.ready:
+            if stream.failed and stream.error is None:
+                raise RuntimeError(f"{stream.failed}; begin another epoch")
+            self._receive(stream)
+        self._ask_ahead(stream)
+        return stream.ready
+
+    def _ask_ahead(self, stream: Stream) -> None:
+        """Ask for items if there is room for a ticket, the first that is ready being taken."""
+        # Which is looked at first: this is done for every single item.
         if len(stream.ready) + stream.asked + stream.count <= self._prefetch + 1:
             self._settle()
             self._request(stream, 1)
             self._torn = False
-        if turn is not None:
-            self._turn = turn
-        return stream.ready.popleft()
 
     def next_in_turn(self) -> Any:
         """Return the next item of the worker whose turn it is, or raise StopIteration."""
@@ -647,11 +705,13 @@ class StreamPool:
         items, error, slot = self._read(stream, taken, single=count == 1)
         made, nbytes = len(items), codec.used(record)
         ended = error is not None or bool(record[5] & ENDED)
+        failed = ""
         if error is not None:
             at = f"item {stream.start - stream.asked + made} of worker {stream.number}"
             error = failure.named(_signed(error, stream.number), f"{at}, epoch {self._epoch}")
+            failed = _ended_by(error, stream.number)
         # No signal handler runs before the next call: all of this is done, or nothing.
-        stream.ready, stream.error = items, error
+        stream.ready, stream.error, stream.failed = items, error, failed
         stream.hand = stream.copy = None
         stream.over = ended
         stream.asked -= count
@@ -850,6 +910,7 @@ class StreamPool:
         if slot >= 0:
             self._reader.drop(cell, slot)
         if status == RAISED:
+            stream.failed = _ended_by(error, stream.number)
             self._end(stream)
             try:
                 failure.deliver(_signed(error, stream.number), place)
@@ -899,3 +960,9 @@ def _signed(error: BaseException, worker: int) -> BaseException:
     cause: Any = error.__cause__
     cause.worker = worker
     return error
+
+
+def _ended_by(error: BaseException, worker: int) -> str:
+    """Say what has ended a worker's stream."""
+    text = failure.str_of(error)
+    return f"an exception has ended the stream of worker {worker} ({type(error).__name__}: {text})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import itertools
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import cseq
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")
@@ -90,3 +91,11 @@ def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Iterator
         assert trace.struck.is_set()
     finally:
         sys.settrace(before)
+
+
+def first_hits(step: Callable[[int], bool], stride: int = 1) -> int:
+    """Do something once for every place in it where a handler can raise, or every so many.
+
+    `step` is told which place, and returns whether there was one. Returns how many times there was.
+    """
+    return next(count for count in itertools.count() if not step(1 + count * stride))

@@ -10,6 +10,7 @@ import random
 import select
 import signal
 import threading
+import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupting import interrupted
+from interrupting import first_hits, interrupted
 
 import cseq
 import cseq.staff
@@ -467,6 +468,36 @@ def test_an_item_that_cannot_be_sent() -> None:
             s.next(0)
 
 
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_a_shelf_tells_a_failure_from_an_end(prefetch: int) -> None:
+    """Items are taken off it; behind a failure, also one in a call, it does not just end."""
+    with streams(Broken, prefetch=prefetch) as s:
+        for _ in range(2):
+            s.begin([(2, 9), (-1, 3)])
+            for worker, length in ((0, 2), (1, 3)):
+                for k in range(length):
+                    assert s.shelf(worker)[0][1] == s.shelf(worker)[0][1] == k
+                    del s.shelf(worker)[0]
+            with pytest.raises(TwoArguments):
+                s.shelf(0)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"stream of worker 0.*TwoArguments: 0: bro"):
+                    s.shelf(0)
+                with pytest.raises(StopIteration):
+                    s.shelf(1)
+        s.begin([(-1, 3), (-1, 3)])
+        with pytest.raises(AttributeError):
+            s.ask("nothing", worker=1)
+        with pytest.raises(RuntimeError, match=r"stream of worker 1.*AttributeError"):
+            for _ in range(4):
+                del s.shelf(1)[0]
+        with pytest.raises(IndexError):
+            s.shelf(2)
+        s.interrupt()
+        with pytest.raises(InterruptedError):
+            s.shelf(0)
+
+
 def test_stop_iteration_in_a_call_is_an_error() -> None:
     """A call that raises StopIteration does not look like the end of something."""
     with streams(Stopping) as s, pytest.raises(RuntimeError, match="StopIteration"):
@@ -692,6 +723,43 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
         assert s.stats().restarts == 1
 
 
+@pytest.mark.parametrize("on_timeout", ["raise", "restart"])
+def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
+    """One that does not even take its ticket up meets the timeout, too."""
+    monkeypatch.setattr("cseq.keeper.STACK_SECONDS", 0.1)
+    with streams(timeout=0.3, on_timeout=on_timeout) as s:
+        s.begin([3, 3])
+        assert len(list(s)) == 6
+        stopped = s.pids()[1]
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        if on_timeout == "raise":
+            with pytest.raises(cseq.WorkerTimeout, match=r"worker 1 is here:\n.*stopped"):
+                s.begin([3, 3])
+            os.kill(stopped, signal.SIGKILL)
+        else:
+            s.begin([3, 3])
+            assert plain(s) == in_process([3, 3])
+            assert s.stats().restarts == 1
+
+
+class Slower(Numbers):
+    """Items that are quick at first, and then not so quick."""
+
+    def item(self, k: int) -> Any:
+        if k >= 200:
+            time.sleep(0.3)
+        return super().item(k)
+
+
+def test_the_timeout_is_for_an_item() -> None:
+    """However many of them a ticket asks for."""
+    with streams(Slower, 1, prefetch=12, timeout=1.0) as s:
+        s.begin([206])
+        assert len(list(s)) == 206
+        assert s.stats().batches < 100
+
+
 # -- bounds
 
 
@@ -865,10 +933,7 @@ def test_sealed_items(kind: type[Numbers]) -> None:
                 assert opened == [kind(0, 1).item(k) for k in order]
             for parcel in parcels:
                 if parcel.slot >= 0:
-                    (fd, width), size = s.segment, parcel.memory.nbytes
-                    assert os.pread(fd, size, width * parcel.slot) == parcel.memory.load_bytes(
-                        0, size
-                    )
+                    unsealed(s, parcel)
                     lent += 1
             del parcel, parcels, opened
     assert (lent > 0) == (kind is Mixed)
@@ -1165,16 +1230,22 @@ class Reading:
         item, before = None, self.pool.delivered(worker)
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
-                item = next(self.round, None) if how == "turn" else next_or_none(self.s, worker)
+                if how == "shelf":
+                    shelf = self.s.shelf(worker) if self.turns else [None]
+                    item = shelf[0]
+                    del shelf[0]
+                else:
+                    item = next(self.round, None) if how == "turn" else next_or_none(self.s, worker)
             except KeyboardInterrupt as error:
                 self.held += [error] if hold else []
                 raise
         gone = self.pool.delivered(worker) - before
         if item is not None:
-            assert plain([item]) == self.left[worker][:1]
+            assert plain([unsealed(self.s, item)]) == self.left[worker][:1]
         else:
             assert struck.is_set() or not self.turns
-        assert gone == (item is not None) or (struck.is_set() and gone == 1)  # on its way back
+        on_its_way = struck.is_set() and how != "shelf" and gone == 1
+        assert gone == (item is not None) or on_its_way
         if gone:
             del self.turns[0], self.left[worker][0]
         return struck.is_set()
@@ -1203,11 +1274,6 @@ def lost_slots(s: Streams) -> set[int]:
     return set(range(slots.capacity)) - used
 
 
-def first_hits(step: Callable[[int], bool]) -> int:
-    """Do something once for every place in it where a handler can raise: how many there are."""
-    return next(count for count in itertools.count() if not step(count + 1))
-
-
 class Leased(Numbers):
     """Items just large enough to be handed out where they lie."""
 
@@ -1215,16 +1281,27 @@ class Leased(Numbers):
         return self.number, k, np.full(1 << 13, 10 * k + self.number)
 
 
+def unsealed(s: Streams, item: Any) -> Any:
+    """Open what is a parcel; as another process does, too, where it is in a slot."""
+    if not isinstance(item, Parcel):
+        return item
+    if item.slot >= 0:
+        (fd, width), size = s.segment, item.memory.nbytes
+        assert os.pread(fd, size, width * item.slot) == item.memory.load_bytes(0, size)
+    return item.open()
+
+
 TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
+HOW = [("turn", False), ("worker", False), ("shelf", False), ("worker", True)]
 
 
-@pytest.mark.parametrize("how", ["turn", "worker"])
+@pytest.mark.parametrize(("how", "sealed"), HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, sealed: bool
 ) -> None:
     """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
-    with streams(producer, 2, prefetch=prefetch) as s:
+    with streams(producer, 2, prefetch=prefetch, sealed=sealed) as s:
         s.begin([500, 500])
         assert len(list(s)) == 1000  # from now on small items come together
 
@@ -1240,17 +1317,17 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
                 return hit
 
             hits += first_hits(step)
-        assert hits > 100
+        assert hits > 30
 
 
-@pytest.mark.parametrize("how", ["turn", "worker"])
+@pytest.mark.parametrize(("how", "sealed"), HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_again_and_again(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, sealed: bool
 ) -> None:
     """The going on after an interrupt may be interrupted, too, and so may calls in between."""
     rng, hits = random.Random(7), 0
-    with streams(producer, 2, prefetch=prefetch) as s:
+    with streams(producer, 2, prefetch=prefetch, sealed=sealed) as s:
         for _ in range(8):
             reading = Reading(s, producer, lengths)
             while reading.turns:
@@ -1260,24 +1337,25 @@ def test_ctrl_c_again_and_again(
                     with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
                         assert len(s.ask("count")) == 2
             reading.finish(how)
-    assert hits > 80
+    assert hits > 40
 
 
+@pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
-def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
+def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, sealed: bool) -> None:
     """Wherever a signal handler raises: what the producer has raised comes out, once."""
-    with streams(Broken, 2, prefetch=prefetch) as s:
+    with streams(Broken, 2, prefetch=prefetch, sealed=sealed) as s:
         s.begin([(-1, 500), (-1, 500)])
         assert len(list(s)) == 1000
 
         def step(countdown: int) -> bool:
             s.begin([(3, 9), (-1, 2)])
-            got = [s.next(0)[1] for _ in range(behind)]
+            got = [unsealed(s, s.next(0))[1] for _ in range(behind)]
             raised: list[BaseException] = []
 
             def take() -> None:
                 try:
-                    got.append(s.next(0)[1])
+                    got.append(unsealed(s, s.next(0))[1])
                 except TwoArguments as error:
                     raised.append(error)
 
@@ -1288,7 +1366,7 @@ def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
             without = [k for k in range(3) if k != behind]
             assert got == [0, 1, 2] or (struck.is_set() and got == without)
             assert next_or_none(s, 0) is None
-            assert [item[:2] for item in s] == [(1, 0), (1, 1)]
+            assert [unsealed(s, item)[:2] for item in s] == [(1, 0), (1, 1)]
             return struck.is_set()
 
         assert first_hits(step) > (1 if behind == 1 else 40)

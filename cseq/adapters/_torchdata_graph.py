@@ -74,19 +74,17 @@ def _is_replicable(pipe: DataPipe) -> bool:
     return asked is None or bool(asked())
 
 
-def cut_dispatched(end: DataPipe) -> tuple[DataPipe, DataPipe]:
-    """Cut off what belongs into the dispatching process.
+def dispatched_root(end: DataPipe) -> DataPipe:
+    """Find the end of what belongs into the dispatching process; None if there is nothing.
 
-    It ends where all paths to a dispatcher meet. Returns the new end of the graph, with a
-    `Dispatched` at the cut, and what was cut off; that is None if there is no dispatcher.
+    It is where all paths to a dispatcher meet.
     """
     graph = Graph(end)
     dispatchers = graph.having(_is_dispatcher)
     if not dispatchers:
-        return end, None
+        return None
     gates = [n for n in graph.pipes if not graph.above(graph.end, without=n) & dispatchers]
-    cut = graph.pipes[min(gates, key=lambda n: len(graph.above(n)))]
-    return replaced(end, cut, Dispatched()), cut
+    return graph.pipes[min(gates, key=lambda n: len(graph.above(n)))]
 
 
 def replicable_root(end: DataPipe) -> DataPipe:
@@ -102,7 +100,7 @@ def replicable_root(end: DataPipe) -> DataPipe:
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Put one datapipe in the place of another; return the end of the graph."""
+    """Put one datapipe in the place of another, if that is there; return the end of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,10 @@ from cseq.adapters._torchdata_library import (
 from cseq.arena import Writer
 from cseq.errors import WorkerDied
 from cseq.producer import Parcel
+from cseq.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from cseq.adapters._torchdata_library import GraphFn
     from cseq.stream import Streams
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     Sent = tuple[tuple[int, ...], bytes | tuple[int, int]]
 
 QUICK = 0.0005  # seconds in which a relay looks for more items to send along
+ENDING = 10.0  # seconds that a thread without work may take to end
 MOST_FOLDER = 72  # characters: macOS takes 103 for the name of a socket
 MOST_TOGETHER = 64  # items that a relay sends in one message
 DISPATCHING = "in dispatching process"
@@ -117,14 +120,21 @@ class Relay:
         self._held: list[list[Parcel]] = [[] for _ in range(num_workers)]  # what it may still read
         self._rewind()
         self._folder: str | None = None
-        self.address = self._make_address()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
-        self._listener.listen(num_workers)
-        self._hangup, self._hung_up = socket.socketpair()
+        self._sockets: list[socket.socket] = []
         self._callers: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._run(self._accept)
+        self._accepting = Threads()
+        self._serving: list[threading.Thread] = []
+
+    def open(self) -> str:
+        """Let workers call, and return where. Whatever is raised: `close` ends it."""
+        address = self._make_address()
+        self._sockets += (socket.socket(socket.AF_UNIX), *socket.socketpair())
+        listener, _, hung_up = self._sockets
+        listener.bind(address)
+        listener.listen(self._num_workers)
+        self._accepting.add("cseq-relay", partial(self._accept, listener, hung_up))
+        self._accepting.start()
+        return address
 
     def _make_address(self) -> str:
         """Find a name for a socket: on Linux one that is in no folder, so that nothing is left."""
@@ -133,21 +143,19 @@ class Relay:
         self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
         return os.path.join(self._folder, "relay")
 
-    def _run(self, target: Callable[..., None], *args: Any) -> None:
-        """Start a thread."""
-        thread = threading.Thread(target=target, args=args, name="cseq-relay", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, hung_up: socket.socket) -> None:
         """Wait for workers to call."""
-        while self._hung_up not in wait([self._listener, self._hung_up]):
-            caller, _ = self._listener.accept()
+        while hung_up not in wait([listener, hung_up]):
+            caller, _ = listener.accept()
             if not _is_ours(caller):
                 caller.close()
                 continue
             self._callers.append(caller)
-            self._run(self._serve, caller)
+            thread = threading.Thread(
+                target=self._serve, args=(caller,), name="cseq-relay", daemon=True
+            )
+            self._serving.append(thread)
+            thread.start()
 
     def _serve(self, caller: socket.socket) -> None:
         """Answer one worker until it is gone."""
@@ -246,26 +254,27 @@ class Relay:
         self._streams.interrupt()
 
     def close(self) -> None:
-        """End the dispatching process and the threads; the workers are gone already."""
+        """End the dispatching process and the threads; the workers are gone already.
+
+        Twice is fine, also if the first time was interrupted.
+        """
         self.stop()
-        self._hangup.send(b"!")  # closing it is no sign while forked processes have copies of it
-        _join(self._threads[:1])  # then nobody calls any more
+        if self._accepting.begun:
+            with contextlib.suppress(OSError):  # it was closed
+                # Closing it is no sign while forked processes have copies of it.
+                self._sockets[1].send(b"!")
+            self._accepting.join(time.monotonic() + ENDING)  # then nobody calls any more
         for caller in self._callers:
             with contextlib.suppress(OSError):  # it has hung up
                 caller.shutdown(socket.SHUT_RDWR)
-        _join(self._threads[1:])
-        for each in (self._listener, self._hangup, self._hung_up, *self._callers):
+        for thread in self._serving:
+            if thread is not threading.current_thread():  # garbage collection can strike in one
+                thread.join()
+        for each in (*self._sockets, *self._callers):
             each.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._streams.close()
-
-
-def _join(threads: list[threading.Thread]) -> None:
-    """Wait for threads to end; garbage collection can strike in one of them."""
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
 
 
 def _short_folder() -> str | None:

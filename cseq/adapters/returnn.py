@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +46,7 @@ except ModuleNotFoundError as missing:
 from cseq.adapters._returnn_worker import Maker, Plan, Request, unpack
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterator, Sequence
 
     from cseq.stats import Stats
@@ -172,11 +172,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._serial = 0
         self._asked: tuple[Any, Any, Any] | None = None  # arguments of the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
-        self._turns: deque[int] | None = None  # workers that are not at their end, the next first
+        self._left: list[int] | None = None  # workers not at their end; None: no epoch is under way
+        self._turn = 0  # whose turn it is among them
         self._taken = 0  # sequences
         self._complete = 0.0  # greatest `complete_frac` so far
         self._frames: dict[str, int] = {}  # loaded so far
-        self._broken: str | None = None  # the error that ended the epoch
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
-        if self._turns is None:  # else the order is that of the epoch under way
+        if self._left is None:  # else the order is that of the epoch under way
             self._order = None
 
     # -- the workers ----------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _workers(self) -> Streams:
         """Return the workers; they are started at the first call, and again in a fork."""
         if self._streams is None or not self._is_running():
-            self._end_epoch()
+            self._left = None
             self._home = os.getpid()
             self._streams = Streams(
                 Maker(Plan(self.dataset, self._sharding_method, self.name, _installed)),
@@ -314,7 +314,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def close(self) -> None:
         """End the workers now rather than with this object; a later use starts new ones."""
         streams, self._streams = self._streams, None
-        self._end_epoch()
+        self._left = None
         if streams is not None and self._home == os.getpid():
             streams.close()
 
@@ -347,8 +347,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_order : sequence of int, optional
             Numbers in the corpus of the sequences to load, in order.
         """
+        self._left = None  # first: whatever interrupts the rest, no epoch is under way then
+        self._turn = self._taken = 0
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
-        self._end_epoch()
+        self._complete = 0.0
+        self._frames = {}
         self._order = None
         self._serial += 1
         if epoch is None and seq_list is None and seq_order is None:
@@ -361,7 +364,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             lengths = streams.begin(requests)
         self._num_seqs = None if None in lengths else sum(lengths)
         self.reached_final_seq = self._num_seqs == 0
-        self._turns = deque(range(self.num_workers))
+        self._left = list(range(self.num_workers))
         return True
 
     def _request(self) -> Request:
@@ -406,19 +409,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def finish_epoch(self, *, free_resources: bool = False) -> None:
         """End the epoch; `free_resources`: the workers' datasets are dropped until the next one."""
         super().finish_epoch(free_resources=free_resources)
-        self._end_epoch()
+        self._left = None
         if self._is_running():
             with self._guarded() as streams:
                 streams.interrupt()
                 streams.ask("finish", free_resources)
-
-    def _end_epoch(self) -> None:
-        """Expect no sequence any more."""
-        self._turns = None
-        self._taken = 0
-        self._complete = 0.0
-        self._frames = {}
-        self._broken = None
 
     # -- sequences ------------------------------------------------------------------------------
 
@@ -440,34 +435,12 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        if self.added_data:
-            start = max(self.added_data[-1].seq_idx + 1, start)
-        for seq_idx in range(start, end):
-            seq = self._collect_single_seq(seq_idx)
-            if seq is None:
-                return
-            self.added_data.append(seq)
-
-    def _collect_single_seq(self, seq_idx: int) -> Any:
-        """Take sequences up to this one; None when there are not so many."""
-        while self._num_seqs is None or seq_idx < self._num_seqs:
-            taken = self._take()
-            if taken is None:
+        while self._taken < end and (self._num_seqs is None or self._taken < self._num_seqs):
+            shelf = self._shelf()
+            if shelf is None:
                 self._check_length()
-                continue
-            tag, fraction, features = taken
-            if fraction is not None:
-                if fraction > self._complete:
-                    self._complete = fraction
-                fraction = self._complete
-            frames = self._frames
-            for key, value in features.items():
-                frames[key] = frames.get(key, 0) + (len(value) if value.ndim else 1)
-            self._taken += 1
-            self.reached_final_seq = self._taken == self._num_seqs
-            if self._taken > seq_idx:
-                return DatasetSeq(seq_idx, features, seq_tag=tag, complete_frac=fraction)
-        return None
+            else:
+                self._take(shelf, start)
 
     def _check_length(self) -> None:
         """Learn the number of sequences from their end."""
@@ -476,32 +449,48 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
                 f"{self}: the wrapped dataset has {self._taken} sequences in this epoch, and said "
                 f"{self._num_seqs}"
             )
-        self._num_seqs = self._taken
         self.reached_final_seq = True
+        self._num_seqs = self._taken
 
-    def _take(self) -> tuple[str, float | None, dict[str, Any]] | None:
-        """Take the next sequence, round robin; None when no worker has any."""
-        if self._broken is not None:
-            raise RuntimeError(
-                f"{self}: an error has ended this epoch ({self._broken}); "
-                "begin another one with init_seq_order"
-            )
-        turns = self._turns
-        if turns is None or self._streams is None or self._home != os.getpid():
+    def _shelf(self) -> deque[Any] | None:
+        """Find the next sequence, round robin: the first there; None when no worker has any."""
+        left = self._left
+        if left is None or self._streams is None or self._home != os.getpid():
             raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
-        while turns:
+        while left:
+            if self._turn >= len(left):
+                self._turn = 0
             try:
-                taken = unpack(self._streams.next(turns[0]))
+                return self._streams.shelf(left[self._turn])
             except StopIteration:
-                turns.popleft()
+                del left[self._turn]
             except Exception as error:
                 self._give_up(error)
-                self._broken = repr(error)
                 raise
-            else:
-                turns.rotate(-1)
-                return taken
         return None
+
+    def _take(self, shelf: deque[Any], start: int) -> None:
+        """Take the next sequence; have it among those that are loaded, unless it is before them."""
+        tag, fraction, features = unpack(shelf[0])
+        number, complete = self._taken, self._complete
+        if fraction is not None:
+            if fraction > complete:
+                complete = fraction
+            fraction = complete
+        loaded = []
+        if number >= start:
+            loaded.append(DatasetSeq(number, features, seq_tag=tag, complete_frac=fraction))
+        frames = self._frames.copy()
+        for key, value in features.items():
+            frames[key] = frames.get(key, 0) + (len(value) if value.ndim else 1)
+        # No call follows, so that no signal handler (Ctrl-C) comes in between: all or nothing.
+        self._frames = frames
+        self._complete = complete
+        self._taken = number + 1
+        self._turn += 1
+        self.reached_final_seq = self._taken == self._num_seqs
+        self.added_data += loaded
+        del shelf[0]
 
     def get_num_timesteps(self) -> Any:
         """Return how many frames there were, after the last sequence."""

@@ -27,7 +27,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from cseq.adapters._torchdata_graph import (
-    cut_dispatched,
+    dispatched_root,
     pause_all,
     replaced,
     replicable_root,
@@ -42,7 +42,7 @@ from cseq.adapters._torchdata_library import (
     WorkerInfo,
     set_graph_random_seed,
 )
-from cseq.adapters._torchdata_relay import Relay
+from cseq.adapters._torchdata_relay import Dispatched, Relay
 from cseq.adapters._torchdata_worker import Dispatcher, Worker
 from cseq.check import count, flag, seconds
 from cseq.stream import Streams
@@ -131,6 +131,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         self._end_datapipe: DataPipe = None  # the last datapipe of the user's that is here
         self._outlet: _Outlet | None = None
+        self._cuts: list[tuple[DataPipe, DataPipe]] = []  # what is in the graph in whose place
         self._epoch: dict[str, Any] = {}  # what a state has to say of it, beside the position
         self._restored: dict[str, Any] | None = None
 
@@ -145,6 +146,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             The end of the graph, which is changed in place.
         """
         self.finalize()
+        datapipe = self._mended(datapipe)
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
         else:
@@ -154,10 +156,30 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
         """Start the processes; return the end of what is left of the graph."""
-        datapipe, dispatched = cut_dispatched(datapipe)
-        root = replicable_root(datapipe)
-        self._engine = _Engine(self, root, dispatched)
-        return replaced(datapipe, root, _Reader(self._engine))
+        try:
+            dispatched = dispatched_root(datapipe)
+            if dispatched is not None:
+                datapipe = self._cut(datapipe, dispatched, Dispatched())
+            root = replicable_root(datapipe)
+            self._engine = _Engine(self.num_workers)
+            self._engine.open(self, root, dispatched)
+            return self._cut(datapipe, root, _Reader(self._engine))
+        except BaseException:
+            self._mended(datapipe)
+            self.finalize()
+            raise
+
+    def _cut(self, end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
+        """Put a datapipe in the place of a part of the graph; return the end of the graph."""
+        self._cuts.append((new, old))
+        return replaced(end, old, new)
+
+    def _mended(self, end: DataPipe) -> DataPipe:
+        """Undo the cuts of an attempt that has failed, or was interrupted."""
+        while self._cuts:
+            end = replaced(end, *self._cuts[-1])
+            del self._cuts[-1]
+        return end
 
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
@@ -201,9 +223,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def finalize(self) -> None:
         """Stop everything, from any state; twice is fine."""
         self._stop()
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        if self._engine is not None:
+            self._engine.close()  # if this is interrupted, it can be done again
+            self._engine = None
 
     def _stop(self) -> None:
         """Let nobody here read on: the tail may have threads that do."""
@@ -318,12 +340,17 @@ def _is_seeded(seeds: SeedGenerator) -> bool:
 class _Engine:
     """The processes behind one reading service."""
 
-    def __init__(
+    def __init__(self, num_workers: int) -> None:
+        self._pid = os.getpid()
+        self._num_workers = num_workers
+        self._number = 0  # of the epoch
+        self._relay: Relay | None = None
+        self._streams: Streams | None = None
+
+    def open(
         self, service: MultiProcessingReadingService, root: DataPipe, dispatched: DataPipe
     ) -> None:
-        self._pid = os.getpid()
-        self._number = 0
-        workers = service.num_workers
+        """Start the processes. Whatever is raised, also by a signal handler: `close` ends them."""
         ahead = 1 + service.worker_prefetch_cnt
         options: dict[str, Any] = {
             "start_method": service.multiprocessing_context,
@@ -331,20 +358,22 @@ class _Engine:
             "timeout": service.timeout,
             "preload": [__name__],
         }
-        self._relay: Relay | None = None
+        address = None
         if dispatched is not None:
-            dispatcher = partial(Dispatcher, dispatched)
-            streams = Streams(dispatcher, 1, prefetch=workers * ahead, sealed=True, **options)
-            self._relay = Relay(streams, workers)
-        address = None if self._relay is None else self._relay.address
+            make = partial(Dispatcher, dispatched)
+            room = self._num_workers * ahead
+            streams = Streams(make, 1, prefetch=room, sealed=True, **options)
+            self._relay = Relay(streams, self._num_workers)
+            address = self._relay.open()
         worker = partial(Worker, root, service.worker_init_fn, service.worker_reset_fn, address)
-        ahead += -(-service.main_prefetch_cnt // workers)
-        try:
-            self.streams = Streams(worker, workers, prefetch=ahead, **options)
-        except BaseException:
-            if self._relay is not None:
-                self._relay.close()
-            raise
+        ahead += -(-service.main_prefetch_cnt // self._num_workers)
+        self._streams = Streams(worker, self._num_workers, prefetch=ahead, **options)
+
+    @property
+    def streams(self) -> Streams:
+        """The workers."""
+        assert self._streams is not None, "open() comes first"
+        return self._streams
 
     def begin(self, seeds: SeedGenerator, reset_fn: GraphFn | None) -> None:
         """Begin an epoch in all processes."""
@@ -354,7 +383,7 @@ class _Engine:
         self.streams.begin(
             [
                 Epoch(self._number, seeds.spawn(worker), reset_fn)
-                for worker in range(self.streams.num_workers)
+                for worker in range(self._num_workers)
             ]
         )
 
@@ -371,14 +400,19 @@ class _Engine:
         if os.getpid() == self._pid:
             if self._relay is not None:
                 self._relay.stop()
-            self.streams.interrupt()
+            if self._streams is not None:
+                self._streams.interrupt()
 
     def close(self) -> None:
-        """End all processes; one that was forked off this process has none to end."""
+        """End all processes; one that was forked off this process has none to end.
+
+        Twice is fine, also if the first time was interrupted.
+        """
         if os.getpid() != self._pid:
             return
         self.stop()
-        self.streams.close()
+        if self._streams is not None:
+            self._streams.close()
         if self._relay is not None:
             self._relay.close()
 

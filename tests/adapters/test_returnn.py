@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from interrupting import first_hits, interrupted
 
 import cseq
 
@@ -164,6 +165,15 @@ class Shares(CachedDataset2):
             return None
         data = np.full((1, 1), seq_idx, np.float32)
         return DatasetSeq(seq_idx, data, seq_tag=f"{self._shard_index}:{seq_idx}")
+
+
+class Breaking(Shares):
+    """Shard 1 raises in the place of its third sequence."""
+
+    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
+        if (self._shard_index, seq_idx) == (1, 2):
+            raise LookupError("two is missing")
+        return super()._collect_single_seq(seq_idx)
 
 
 class Own(CachedDataset2):
@@ -793,6 +803,76 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=3.0, on_timeout="restart")
     assert len(tags(dataset)) == 12
     assert dataset.stats().restarts == 1
+
+
+STEPS = ("adapters/returnn.py", "stream.py", "edge.py", "codec.py")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("buffer_size", "start"), [(1, 2), (8, 2), (1, 4)])
+def test_ctrl_c_anywhere_in_loading(make: Any, buffer_size: int, start: int, known: bool) -> None:
+    """Wherever in `load_seqs` a signal handler raises: the next call goes on as if nothing was."""
+    plan = {"class": Shares, "sizes": [3, 4], "known": known}
+    dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
+    expected = tags(dataset)
+
+    def step(countdown: int) -> bool:
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(0, 2)
+        with interrupted(countdown, *STEPS) as struck:
+            dataset.load_seqs(start, 9)
+        dataset.load_seqs(start, 9)
+        assert [seq.seq_idx for seq in dataset.added_data] == list(range(start, 7))
+        assert [seq.seq_tag for seq in dataset.added_data] == expected[start:]
+        assert dataset.num_seqs == 7
+        assert dataset.get_num_timesteps()["data"] == 7
+        return struck.is_set()
+
+    assert first_hits(step) > 50
+
+
+@pytest.mark.parametrize("buffer_size", [1, 8])
+def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int) -> None:
+    """Wherever it comes: after an exception no epoch ends as if it had been whole."""
+    plan = {"class": Breaking, "sizes": [9, 9], "known": False}
+    dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
+
+    def step(countdown: int) -> bool:
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(0, 4)
+        with interrupted(countdown, *STEPS) as struck, pytest.raises(LookupError):
+            dataset.load_seqs(4, 18)
+        for _ in range(2):
+            with pytest.raises((LookupError, RuntimeError), match="two is missing"):
+                dataset.load_seqs(4, 18)
+        assert [seq.seq_idx for seq in dataset.added_data] == [4]
+        return struck.is_set()
+
+    assert first_hits(step) > 20
+
+
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make: Any) -> None:
+    """Wherever in `init_seq_order` it comes: no epoch is under way, or the new one."""
+    dataset = make(TASK, 2, 2)
+    expected = [None, tags(dataset, 1), tags(dataset, 2)]
+
+    def step(countdown: int) -> bool:
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(0, 3)
+        with interrupted(countdown, "adapters/returnn.py") as struck:
+            dataset.init_seq_order(epoch=2)
+        try:
+            got = tags(dataset, None)
+        except (RuntimeError, AssertionError):
+            assert struck.is_set()
+        else:
+            assert got in ([], expected[2])
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(22, 23)
+        assert dataset.get_tag(22) == expected[1][-1]
+        return struck.is_set()
+
+    assert first_hits(step) > 20
 
 
 # ── 9 of D: randomness ─────────────────────────────────────────────────────────────────────

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from interrupting import first_hits, interrupted
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
@@ -655,6 +656,78 @@ def test_shutdown_from_another_thread() -> None:
     with pytest.raises(InterruptedError):
         next(items)
     thread.join()
+
+
+# -- 11: Ctrl-C
+
+STEPS = tuple(f"adapters/{name}.py" for name in ("torchdata", "_torchdata_relay"))
+STARTING = (*STEPS, "adapters/_torchdata_graph.py")
+
+
+def in_three_parts() -> Any:
+    """A graph for the dispatching process, the workers and the main process."""
+    return Stays(dispatched(12).map(double))
+
+
+@pytest.mark.parametrize("verb", ["iter", "_pause", "_resume"])
+def test_ctrl_c_in_an_epoch(verb: str) -> None:
+    """Wherever in a loader's calls a signal handler raises: doing it again goes well."""
+    with loader(in_three_parts()) as loaded:
+
+        def step(countdown: int) -> bool:
+            items = iter(loaded)
+            got = list(itertools.islice(items, 3))
+            if verb == "_resume":
+                loaded._pause()
+            with interrupted(countdown, *STEPS, "stream.py") as struck:
+                iter(loaded) if verb == "iter" else getattr(loaded, verb)()
+            if verb == "iter":
+                items, got = iter(loaded), []
+            elif loaded._is_paused:
+                loaded._resume()
+            assert got + list(items) == list(range(0, 24, 2))
+            return struck.is_set()
+
+        assert first_hits(step) > 30
+
+
+def test_ctrl_c_in_the_first_iter() -> None:
+    """Where the start was interrupted, the graph is whole and can be started."""
+
+    def step(countdown: int) -> bool:
+        with loader(in_three_parts()) as loaded:
+            with interrupted(countdown, *STARTING) as struck:
+                iter(loaded)
+            assert list(loaded) == list(range(0, 24, 2))
+        return struck.is_set()
+
+    assert first_hits(step, 11) > 20
+
+
+def test_ctrl_c_in_shutdown() -> None:
+    """Where the end was interrupted, dropping the loader ends its processes."""
+
+    def step(countdown: int) -> bool:
+        loaded = loader(in_three_parts())
+        assert next(iter(loaded)) == 0
+        with interrupted(countdown, *STEPS) as struck:
+            loaded.shutdown()
+        return struck.is_set()  # `nothing_left_behind` looks
+
+    assert first_hits(step, 5) > 8
+
+
+def test_a_graph_that_could_not_be_started_is_whole() -> None:
+    """A start that fails (here: something cannot be pickled) is no obstacle to another one."""
+    lock = threading.Lock()
+    pipe = dispatched(6).map(double)
+    reading = service(context="spawn")
+    pipe.of_the_user = lock
+    with pytest.raises(TypeError, match="lock"):
+        reading.initialize(pipe)
+    del pipe.of_the_user
+    with loader(pipe) as loaded:
+        assert list(loaded) == list(range(0, 12, 2))
 
 
 # -- 12, D 9: exceptions
