@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")
@@ -78,15 +74,28 @@ def blocked() -> bool:
     return mask is not None and signal.SIGINT in mask(signal.SIG_BLOCK, ())
 
 
-@contextlib.contextmanager
-def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Iterator[threading.Event]:
+class Strike:
+    """Interrupts once what is done in its `with`, and catches that.
+
+    No generator: from Python 3.13 on, what `contextlib` makes of one keeps the exception in a
+    circle, and with it the batches that its frames had.
+    """
+
+    def __init__(self, trace: Interrupting) -> None:
+        self.trace = trace
+        self.before: Any = None
+
+    def __enter__(self) -> threading.Event:
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self.trace.struck
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> bool:
+        sys.settrace(self.before)
+        assert kind is not KeyboardInterrupt or self.trace.struck.is_set()
+        return kind is KeyboardInterrupt
+
+
+def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Strike:
     """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
-    trace = Interrupting(countdown, files, anywhere=anywhere)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield trace.struck
-    except KeyboardInterrupt:
-        assert trace.struck.is_set()
-    finally:
-        sys.settrace(before)
+    return Strike(Interrupting(countdown, files, anywhere=anywhere))

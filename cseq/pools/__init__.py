@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Pool", "pool_of"]
 
-# Where the class of each kind is. A name made anew each time would stay: some Pythons keep them all.
+# Where the class of each kind is. Names made anew each time would stay: some Pythons keep them all.
 POOLS = {
     "inline": ("cseq.pools.inline", "InlinePool"),
     "thread": ("cseq.pools.thread", "ThreadPool"),
