@@ -677,11 +677,9 @@ def oom_kills(root: Folder = ROOT) -> int | None:
     root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    for group, name in _groups(root):
-        kills = _fields(join(group, KILLS[name])).get("oom_kill")
-        if kills is not None:
-            return kills
-    return None
+    counts = [_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
+    told = [count for count in counts if count is not None]
+    return told[0] if told else None
 
 
 def _check_available(nbytes: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import itertools
 import os
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import cseq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")
@@ -79,18 +78,31 @@ def blocked() -> bool:
     return mask is not None and signal.SIGINT in mask(signal.SIG_BLOCK, ())
 
 
-@contextlib.contextmanager
-def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Iterator[threading.Event]:
+class Strike:
+    """Interrupts once what is done in its `with`, and catches that.
+
+    No generator: from Python 3.13 on, what `contextlib` makes of one keeps the exception in a
+    circle, and with it the batches that its frames had.
+    """
+
+    def __init__(self, trace: Interrupting) -> None:
+        self.trace = trace
+        self.before: Any = None
+
+    def __enter__(self) -> threading.Event:
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self.trace.struck
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> bool:
+        sys.settrace(self.before)
+        assert kind is not KeyboardInterrupt or self.trace.struck.is_set()
+        return kind is KeyboardInterrupt
+
+
+def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Strike:
     """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
-    trace = Interrupting(countdown, files, anywhere=anywhere)
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield trace.struck
-    except KeyboardInterrupt:
-        assert trace.struck.is_set()
-    finally:
-        sys.settrace(before)
+    return Strike(Interrupting(countdown, files, anywhere=anywhere))
 
 
 def first_hits(step: Callable[[int], bool], stride: int = 1) -> int:

@@ -216,7 +216,7 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
         iterator = iter(m)
         for _ in range(number):
             next(iterator)
-        with pytest.raises(cseq.WorkerDied, match="SIGKILL.* has ended 3 workers") as caught:
+        with pytest.raises(cseq.WorkerDied, match=r"SIGKILL.* has ended 3 workers") as caught:
             next(iterator)
         assert m.stats().restarts == 2
     died = caught.value

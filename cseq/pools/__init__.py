@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Pool", "pool_of"]
 
+# Where the class of each kind is. Names made anew each time would stay: some Pythons keep them all.
+POOLS = {
+    "inline": ("cseq.pools.inline", "InlinePool"),
+    "thread": ("cseq.pools.thread", "ThreadPool"),
+    "process": ("cseq.pools.process", "ProcessPool"),
+}
+
 
 class Job(NamedTuple):
     """All that a pool has to know.
@@ -112,7 +119,6 @@ class Pool(Protocol):
 
 def pool_of(kind: str) -> Callable[[Job], Pool]:
     """Return the class of pools of a kind: 'inline', 'thread' or 'process'."""
-    pool: Callable[[Job], Pool] = getattr(
-        imported(f"cseq.pools.{kind}"), f"{kind.capitalize()}Pool"
-    )
+    module, name = POOLS[kind]
+    pool: Callable[[Job], Pool] = getattr(imported(module), name)
     return pool
