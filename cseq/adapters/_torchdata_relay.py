@@ -19,7 +19,7 @@ import time
 from collections import deque
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cseq import codec, failure
 from cseq._core import Block, copy_of
@@ -28,7 +28,7 @@ from cseq.adapters._torchdata_library import (
     IterDataPipe,
 )
 from cseq.arena import Writer
-from cseq.errors import WorkerDied
+from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.producer import Parcel
 from cseq.threads import Threads
 
@@ -314,8 +314,14 @@ def _call(address: str) -> tuple[Connection[Any, Any], Writer]:
 
 
 def _of_dispatching(error: Exception) -> Exception:
-    """Let the death of the dispatching process not look like that of a worker."""
+    """Let the death or the hanging of the dispatching process not look like that of a worker."""
+    made: Any
+    text = f"the dispatching process: {error}"
     if isinstance(error, WorkerDied):
-        error = WorkerDied(f"the dispatching process: {error}", exitcode=error.exitcode)
-        error._cseq_where = DISPATCHING  # type: ignore[attr-defined]
-    return error
+        made = WorkerDied(text, exitcode=error.exitcode)
+    elif isinstance(error, WorkerTimeout):
+        made = WorkerTimeout(text)
+    else:
+        return error
+    made._cseq_where = DISPATCHING
+    return cast("Exception", made)

@@ -894,6 +894,17 @@ def test_timeout() -> None:
         list(loaded)
 
 
+def test_timeout_of_the_dispatching_process() -> None:
+    """Where it hangs, the error names it, or shows the worker that waits for it."""
+    pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
+    with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=0.3) as loaded:
+        items = iter(loaded)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cseq.keeper.GRACE", 0.1)
+            with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
+                next(items)
+
+
 ORPHANS = """
 import os, signal
 from cseq.adapters.torchdata import MultiProcessingReadingService
