@@ -1,9 +1,9 @@
 """Keeps worker processes alive: starts, hears, replaces and ends them.
 
-A thread sleeps on the workers' sockets. What arrives there is, first, one message (ready, or the
-exception that kept the worker from getting ready), then the text of stacks that were asked for; the
-end of the stream is the end of the process, which a status confirms before anything it held is
-touched.
+A thread sleeps on the workers' sockets. What arrives there are two messages (the user's code
+begins; ready, or the exception that kept the worker from getting ready), and between and behind
+them the text of stacks that were asked for. The end of the stream is the end of the process, which
+a status confirms before anything it held is touched.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from cseq._core import now_ns
 from cseq.launcher import describe_exit
 from cseq.threads import Latch, Threads
 
@@ -26,12 +27,22 @@ if TYPE_CHECKING:
 
     from cseq.launcher import Child, Launcher
 
-__all__ = ["FAILED", "LAST_GRACE", "READY", "STACK_SIGNAL", "Keeper", "Steward", "send_state"]
+__all__ = [
+    "ENTERED",
+    "FAILED",
+    "LAST_GRACE",
+    "READY",
+    "STACK_SIGNAL",
+    "Keeper",
+    "Steward",
+    "send_state",
+]
 
 log = logging.getLogger("cseq")
 
-READY, FAILED = b"R", b"F"
-HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
+ENTERED, READY, FAILED = b"E", b"R", b"F"
+# A NUL, which no text has; one of the above; and the length of what follows.
+HEADER = struct.Struct("<xcQ")
 
 # Makes a worker write its stacks to its socket.
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
@@ -43,7 +54,7 @@ STACK_QUIET = 0.1  # a stack is complete when nothing more has come for so long
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the trainer a worker's one message."""
+    """Send the trainer a message: ENTERED, then READY or FAILED."""
     sock.sendall(HEADER.pack(state, len(body)) + body)
 
 
@@ -69,25 +80,36 @@ class _Ward:
     def __init__(self, owner: int, child: Child) -> None:
         self.owner = owner
         self.child = child
-        self.buffer = bytearray()
-        self.state = b""  # READY or FAILED, once it has said so
-        self.heard = 0.0  # when a piece of its stack came last
+        self.state = b""  # the latest message's
+        self.entered = 0  # when ENTERED came, in ns of `now_ns`
+        self.text = bytearray()  # of its stack
+        self.heard = 0.0  # when a piece of that came last
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> bytes | None:
-        """Take in what came; return the body of the message when it is complete."""
-        self.buffer += data
-        if self.state:
-            self.heard = time.monotonic()
-            return None
-        if len(self.buffer) < HEADER.size:
-            return None
-        state, length = HEADER.unpack_from(self.buffer)
-        if len(self.buffer) < HEADER.size + length:
-            return None
-        self.state = state
-        body = bytes(self.buffer[HEADER.size : HEADER.size + length])
-        del self.buffer[: HEADER.size + length]
-        return body
+        """Take in what came; return the body of FAILED when it is complete."""
+        buffer = self._buffer
+        buffer += data
+        while buffer:
+            text = buffer.partition(b"\0")[0]
+            if text:
+                self.text += text
+                self.heard = time.monotonic()
+                del buffer[: len(text)]
+            if len(buffer) < HEADER.size:
+                return None
+            state, length = HEADER.unpack_from(buffer)
+            end = HEADER.size + length
+            if len(buffer) < end:
+                return None
+            body = bytes(buffer[HEADER.size : end])
+            del buffer[:end]
+            if state == ENTERED:
+                self.entered = now_ns()
+            self.state = state
+            if state == FAILED:
+                return body
+        return None
 
 
 class Keeper:
@@ -146,6 +168,12 @@ class Keeper:
         ward = self._wards.get(owner)
         return ward is not None and ward.state == READY
 
+    def starting(self) -> list[tuple[int, int]]:
+        """List the workers in which the user's code makes one ready, and since when (`now_ns`)."""
+        with self._lock:
+            wards = list(self._wards.values())
+        return [(ward.owner, ward.entered) for ward in wards if ward.state == ENTERED]
+
     def kill(self, owner: int) -> None:
         """Kill a worker; its death is then noticed as any other."""
         ward = self._wards.get(owner)
@@ -158,7 +186,7 @@ class Keeper:
         if ward is None or not ward.state or STACK_SIGNAL is None:
             return "(its stack cannot be asked for)\n"
         ward.heard = 0.0
-        del ward.buffer[:]
+        del ward.text[:]
         ward.child.send_signal(STACK_SIGNAL)
         begun = time.monotonic()
         quiet = Latch()  # nobody sets it: a pause that other threads can use
@@ -166,7 +194,7 @@ class Keeper:
             if ward.heard and time.monotonic() - ward.heard > STACK_QUIET:
                 break
             quiet.wait(0.02)
-        return ward.buffer.decode(errors="replace") or "(it does not answer: stopped?)\n"
+        return ward.text.decode(errors="replace") or "(it does not answer: stopped?)\n"
 
     # -- the thread
 
@@ -226,7 +254,7 @@ class Keeper:
             self._bury(ward)
             return
         body = ward.feed(data)
-        if body is not None and ward.state == FAILED:
+        if body is not None:
             self._steward.failed(ward.owner, body)
 
     def _bury(self, ward: _Ward) -> None:

@@ -150,7 +150,8 @@ class MSequence:
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that a batch may take before `on_timeout`.
+        Seconds that a batch may take before `on_timeout`; a worker may take ten times as long to
+        get ready.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker process and make the batch again.
     memory_limit : int, str or None

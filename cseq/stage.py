@@ -15,13 +15,23 @@ if TYPE_CHECKING:
 
     from cseq._core import Seat
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "look_ns", "run"]
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "START_SHARE", "late_start", "look_ns", "run"]
 
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
 IDLE_NS = 1_000_000_000  # a runner with nothing to do looks up once a second
 LOOK_NS = 20_000  # about what a sleep costs the two that take part in it
+
+START_SHARE = 10  # so many times its `timeout` may a worker take to get ready
+
+
+def late_start(worker: int, seconds: float, timeout: float) -> str:
+    """Say that a worker takes too long to get ready."""
+    return (
+        f"worker {worker} has been starting for {seconds:.1f} s, which is more than {START_SHARE} "
+        f"times timeout={timeout} s"
+    )
 
 
 def look_ns(most: int = LOOK_NS) -> int:

@@ -89,8 +89,8 @@ class Streams:
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that an item, or a call, may take before `on_timeout`. That a worker takes to get
-        ready does not count.
+        Seconds that an item, or a call, may take before `on_timeout`. A worker may take ten
+        times as long to get ready.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int, str or None

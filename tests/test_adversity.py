@@ -409,6 +409,50 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
         assert m.stats().restarts >= 1
 
 
+class StuckInTheMaking(Squares):
+    """Does something while it is made, unless it finds a mark that this was done."""
+
+    def __init__(self, mark: str, deed: Callable[[], None]) -> None:
+        if not os.path.exists(mark):
+            Path(mark).touch()
+            self.a_method_to_be_found(deed)
+
+    def a_method_to_be_found(self, deed: Callable[[], None]) -> None:
+        deed()
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> None:
+    """A worker may take ten times the timeout to get ready, and no more."""
+    from functools import partial
+
+    release = threading.Event()
+    deed = hang if kind == "proc" else release.wait
+    m = cseq.MSequence(
+        partial(StuckInTheMaking, str(tmp_path / "mark"), deed), SAMPLES, num_workers=1,
+        batch_size=BATCH, seed=11, out_type="null", timeout=0.05, thread_type=kind,
+        **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    with m.start():
+        with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
+            next(iter(m))
+        release.set()
+        if kind == "proc":
+            m._run.pool._staff._keeper.kill(1)  # type: ignore[union-attr, attr-defined]
+    assert "worker 0 has been starting for" in str(caught.value)
+    assert "timeout=0.05" in str(caught.value)
+
+
+def test_a_hanging_constructor_is_called_again(tmp_path: Path) -> None:
+    """on_timeout='restart': in another process, and the stream does not show it."""
+    from functools import partial
+
+    worker = partial(StuckInTheMaking, str(tmp_path / "mark"), hang)
+    with manager(worker, num_workers=1, timeout=0.2, on_timeout="restart").start() as m:
+        assert digest(m) == reference()
+        assert m.stats().restarts >= 1
+
+
 # -- converters
 
 

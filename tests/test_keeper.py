@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cseq import keeper as keeper_module
-from cseq.keeper import FAILED, READY, Keeper, send_state
+from cseq.keeper import ENTERED, FAILED, HEADER, READY, Keeper, _Ward, send_state
 from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def obey(sock: socket.socket, local: Any = None) -> None:
         elif order == b"F":
             send_state(sock, FAILED, b"why " * 50_000)
         elif order == b"H":  # a message in pieces, and never the last one
-            sock.sendall(READY + struct.pack("<Q", 5)[:3])
+            sock.sendall(b"\0" + READY + struct.pack("<Q", 5)[:3])
         elif order == b"K":
             os.kill(os.getpid(), signal.SIGKILL)
         elif order == b"S":
@@ -270,3 +270,19 @@ def test_the_stack_of_nobody(keep: Any) -> None:
     steward.await_events(1)
     for owner in (1, 2):
         assert "cannot be asked" in keeper.stack(owner)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_messages_and_the_text_of_stacks_share_a_stream(size: int) -> None:
+    """Whatever the pieces are that arrive: text can come before, between and behind messages."""
+    body = b"why\0\0E" * 3
+    for last, told in ((READY, b""), (FAILED, body)):
+        messages = HEADER.pack(ENTERED, 0), HEADER.pack(last, len(told)) + told
+        sent = b"one " + messages[0] + b"two " + messages[1] + b"three"
+        ward = _Ward(1, None)  # type: ignore[arg-type]
+        bodies = [ward.feed(sent[k : k + size]) for k in range(0, len(sent), size)]
+        assert [each for each in bodies if each is not None] == ([body] if last == FAILED else [])
+        assert ward.state == last
+        assert ward.entered > 0
+        if last == READY:
+            assert ward.text == b"one two three"
