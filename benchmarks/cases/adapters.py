@@ -85,7 +85,7 @@ def returnn(size: str, part: int, *, original: bool) -> Iterator[Callable[[], fl
 
 def task12ax(part: int, *, original: bool | None) -> Iterator[Callable[[], float]]:
     """A MultiProcDataset over RETURNN's own Task12AXDataset, or (None) that one alone."""
-    work = work_of("small", 20 * part)
+    work = work_of("small", 5 * part)
     yield from over({"class": "Task12AXDataset", "num_seqs": work.batches}, work, original=original)
 
 
