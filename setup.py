@@ -15,7 +15,8 @@ DEBUG = os.environ.get("CSEQ_DEBUG", "0") not in ("", "0")
 MODE = "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
-UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden"] + (["-O1", "-g"] if DEBUG else ["-O3", "-g0"])
+UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
+UNIX_FLAGS += ["-O1", "-g"] if DEBUG else ["-O3", "-g0"]
 WINDOWS_FLAGS = ["/std:c11"] + (["/Od"] if DEBUG else ["/O2"])
 
 
@@ -33,7 +34,10 @@ core = Extension(
     sources=["cseq/_core.pyx"],
     depends=[mode_file(), *map(str, sorted(Path("cseq", "include").glob("*.h")))],
     include_dirs=["cseq/include", np.get_include()],
-    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION")]
+    define_macros=[  # numpy 1.25 is the oldest that pyproject.toml allows at run time
+        ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
+        ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
+    ]
     + [("CSEQ_DEBUG", "1")] * DEBUG,
     undef_macros=["NDEBUG"] * DEBUG,
     libraries=["ws2_32"] if WINDOWS else [],
