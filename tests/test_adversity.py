@@ -156,7 +156,8 @@ import numpy as np
 import cseq
 from cseq import _core, converter, staff
 
-converter.resolve = converter.rehearse  # converter processes also where there is no CUDA
+if sys.argv[2] == "cuda":
+    converter.resolve = converter.rehearse  # converter processes also where there is no CUDA
 staff.TRIES = 1000  # all workers come to the fatal step at about the same time: it may be one batch
 
 class Worker:
