@@ -74,7 +74,6 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_gate_alarm(cseq_gate* g) noexcept
     void cseq_gate_knock(cseq_gate* g) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
-    int cseq_ring_await(cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket, uint32_t owner) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
@@ -86,7 +85,6 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
     uint32_t cseq_ring_alarms(const cseq_ring* r) noexcept
-    void cseq_ring_doze(cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept
     void cseq_ring_close(cseq_ring* r) noexcept
     int CSEQ_STATE(uint64_t word) noexcept
     uint32_t CSEQ_OWNER(uint64_t word) noexcept

@@ -957,7 +957,9 @@ cdef class Ring:
              uint32_t owner=0):
         """Offer a ticket, its indices written, in a free cell; to one runner if `owner` is given.
 
-        `start` is the position of the first sample in the order of the epoch. The runners are woken when `wake_at` tickets have gathered, and whenever the trainer waits.
+        `start` is the position of the first sample in the order of the epoch. The
+        runners are woken when `wake_at` tickets have gathered and whenever the trainer waits, but
+        not while one of them looks (see `turn`).
         """
         self.at(cell)
         if count > self.r.batch_size:
@@ -1079,8 +1081,6 @@ cdef class Ring:
             Wait for the ticket in this cell.
         """
         cdef uint64_t before
-        if self.unwoken and not cseq_turn_seen(&self.turns):
-            self.wake()
         if cell >= 0:
             self.at(<uint32_t>cell)
         elif ordered and self.outstanding:

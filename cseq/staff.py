@@ -31,14 +31,13 @@ from cseq._core import (
     arm_fault,
     commit,
     exit_on_hangup,
-    now_ns,
     ring_bytes,
 )
 from cseq.arena import Arena, Segment, Writer, oom_kills
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.keeper import ENTERED, STACK_SIGNAL, Keeper, send_state
 from cseq.launcher import describe_exit, make_launcher
-from cseq.stage import START_SHARE, late_start, look_ns
+from cseq.stage import look_ns, overdue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -285,29 +284,17 @@ class Staff:
     ) -> None:
         """Raise, or kill the worker, if something has taken longer than `timeout` seconds.
 
-        `working` says who works (the owner), since when (ns of `now_ns`), and on what. Workers that
-        are not ready may take `START_SHARE` times as long to become it.
+        `working` says who works (the owner), since when (ns of `now_ns`), and on what; see
+        `overdue`, also for workers that are not ready.
         """
         keeper = self._keeper
         assert keeper is not None
-        for owner, since, place in working:
-            seconds = (now_ns() - since) / 1e9
-            if seconds > timeout:
-                took = f"{place} has taken {seconds:.1f} s, timeout={timeout} s"
-                self._refuse_time(keeper, owner, took, restart=restart)
-        for owner, since in keeper.starting():
-            seconds = (now_ns() - since) / 1e9
-            if seconds > START_SHARE * timeout:
-                took = late_start(owner - 1, seconds, timeout)
-                self._refuse_time(keeper, owner, took, restart=restart)
-
-    def _refuse_time(self, keeper: Keeper, owner: int, took: str, *, restart: bool) -> None:
-        """Raise, or kill a worker, for what it took."""
-        message = f"{took}; worker {owner - 1} is here:\n{keeper.stack(owner)}"
-        if not restart:
-            raise WorkerTimeout(message)
-        log.error("%sworker %d is restarted", message, owner - 1)
-        keeper.kill(owner)
+        for owner, took in overdue(working, keeper.starting(), timeout):
+            message = f"{took}; worker {owner - 1} is here:\n{keeper.stack(owner)}"
+            if not restart:
+                raise WorkerTimeout(message)
+            log.error("%sworker %d is restarted", message, owner - 1)
+            keeper.kill(owner)
 
     def is_ready(self, owner: int) -> bool:
         """Whether a worker could be working."""

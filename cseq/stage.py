@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from cseq._core import now_ns
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from cseq._core import Seat
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "START_SHARE", "late_start", "look_ns", "run"]
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "look_ns", "overdue", "run"]
 
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
@@ -26,12 +28,29 @@ LOOK_NS = 20_000  # about what a sleep costs the two that take part in it
 START_SHARE = 10  # so many times its `timeout` may a worker take to get ready
 
 
-def late_start(worker: int, seconds: float, timeout: float) -> str:
-    """Say that a worker takes too long to get ready."""
-    return (
-        f"worker {worker} has been starting for {seconds:.1f} s, which is more than {START_SHARE} "
-        f"times timeout={timeout} s"
-    )
+def overdue(
+    working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
+) -> Iterator[tuple[int, str]]:
+    """Find the runners that take too long: the owner, and what it has taken for what.
+
+    Parameters
+    ----------
+    working : iterable
+        Owners, since when they work (ns of `now_ns`), and on what.
+    starting : iterable
+        Owners in which the user's code makes a worker ready, and since when.
+    timeout : float
+        Seconds.
+    """
+    for owner, since, place in working:
+        seconds = (now_ns() - since) / 1e9
+        if seconds > timeout:
+            yield owner, f"{place} has taken {seconds:.1f} s, timeout={timeout} s"
+    for owner, since in starting:
+        seconds = (now_ns() - since) / 1e9
+        if seconds > START_SHARE * timeout:
+            took = f"worker {owner - 1} has been starting for {seconds:.1f} s"
+            yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
 
 
 def look_ns(most: int = LOOK_NS) -> int:

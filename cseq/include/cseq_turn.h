@@ -63,7 +63,8 @@ typedef struct {
  * SYNC: looker's trust (the store of 0; against the compare-and-swap) */
 CSEQ_INLINE int cseq_turn_claim(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner) {
     int cell = CSEQ_NONE;
-    if (!t->ns || cseq_load_rlx_u32(&t->looker) || !cseq_cas_sc_u32(&t->looker, 0, owner)) return cell;
+    if (!t->ns || cseq_load_rlx_u32(&t->looker)) return cell;
+    if (!cseq_cas_sc_u32(&t->looker, 0, owner)) return cell;
     if (cseq_trust_ask(&t->runners)) {
         const uint64_t begun = cseq_now_ns();
         while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < t->ns) {
@@ -105,16 +106,22 @@ CSEQ_INLINE int cseq_turn_look(cseq_turn *t, const cseq_ring *r, uint32_t cell, 
     return ready;
 }
 
+/* Wake the runners for tickets that nobody was woken for yet. */
+CSEQ_INLINE void cseq_turn_wake(cseq_ring *r, uint32_t *unwoken) {
+    if (*unwoken) {
+        *unwoken = 0;
+        cseq_gate_knock(&r->gate[0]);
+    }
+}
+
 /* The trainer waits for a cell (for cell < 0, any); it has not the lock. As cseq_ring_doze.
- * `unwoken`: tickets for which nobody was woken yet, as somebody was looking; they are, before it sleeps. */
+ * `unwoken`: how many tickets nobody was woken for yet; before it sleeps, the runners are. */
 CSEQ_INLINE void cseq_turn_doze(cseq_turn *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
                                 uint32_t *unwoken) {
     cseq_store_rlx_u32(&t->waits, 1);
+    if (!cseq_turn_seen(t)) cseq_turn_wake(r, unwoken);
     if (cell < 0 || !cseq_turn_look(t, r, (uint32_t)cell, seen)) {
-        if (*unwoken) {
-            *unwoken = 0;
-            cseq_gate_knock(&r->gate[0]);
-        }
+        cseq_turn_wake(r, unwoken);
         cseq_ring_doze(r, cell, seen, ns);
     }
     cseq_store_rlx_u32(&t->waits, 0);

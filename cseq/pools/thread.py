@@ -15,7 +15,7 @@ from cseq.converter import Converter, CudaConverter, receive
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Fed, Feed, wake_at
-from cseq.stage import CONVERTER, INDEXER, START_SHARE, late_start, look_ns, run
+from cseq.stage import CONVERTER, INDEXER, look_ns, overdue, run
 from cseq.threads import Threads
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ThreadPool(Fed):
         self._edge = Objects(job.buffer)
         self._crew = Crew(self._ring)
         self._closed = False
-        self._starting: dict[int, int] = {}  # since when the user's code makes an indexer
+        self._starting: dict[int, int] = {}  # owners, and since when they make an indexer
         self.feed = Feed(
             self._ring,
             job.sampler,
@@ -139,9 +139,9 @@ class ThreadPool(Fed):
         desk = context.Desk(number, job.num_workers, job.seed)
         context.enter(desk)
         seat = Seat(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        self._starting[number] = now_ns()
+        self._starting[seat.owner] = now_ns()
         made = indexer.build(job.worker)
-        del self._starting[number]
+        del self._starting[seat.owner]
         try:
             run(seat, indexer.Indexing(made, desk, self._edge, convert=self._converter()))
         finally:
@@ -162,22 +162,12 @@ class ThreadPool(Fed):
             raise self._crew.failure
         if self._job.timeout is None:
             return
-        for owner, since, place in self.feed.in_work():
-            seconds = (now_ns() - since) / 1e9
-            if seconds > self._job.timeout:
-                took = f"{place} has taken {seconds:.1f} s, timeout={self._job.timeout} s"
-                raise self._late(took, owner - 1)
-        for number, since in list(self._starting.items()):
-            seconds = (now_ns() - since) / 1e9
-            if seconds > START_SHARE * self._job.timeout:
-                raise self._late(late_start(number, seconds, self._job.timeout), number)
-
-    def _late(self, took: str, number: int) -> WorkerTimeout:
-        """Make the error about a thread that hangs."""
-        return WorkerTimeout(
-            f"{took}; its thread is here:\n{self._crew.stack(f'cseq-w{number}')}"
-            "(threads cannot be restarted; thread_type='proc' can)"
-        )
+        starting = list(self._starting.items())
+        for owner, took in overdue(self.feed.in_work(), starting, self._job.timeout):
+            raise WorkerTimeout(
+                f"{took}; its thread is here:\n{self._crew.stack(f'cseq-w{owner - 1}')}"
+                "(threads cannot be restarted; thread_type='proc' can)"
+            )
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
