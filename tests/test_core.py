@@ -728,16 +728,20 @@ def test_threads_take_turns_awake() -> None:
 
 @pytest.mark.skipif(not _core.HAS_GIL, reason="nothing to take turns at")
 def test_a_turn_begins_when_the_other_one_waits() -> None:
-    """A runner that looks leaves tickets alone while the trainer has something else to do."""
+    """A runner that looks leaves tickets alone while the trainer has something else to do.
+
+    But for one that has just seen it wait, and is held up by the system before it claims.
+    """
     ring = make_ring(runners=1)
     ring.turn = LONG
+    alone = 0
     with serving(ring):
-        alternate(ring, 1)  # the runner has let go of the GIL, and looks
-        post(ring, 2)
-        for _ in range(1000):
-            assert ring.depths() == (1, 0, 0)
-        ring.wait(ring.alarms())
-        assert take(ring) == 2
+        for batch in range(40):
+            post(ring, batch)
+            alone += all(ring.depths() == (1, 0, 0) for _ in range(1000))
+            ring.wait(ring.alarms())  # until it has published, let go of the GIL, and looks
+            assert take(ring) == batch
+    assert alone > 20
 
 
 def test_turns_that_never_come() -> None:
