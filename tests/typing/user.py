@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Pair = tuple[NDArray[np.float32], NDArray[np.int64]]
 
@@ -25,6 +28,13 @@ class Images:
 
     def close(self) -> None:
         """Close nothing."""
+
+
+class Words:
+    """Makes batches of another type."""
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> list[str]:
+        return [str(index) for index in indices]
 
 
 class NoIndexer:
@@ -48,7 +58,7 @@ with null.start() as started:
         assert_type(images, NDArray[np.float32])
         images.nonsense()  # refused
         assert_type(labels, NDArray[np.int64])
-assert_type(iter(null), "Iterator[Pair]")
+pairs: Iterator[Pair] = iter(null)
 
 assert_type(cseq.MTSequence(partial(Images, "x"), 100, out_type="null"), cseq.MTSequence[Pair])
 assert_type(cseq.MTSequence(Images("x"), 100, out_type="null"), cseq.MTSequence[Pair])
@@ -78,7 +88,8 @@ def train(batches: cseq.MSequence[Pair]) -> float:
 
 train(null)
 train(cseq.MTSequence(Images, 9, out_type="null"))
-train(cseq.MPSequence(lambda: np.arange(3), 9, out_type="null"))  # refused
+words = cseq.MPSequence(Words, 9, out_type="null")
+train(words)  # refused
 
 
 def make(indexer: cseq.Indexer[Pair]) -> Pair:
