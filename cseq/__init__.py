@@ -28,6 +28,8 @@ The modules; imports point down::
     ├── edge.py         how a batch crosses: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them
+    ├── dataset.py      from_dataset: a map-style data set as a worker
+    ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
     ├── context.py      rng, empty, worker_info: what an indexer may ask
     ├── stage.py        the one loop every runner runs: claim, work, publish
     ├── launcher/       starting worker processes: forkserver, spawn, fork
@@ -44,6 +46,7 @@ from __future__ import annotations
 
 from cseq._core import permutation
 from cseq.context import WorkerInfo, empty, rng, worker_info
+from cseq.dataset import from_dataset
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.indexer import Indexer
 from cseq.sequence import MPSequence, MSequence, MTSequence
@@ -64,6 +67,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerTimeout",
     "empty",
+    "from_dataset",
     "permutation",
     "rng",
     "worker_info",

@@ -261,6 +261,9 @@ class Steps:
 @final
 class Solo:
     indexer: Any
+    seeds: Any
+    loaded: list[Any]
+    making: Final[bool]
     at: int
     done: int
     batches: int

@@ -1580,6 +1580,12 @@ cdef class Solo:
     Attributes
     ----------
     indexer : object
+    seeds : Seeds or None
+        Seeds the global generators for each batch, and restores them after it.
+    loaded : list
+        Generators to be seeded: `seeds.loaded`.
+    making : bool
+        The indexer is at a batch.
     at : int
         The batch in hand, from 0.
     done : int
@@ -1596,6 +1602,9 @@ cdef class Solo:
     cdef Order order
     cdef uint64_t full, start, stride, size
     cdef public object indexer
+    cdef public object seeds
+    cdef public list loaded
+    cdef readonly bint making
     cdef public uint64_t at
     cdef public uint64_t done
     cdef public uint64_t batches
@@ -1624,7 +1633,7 @@ cdef class Solo:
         left = self.here.desk
         self.here.desk = self.desk
         try:
-            batch = self.indexer[indices]
+            batch = self.indexer[indices] if self.seeds is None else self.seeded(indices)
             if self.convert is not None:
                 batch = self.convert(batch)
         finally:
@@ -1633,6 +1642,18 @@ cdef class Solo:
         self.done = self.at
         self.made += 1
         return batch
+
+    cdef object seeded(self, indices):
+        """Call the indexer with the global generators seeded; restore them."""
+        self.making = True
+        try:
+            if self.loaded:
+                self.seeds.begin()
+            return self.indexer[indices]
+        finally:
+            self.making = False
+            if self.loaded:  # now: an import may have added one
+                self.seeds.restore()
 
     def next(self):
         """Make the next batch. No signal handler runs between its counting and the caller.

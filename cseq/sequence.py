@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         on_timeout: OnTimeout
         memory_limit: int | str | None
         pad: bool
+        seed_globals: bool
 
     class Keywords(Options, total=False):
         """All keywords of `MSequence` but `num_workers`, `out_type` and `thread_type`."""
@@ -171,8 +172,9 @@ class MSequence(Generic[B_co]):
         its own. Called once in every worker process or thread. An object that already has
         ``__getitem__`` (an array, a data set) is taken too, and copied to the processes. If the
         indexer has ``close()``, it is called when its worker ends.
-    dset_size : int or one-dimensional array or list of int
-        Number of samples, or the samples' indices themselves (never written to).
+    dset_size : int or one-dimensional array or list of int, optional
+        Number of samples, or the samples' indices themselves (never written to). None: the
+        ``len`` of `worker`, which must be an object that has one (`from_dataset`, an array).
     num_workers : int
         Workers that index. 0: none, `start` then does what `start_test` does.
     num_converters : int, optional
@@ -222,6 +224,10 @@ class MSequence(Generic[B_co]):
     pad : bool
         False: ranks repeat no sample of the tail, so that each sample comes once over all ranks;
         some ranks may then have one batch, or one sample, less than others.
+    seed_globals : bool
+        Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
+        the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
+        which share these generators with the training loop.
 
     Raises
     ------
@@ -233,7 +239,7 @@ class MSequence(Generic[B_co]):
     def __init__(
         self,
         worker: Callable[[], Indexer[B_co]],
-        dset_size: Any,
+        dset_size: Any = ...,
         num_workers: int = ...,
         *,
         out_type: Literal["null"],
@@ -245,7 +251,7 @@ class MSequence(Generic[B_co]):
     def __init__(
         self,
         worker: Indexer[B_co],
-        dset_size: Any,
+        dset_size: Any = ...,
         num_workers: int = ...,
         *,
         out_type: Literal["null"],
@@ -257,7 +263,7 @@ class MSequence(Generic[B_co]):
     def __init__(
         self,
         worker: Worker,
-        dset_size: Any,
+        dset_size: Any = ...,
         num_workers: int = ...,
         num_converters: int | None = ...,
         batch_size: int = ...,
@@ -272,7 +278,7 @@ class MSequence(Generic[B_co]):
     def __init__(
         self,
         worker: Worker,
-        dset_size: Any,
+        dset_size: Any = None,
         num_workers: int = 4,
         num_converters: int | None = None,
         batch_size: int = 32,
@@ -293,12 +299,12 @@ class MSequence(Generic[B_co]):
         on_timeout: OnTimeout = "raise",
         memory_limit: int | str | None = None,
         pad: bool = True,
+        seed_globals: bool = True,
         **unknown: Any,
     ) -> None:
         if unknown:
             known = inspect.signature(type(self)).parameters
             raise unexpected(type(self).__name__, next(iter(unknown)), known)
-
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
         indexer.check_worker(worker)
@@ -311,7 +317,7 @@ class MSequence(Generic[B_co]):
         self._automatic = self._shard is None
         rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
-            dset_size,
+            _samples_of(worker) if dset_size is None else dset_size,
             batch_size=self._count_batch(batch_size),
             shuffle=flag("shuffle", shuffle),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
@@ -339,6 +345,7 @@ class MSequence(Generic[B_co]):
             timeout=seconds("timeout", timeout),
             on_timeout=choice("on_timeout", on_timeout, ("raise", "restart")),
             memory_limit=memory_limit_of(memory_limit),
+            seed_globals=flag("seed_globals", seed_globals),
         )
         if self._processes and workers and start_method != "fork":
             payload.check(worker)
@@ -831,7 +838,7 @@ class _Kind(MSequence[B_co]):
         def __init__(
             self,
             worker: Callable[[], Indexer[B_co]],
-            dset_size: Any,
+            dset_size: Any = ...,
             num_workers: int = ...,
             *,
             out_type: Literal["null"],
@@ -842,7 +849,7 @@ class _Kind(MSequence[B_co]):
         def __init__(
             self,
             worker: Indexer[B_co],
-            dset_size: Any,
+            dset_size: Any = ...,
             num_workers: int = ...,
             *,
             out_type: Literal["null"],
@@ -853,7 +860,7 @@ class _Kind(MSequence[B_co]):
         def __init__(
             self,
             worker: Worker,
-            dset_size: Any,
+            dset_size: Any = ...,
             num_workers: int = ...,
             num_converters: int | None = ...,
             batch_size: int = ...,
@@ -877,7 +884,7 @@ class MPSequence(_Kind[B_co]):
 
     if not TYPE_CHECKING:
 
-        def __init__(self, worker: Any, dset_size: Any, *rest: Any, **options: Any) -> None:
+        def __init__(self, worker: Any, dset_size: Any = None, *rest: Any, **options: Any) -> None:
             _init(self, "proc", worker, dset_size, *rest, **options)
 
 
@@ -889,7 +896,7 @@ class MTSequence(_Kind[B_co]):
 
     if not TYPE_CHECKING:
 
-        def __init__(self, worker: Any, dset_size: Any, *rest: Any, **options: Any) -> None:
+        def __init__(self, worker: Any, dset_size: Any = None, *rest: Any, **options: Any) -> None:
             _init(self, "thread", worker, dset_size, *rest, **options)
 
 
@@ -904,6 +911,18 @@ def _init(made: MSequence[Any], fixed: str, /, *positions: Any, **options: Any) 
         initialise(made, *before, fixed, *behind, **options)
     else:
         initialise(made, *before, thread_type=fixed, **options)
+
+
+def _samples_of(worker: Any) -> int:
+    """Return the number of samples where `dset_size` is left out."""
+    length = indexer.length_of(worker)
+    if length is None:
+        raise TypeError(
+            f"dset_size is missing, and worker={worker!r} has no length; give the number of "
+            "samples or an array of their indices, or make the worker with "
+            "cseq.from_dataset(dataset)"
+        )
+    return length
 
 
 def _sign() -> None:
