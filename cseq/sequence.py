@@ -8,21 +8,21 @@ import logging
 import os
 import threading
 import warnings
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from cseq import converter, indexer, payload
+from cseq import converter, indexer
 from cseq._core import ALGORITHM, Steps
 from cseq.arena import memory_limit_of
-from cseq.check import choice, count, flag, seconds
+from cseq.check import choice, count, flag, modules, seconds
 from cseq.launcher import start_methods
 from cseq.pools import Job, pool_of
-from cseq.run import Run
+from cseq.run import Run, close_with
 from cseq.sampler import Sampler, resolve_shard
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import weakref
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from typing_extensions import Self, TypedDict, Unpack
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
         timeout: float | None
         on_timeout: str
         memory_limit: int | str | None
+        threads: int | None
+        preload: Sequence[str] | Literal[False] | None
 
 
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
@@ -157,6 +159,15 @@ class MSequence:
     memory_limit : int, str or None
         Most shared memory that batches in the user's hands may hold ('2GiB'; None: a quarter of
         the machine's or the container's); beyond it, batches are copied out of it.
+    threads : int or None
+        How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV compute with in each
+        worker process. What the environment says (``OMP_NUM_THREADS`` and its like) wins. None:
+        leave them alone, so that each process uses all cores. With ``thread_type='thread'`` the
+        libraries' threads are the program's own to set.
+    preload : sequence of str, False or None
+        Modules that the fork server imports once for all workers, beside those that `worker` refers
+        to (these alone: None). One that starts threads, opens files or initialises CUDA when it is
+        imported is left to the workers. False: each worker imports everything by itself.
 
     Raises
     ------
@@ -187,6 +198,8 @@ class MSequence:
         timeout: float | None = None,
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
     ) -> None:
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
@@ -228,9 +241,9 @@ class MSequence:
             timeout=seconds("timeout", timeout),
             on_timeout=choice("on_timeout", on_timeout, ("raise", "restart")),
             memory_limit=memory_limit_of(memory_limit),
+            threads=None if threads is None else count("threads", threads),
+            preload=modules("preload", preload),
         )
-        if self._processes and start_method != "fork":
-            payload.check(worker)
         self._state = State.IDLE
         self._lock = threading.RLock()  # around changes of state
         self._run: Run[Pool] | None = None
@@ -309,6 +322,8 @@ class MSequence:
 
         Raises
         ------
+        TypeError
+            `worker` cannot be pickled for worker processes: which part of it, and what to do.
         OSError
             Inside the manager's own ``with``.
         """
@@ -353,7 +368,7 @@ class MSequence:
             job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
             try:
                 self._run = Run(make(job))
-                self._finalizer = weakref.finalize(self, Run.close, self._run)
+                self._finalizer = close_with(self, self._run)
                 self._run.pool.open()  # not before: a signal handler may raise anywhere
                 self._change(State.RUNNING)
             except BaseException:

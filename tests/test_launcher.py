@@ -766,9 +766,9 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
 ) -> None:
     """Its `status` is None; `gone` says that it has ended: at once, or by its socket."""
     (entries / "no_pidfds.py").write_text(
-        "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
+        "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
-    one = served(preload=[] if pidfds else ["no_pidfds"])
+    one = served(entry="entries:answer" if pidfds else "no_pidfds:answer")
     child = one.launch(0)
     ask(child, "0")
     kill_server(one)
@@ -800,7 +800,7 @@ def test_a_server_that_cannot_start_is_an_error(
     """`launch` raises OSError with the server's exit code when it dies again and again."""
     (entries / "fatal.py").write_text("import os\nos._exit(23)")
     with pytest.raises(OSError, match="exited with code 23"):
-        served(preload=["fatal"]).launch(0)
+        served(entry="fatal:answer").launch(0)
 
 
 def test_a_server_that_does_not_get_ready_is_a_timeout(
@@ -808,7 +808,7 @@ def test_a_server_that_does_not_get_ready_is_a_timeout(
 ) -> None:
     """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
-    one = served(preload=["endless"])
+    one = served(entry="endless:answer")
     with pytest.raises(TimeoutError, match="in time"):
         one.launch(0, timeout=0.01)
     assert one.close(time.monotonic())
@@ -836,10 +836,10 @@ def test_an_interrupted_launch_is_undone(
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
-        "import errno, os\nfork = os.fork\n"
+        "import errno, os\nfrom entries import answer\nfork = os.fork\n"
         "def fail():\n    os.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\nos.fork = fail"
     )
-    one = served(preload=["full"])
+    one = served(entry="full:answer")
     with pytest.raises(BlockingIOError, match="no worker process"):
         one.launch(0)
     child = one.launch(1)
@@ -848,14 +848,15 @@ def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries:
 
 
 def test_preloaded_modules_are_there_and_missing_ones_are_logged(
-    served: Callable[..., Launcher], entries: Path, capfd: pytest.CaptureFixture[str]
+    served: Callable[..., Launcher], entries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker finds what its server has imported; what cannot be imported is left out."""
     (entries / "useful.py").write_text("import os\npid = os.getpid()")
-    one = served(preload=["useful", "no_such_module"])
+    one = served()
+    one.preload(["useful", "no_such_module"])
     child = one.launch(0)
     assert ask(child, "sys.modules['useful'].pid") == server_of(one)._process.pid
-    assert "no_such_module" in capfd.readouterr().err
+    assert "no_such_module" in caplog.text
     child.sock.close()
 
 
@@ -864,10 +865,10 @@ def test_without_pidfds_workers_are_ended_and_reaped_too(
 ) -> None:
     """Older systems have no pidfds: `kill`, `status` and `gone` work all the same."""
     (entries / "no_pidfds.py").write_text(
-        "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
+        "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
     monkeypatch.delattr(os, "pidfd_open", raising=False)
-    one = make(preload=["no_pidfds"])
+    one = make(entry="no_pidfds:answer")
     child = one.launch(0)
     ask(child, "0")
     assert child.status(0.01) is None

@@ -205,9 +205,10 @@ class Handle:
 
 @pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
 def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
-    """A worker that cannot travel is refused at construction: which attribute, and why."""
+    """A worker that cannot travel is refused by `start`: which attribute, and why."""
+    manager = kind.make(Handle(), 10)
     with pytest.raises(TypeError, match=r"worker.*lock") as caught:
-        kind.make(Handle(), 10)
+        manager.start()
     assert "lock" in str(caught.value)
 
 

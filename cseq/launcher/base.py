@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
+FOREVER = 1e6  # seconds
 LAST = 1.0  # seconds for what was killed to be gone, past a deadline
 
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
@@ -60,6 +61,21 @@ class Launcher(Protocol):
 
     def prepare(self) -> None:
         """Begin to start what `launch` will need, and do not wait for it."""
+
+    def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
+        """Have modules imported once for all workers that are launched from now on.
+
+        Where workers are forked off a server; others import them each for itself. A module that
+        cannot be imported, that must not be there before a fork, or that takes longer than
+        `seconds`, is left to the workers, too, with a line in the log.
+        """
+
+    @property
+    def importing(self) -> str:
+        """The module that is just being imported for all workers; "" if none is."""
+
+    def cancel(self) -> None:
+        """Break off `preload`: nothing will be launched any more."""
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
