@@ -39,7 +39,7 @@ from cseq._core import (
 from cseq.arena import Arena, Segment, Writer, oom_kills
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.keeper import ENTERED, STACK_SIGNAL, Keeper, send_state
-from cseq.launcher import describe_exit, make_launcher
+from cseq.launcher import describe_exit, make_launcher, reading
 from cseq.launcher.base import FOREVER
 from cseq.stage import START_SHARE, look_ns, overdue
 
@@ -88,7 +88,10 @@ class Entered(NamedTuple):
 
     def read(self, local: Any) -> Any:
         """Return what the user brought: from its file, or as it came by `os.fork`."""
-        return payload.read(self.payload_fd[0]) if self.payload_fd else local
+        if not self.payload_fd:
+            return local
+        with reading():
+            return payload.read(self.payload_fd[0])
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:

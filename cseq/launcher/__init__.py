@@ -30,8 +30,10 @@ from cseq.launcher.base import (
     SHIELDED,
     Child,
     Launcher,
+    check_reading,
     default_start_method,
     describe_exit,
+    reading,
     start_methods,
 )
 from cseq.launcher.forks import close_in_forks
@@ -45,6 +47,7 @@ __all__ = [
     "default_start_method",
     "describe_exit",
     "make_launcher",
+    "reading",
     "start_methods",
 ]
 
@@ -69,7 +72,10 @@ def make_launcher(
     ------
     ValueError
         When this system does not have the method.
+    RuntimeError
+        In a worker process that is just importing what it needs.
     """
+    check_reading()
     method = method or default_start_method()
     if method not in start_methods():
         names = ", ".join(map(repr, start_methods()))

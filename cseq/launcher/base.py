@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 FOREVER = 1e6  # seconds
@@ -165,6 +166,29 @@ class Children:
         for child in children:
             child.status(max(LAST, deadline - time.monotonic()))
         return children
+
+
+_reading = False
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """In a worker or its server: import what the user's object needs, and start nothing."""
+    global _reading
+    _reading = True
+    try:
+        yield
+    finally:
+        _reading = False
+
+
+def check_reading() -> None:
+    """Refuse to start processes that would import the caller, and start more, without end."""
+    if _reading:
+        raise RuntimeError(
+            "a module that worker processes import starts worker processes when it is imported; "
+            "start them in a function, or below: if __name__ == '__main__':"
+        )
 
 
 def check_owner(owner: int) -> None:

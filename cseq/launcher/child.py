@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
-from cseq.launcher.base import SHIELDED
+from cseq.launcher.base import SHIELDED, reading
 from cseq.launcher.forks import close_in_forks, fork
 from cseq.launcher.record import (
     BORN,
@@ -254,7 +254,8 @@ class _Forker:
         """Import a module for all workers, and say whether they can be forked with it."""
         outcome = KEPT
         try:
-            importlib.import_module(name)
+            with reading():
+                importlib.import_module(name)
         except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
             outcome = FAILED
         for stream in (sys.stdout, sys.stderr):  # or each worker would print it again
