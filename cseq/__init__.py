@@ -33,8 +33,10 @@ The modules; imports point down::
     ├── context.py      rng, empty, worker_info: what an indexer may ask
     ├── stage.py        the one loop every runner runs: claim, work, publish
     ├── launcher/       starting worker processes: forkserver, spawn, fork
+    ├── compute.py      how many threads the libraries of a worker process compute with
     ├── failure.py      an exception on its way from a worker to the loop
     ├── payload.py      the user's worker, as bytes for every worker process
+    ├── descriptors.py  anonymous files, received descriptors: none for executed programs
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        what was done so far, and who waits for whom
     ├── check.py        checks of arguments

@@ -66,7 +66,17 @@ cdef extern from *:
     #else
     #define CSEQ_POISON 0
     #endif
+    #include <stdlib.h> /* defines __GLIBC__ */
+    #ifdef __GLIBC__
+    #include <malloc.h>
+    static int cseq_keep_freed(void) {
+        return mallopt(M_MMAP_MAX, 0) && mallopt(M_TRIM_THRESHOLD, -1);
+    }
+    #else
+    static int cseq_keep_freed(void) { return 0; }
+    #endif
     """
+    int cseq_keep_freed() noexcept nogil
     void cseq_exit(int code) noexcept nogil
     int CSEQ_POISON
 
@@ -1820,6 +1830,12 @@ def arm_fault():
 def now_ns():
     """Nanoseconds on the clock of `Ring.holder`."""
     return cseq_now_ns()
+
+
+def keep_freed():
+    """Have this process's malloc keep what is freed, instead of giving large blocks back to the
+    system, to get them again as pages that have to be cleared; return whether it can (glibc)."""
+    return bool(cseq_keep_freed())
 
 
 def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):

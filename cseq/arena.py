@@ -41,6 +41,7 @@ from cseq._core import (
     commit,
     copy_of,
 )
+from cseq.descriptors import anonymous_file
 from cseq.threads import imported
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Segment:
         OSError
             If the file system cannot have a file of that size.
         """
-        file, sealable = _anonymous_file()
+        file, sealable = anonymous_file("cseq")
         os.ftruncate(file.fd, nbytes * slots)
         if sealable:
             _seal(file.fd)
@@ -141,19 +142,6 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""
         self._file.close()
-
-
-def _anonymous_file() -> tuple[Descriptor, bool]:
-    """Open a file without a name: its descriptor, and whether it can be sealed."""
-    if hasattr(os, "memfd_create"):
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        # Some systems refuse files without this flag (vm.memfd_noexec), older ones do not know it.
-        for extra in (getattr(os, "MFD_NOEXEC_SEAL", 0x8), 0):
-            with contextlib.suppress(OSError):
-                return Descriptor(os.memfd_create, "cseq", flags | extra), True
-    tempfile = imported("tempfile")  # slow to import, hardly ever needed
-    with tempfile.TemporaryFile(prefix="cseq-") as file:
-        return Descriptor(os.dup, file.fileno()), False
 
 
 def _seal(fd: int) -> None:

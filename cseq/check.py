@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["choice", "count", "flag", "seconds", "unexpected"]
+__all__ = ["choice", "count", "flag", "modules", "seconds", "unexpected"]
 
 # Keywords of torch's DataLoader that have another name here, or none.
 ELSEWHERE = {
@@ -85,3 +85,17 @@ def seconds(name: str, value: Any) -> float | None:
     if not value > 0 or math.isinf(value):
         raise ValueError(f"{name}={value!r} is not above 0; give seconds, or None for no bound")
     return float(value)
+
+
+def modules(name: str, value: Any) -> tuple[str, ...] | Literal[False] | None:
+    """Check a list of names of modules, False for none at all, or None."""
+    if value is None or value is False:
+        return None if value is None else False
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise TypeError(
+            f"{name}={value!r} is no list of names of modules; give one, or False, or None"
+        )
+    for each in value:
+        if not isinstance(each, str) or not all(part.isidentifier() for part in each.split(".")):
+            raise TypeError(f"{name} has {each!r}, which is no name of a module; give 'a.b' or 'a'")
+    return tuple(value)

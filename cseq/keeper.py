@@ -1,30 +1,38 @@
 """Keeps worker processes alive: starts, hears, replaces and ends them.
 
 A thread sleeps on the workers' sockets. What arrives there are two messages (the user's code
-begins; ready, or the exception that kept the worker from getting ready), and between and behind
-them the text of stacks that were asked for. The end of the stream is the end of the process, which
-a status confirms before anything it held is touched.
+begins; ready, or the exception that kept the worker from getting ready). The end of the stream is
+the end of the process, which a status confirms before anything it held is touched.
+
+A worker writes its stacks, when it is asked for them by a signal, to an anonymous file that it
+shares with the trainer: a signal handler may write them in the middle of a message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import selectors
 import signal
 import socket
 import struct
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cseq._core import now_ns
+from cseq.descriptors import anonymous_file
 from cseq.launcher import describe_exit
+from cseq.launcher.base import FOREVER
 from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from cseq._core import Descriptor
     from cseq.launcher import Child, Launcher
 
 __all__ = [
@@ -41,11 +49,12 @@ __all__ = [
 log = logging.getLogger("cseq")
 
 ENTERED, READY, FAILED = b"E", b"R", b"F"
-# A NUL, which no text has; one of the above; and the length of what follows.
-HEADER = struct.Struct("<xcQ")
+HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 
-# Makes a worker write its stacks to its socket.
+# Makes a worker write its stacks to the file that it got for them.
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
+
+FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')  # a line of a stack, the innermost first
 
 GRACE = 5.0  # seconds that workers get to end by themselves
 LAST_GRACE = 2.0  # and to be gone after they were killed
@@ -61,8 +70,8 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 class Steward(Protocol):
     """Who decides what happens to workers; called on the keeper's thread."""
 
-    def greet(self, owner: int, sock: socket.socket) -> None:
-        """Tell a new worker what it has to know."""
+    def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
+        """Tell a new worker what it has to know, and the descriptor to write its stacks to."""
 
     def failed(self, owner: int, packed: bytes) -> None:
         """Learn that a worker could not get ready, and the exception it packed."""
@@ -82,22 +91,14 @@ class _Ward:
         self.child = child
         self.state = b""  # the latest message's
         self.entered = 0  # when ENTERED came, in ns of `now_ns`
-        self.text = bytearray()  # of its stack
-        self.heard = 0.0  # when a piece of that came last
+        self.stacks: Descriptor | None = anonymous_file("cseq-stacks")[0]
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> bytes | None:
         """Take in what came; return the body of FAILED when it is complete."""
         buffer = self._buffer
         buffer += data
-        while buffer:
-            text = buffer.partition(b"\0")[0]
-            if text:
-                self.text += text
-                self.heard = time.monotonic()
-                del buffer[: len(text)]
-            if len(buffer) < HEADER.size:
-                return None
+        while len(buffer) >= HEADER.size:
             state, length = HEADER.unpack_from(buffer)
             end = HEADER.size + length
             if len(buffer) < end:
@@ -110,6 +111,46 @@ class _Ward:
             if state == FAILED:
                 return body
         return None
+
+    @property
+    def stacks_fd(self) -> int:
+        """The descriptor of the file that it writes its stacks to."""
+        return -1 if self.stacks is None else self.stacks.fd
+
+    def stack(self, number: int) -> str:
+        """Have the worker write its stacks by a signal, and return them; "" when it does not."""
+        file = self.stacks  # keeps it open
+        if file is None:
+            return ""
+        fd = file.fd
+        os.ftruncate(fd, 0)
+        os.lseek(fd, 0, os.SEEK_SET)  # the worker has the same place in the file
+        self.child.send_signal(number)
+        size, grown = 0, 0.0
+        deadline = time.monotonic() + STACK_SECONDS
+        quiet = Latch()  # nothing sets it: a pause that other threads can use
+        while (now := time.monotonic()) < deadline:
+            written = os.fstat(fd).st_size
+            if written != size:
+                size, grown = written, now
+            elif size and now - grown > STACK_QUIET:
+                break
+            quiet.wait(0.02)
+        return os.pread(fd, size, 0).decode(errors="replace")
+
+
+def _activity(stacks: str) -> str:
+    """Say what a worker does that is not ready, from its stacks; its main thread comes last."""
+    frames = FRAME.findall(stacks.rsplit("\n\n", maxsplit=1)[-1])
+    imports = [path for path, _, function in frames if function == "<module>" and path[0] != "<"]
+    if imports:  # the last of them is the outermost
+        folder, file = os.path.split(imports[-1])
+        name = os.path.basename(folder) if file == "__init__.py" else os.path.splitext(file)[0]
+        return f"imports {name}"
+    if not frames:
+        return "starts"
+    path, line, function = frames[0]
+    return f"is made ready: it is in {function}, {path}:{line}"
 
 
 class Keeper:
@@ -142,6 +183,7 @@ class Keeper:
         self._gone: bool | None = None  # so is all that the launcher has started; once it is closed
         self._selector: selectors.BaseSelector  # the thread's own
         self._bell: socket.socket | None = None  # wakes the thread
+        self._preload: Callable[[], None]  # known once they are wanted
         self._thread = Threads()
         self._thread.add("cseq-keeper", self._run)
 
@@ -154,9 +196,27 @@ class Keeper:
         self._thread.start()
         self._prepared.wait()  # whatever is done here meanwhile would keep the GIL from it
 
-    def launch(self) -> None:
-        """Begin to start the workers, and do not wait for them."""
+    def launch(self, modules: Sequence[str] = (), seconds: float = FOREVER) -> None:
+        """Begin to start the workers, and do not wait for them.
+
+        `Launcher.preload` says what the arguments are.
+        """
+        self._preload = partial(self._launcher.preload, modules, seconds)
         self._wanted.set()
+
+    def waits_for(self) -> str:
+        """Say why no worker is ready yet: what is done instead; "" once one is."""
+        with self._lock:
+            wards = list(self._wards.values())
+        if any(ward.state == READY for ward in wards):
+            return ""
+        module = self._launcher.importing
+        if module:
+            return f"module {module} is imported for all of them"
+        for ward in wards:
+            if ward.state == ENTERED:
+                return f"worker {ward.owner - 1} {_activity(self.stack(ward.owner))}"
+        return "their processes start"
 
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""
@@ -185,16 +245,7 @@ class Keeper:
         ward = self._wards.get(owner)
         if ward is None or not ward.state or STACK_SIGNAL is None:
             return "(its stack cannot be asked for)\n"
-        ward.heard = 0.0
-        del ward.text[:]
-        ward.child.send_signal(STACK_SIGNAL)
-        begun = time.monotonic()
-        quiet = Latch()  # nobody sets it: a pause that other threads can use
-        while time.monotonic() - begun < STACK_SECONDS:
-            if ward.heard and time.monotonic() - ward.heard > STACK_QUIET:
-                break
-            quiet.wait(0.02)
-        return ward.text.decode(errors="replace") or "(it does not answer: stopped?)\n"
+        return ward.stack(STACK_SIGNAL) or "(it does not answer: stopped?)\n"
 
     # -- the thread
 
@@ -219,6 +270,8 @@ class Keeper:
         self._launcher.prepare()
         self._prepared.set()
         self._wanted.wait()
+        if not self._closing:
+            self._preload()
         for owner in self._owners:
             self._launch(owner)
         self.launched.set()
@@ -242,7 +295,7 @@ class Keeper:
             child.kill()
         # Should it be dead already, its socket is about to say so.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._steward.greet(owner, child.sock)
+            self._steward.greet(owner, child.sock, ward.stacks_fd)
 
     def _hear(self, ward: _Ward) -> None:
         """Take in what a worker has sent, or its end."""
@@ -288,6 +341,7 @@ class Keeper:
         """
         self._closing = True
         self._wanted.set()
+        self._launcher.cancel()
         if self._bell is not None:
             with contextlib.suppress(OSError):  # it is closed: the thread has ended
                 self._bell.send(b"!")
@@ -305,8 +359,4 @@ class Keeper:
         self._thread.join(time.monotonic() + LAST_GRACE)
         for ward in self._wards.values():  # if the thread broke, it has buried nobody
             ward.child.sock.close()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the caller is the keeper's own thread."""
-        return self._thread.is_here()
+            ward.stacks = None

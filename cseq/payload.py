@@ -34,14 +34,17 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from cseq._core import Descriptor
+from cseq.descriptors import anonymous_file
 from cseq.threads import imported
 
-__all__ = ["Payload", "check", "dump", "dumps", "load", "loads", "promise", "read"]
+if TYPE_CHECKING:
+    from cseq._core import Descriptor
+
+__all__ = ["Payload", "dump", "dumps", "load", "loads", "promise", "read"]
 
 UserObject: TypeAlias = Any  # whatever the user brought
 Reduced: TypeAlias = Any  # what a reducer returns: a name, a tuple, or NotImplemented
@@ -75,14 +78,24 @@ class Payload:
         One flat view of bytes for each large buffer, in the pickle's order.
     by_value : bool
         Whether reading it needs cloudpickle.
+    modules : tuple of str
+        What reading it imports, as far as it is known: the modules that it refers to by name.
     """
 
-    __slots__ = ("buffers", "by_value", "pickle")
+    __slots__ = ("buffers", "by_value", "modules", "pickle")
 
-    def __init__(self, pickle: bytes, buffers: list[memoryview], *, by_value: bool = False) -> None:
+    def __init__(
+        self,
+        pickle: bytes,
+        buffers: list[memoryview],
+        *,
+        by_value: bool = False,
+        modules: tuple[str, ...] = (),
+    ) -> None:
         self.pickle = pickle
         self.buffers = buffers
         self.by_value = by_value
+        self.modules = modules
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +125,7 @@ class Payload:
 
     def share(self) -> Descriptor:
         """Write the payload to a new anonymous file, and return that."""
-        file = _anonymous_file()
+        file, _ = anonymous_file("cseq-worker")
         self.write(file.fd)
         return file
 
@@ -142,26 +155,9 @@ def dump(obj: object, *, name: str = "worker") -> Payload:
         buffers.append(view)
         return False
 
-    by_value = _pickle(obj, name, _Sink(file, keep, buffers.clear, dry=False))
-    return Payload(file.getvalue(), buffers, by_value=by_value)
-
-
-def check(obj: object, *, name: str = "worker") -> bool:
-    """Raise what `dump` would raise, without keeping a copy of anything.
-
-    Arrays cost nothing here, whatever their size; Python objects cost what pickling them does.
-
-    Returns
-    -------
-    bool
-        Whether reading it will need cloudpickle.
-
-    Raises
-    ------
-    TypeError
-        When it cannot be pickled; the message says which attribute is to blame and what to do.
-    """
-    return _pickle(obj, name, _nowhere())
+    modules = _Modules()
+    by_value = _pickle(obj, name, _Sink(file, keep, buffers.clear, dry=False), modules)
+    return Payload(file.getvalue(), buffers, by_value=by_value, modules=modules.importable())
 
 
 def promise(module: str) -> None:
@@ -245,15 +241,6 @@ def _reserve(fd: int, size: int) -> None:
         os.ftruncate(fd, size)  # this file system cannot reserve
 
 
-def _anonymous_file() -> Descriptor:
-    """Open a file without a name: nothing of it is left when its last descriptor is closed."""
-    if hasattr(os, "memfd_create"):
-        return Descriptor(os.memfd_create, "cseq-worker", os.MFD_CLOEXEC)
-    tempfile = imported("tempfile")  # slow to import, hardly ever needed
-    with tempfile.TemporaryFile(prefix="cseq-worker-") as file:
-        return Descriptor(os.dup, int(file.fileno()))
-
-
 # --- picklers ------------------------------------------------------------------------------------
 
 
@@ -320,7 +307,7 @@ class _Plain(pickle.Pickler):
 
     def reducer_override(self, obj: object) -> Reduced:
         if not isinstance(obj, (type, types.FunctionType)):
-            return _reduce_data(obj, dry=self._dry)
+            return _reduce_data(obj, self._modules, dry=self._dry)
         if not self._modules.has(obj):
             raise _NotImportableError(f"{obj.__module__}.{obj.__qualname__}")
         return NotImplemented
@@ -341,7 +328,7 @@ def _by_value_pickler() -> _ByValue:
 
     def reducer_override(self: _ByValue, obj: object) -> Reduced:
         if not isinstance(obj, (type, types.FunctionType, types.ModuleType)):
-            return _reduce_data(obj, dry=self.dry)
+            return _reduce_data(obj, self.modules, dry=self.dry)
         module = obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__
         if not self.modules.findable(module):
             self.register(module)
@@ -352,9 +339,8 @@ def _by_value_pickler() -> _ByValue:
     return type("_ByValue", (base,), {"__init__": prepare, "reducer_override": reducer_override})
 
 
-def _pickle(obj: object, name: str, sink: _Sink) -> bool:
+def _pickle(obj: object, name: str, sink: _Sink, modules: _Modules) -> bool:
     """Write an object's pickle to a sink, plainly or else by value; say whether by value."""
-    modules = _Modules()
     try:
         _dump_plainly(obj, sink, modules)
         return False
@@ -478,12 +464,13 @@ _Memmap: TypeAlias = Any  # np.memmap, with the attributes that its type hints l
 _Tensor: TypeAlias = Any  # torch.Tensor
 
 
-def _reduce_data(obj: object, *, dry: bool) -> Reduced:
+def _reduce_data(obj: object, modules: _Modules, *, dry: bool) -> Reduced:
     """Put arrays and tensors out of band that do not go there by themselves."""
     if isinstance(obj, np.ndarray):
         return _reduce_array(obj, dry=dry)
     torch = sys.modules.get("torch")
     if torch is not None and type(obj) is getattr(torch, "Tensor", None):
+        modules.findable("torch")
         return _reduce_tensor(obj)
     return NotImplemented
 
@@ -563,6 +550,12 @@ class _Modules:
         if name not in self._findable:
             self._findable[name] = self._find(name)
         return self._findable[name]
+
+    def importable(self) -> tuple[str, ...]:
+        """Those that were asked for and are found, in the order of asking; parents come first."""
+        return tuple(
+            name for name, found in self._findable.items() if found and name not in _promised
+        )
 
     def _find(self, name: str) -> bool:
         module = sys.modules.get(name)

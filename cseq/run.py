@@ -6,13 +6,19 @@ in processes that are forked off, too.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import os
 import threading
+import time
 import weakref
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["Run"]
+from cseq.threads import Latch
 
+__all__ = ["Run", "close_with"]
+
+EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
 TURN_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
 
 
@@ -75,10 +81,49 @@ class Run(Generic[P]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
+_closings: set[Latch] = set()  # of runs whose owners were dropped, until they are closed
+
+
+def close_with(owner: object, run: Run[Any]) -> weakref.finalize[..., Any]:
+    """Have a run closed when its owner is dropped, or the interpreter ends: `detach` undoes it.
+
+    A dropped owner does not wait for that: garbage collection can happen on any thread, in the
+    middle of anything. Another thread closes the run; the interpreter's end waits for that one.
+    """
+    finalizer = weakref.finalize(owner, _drop, run)
+    finalizer.atexit = False  # `_close_all` sees to that
+    return finalizer
+
+
+def _drop(run: Run[Any]) -> None:
+    """Close a run on another thread."""
+    closed = Latch()
+    _closings.add(closed)
+
+    def close() -> None:
+        try:
+            run.close()
+        finally:
+            _closings.discard(closed)
+            closed.set()
+
+    # Not a `threading.Thread`: its start takes locks that this very thread may hold.
+    _thread.start_new_thread(close, ())
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all runs at the interpreter's end, and wait for those that are being closed."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for closing in list(_closings):
+        closing.wait(max(0.0, deadline - time.monotonic()))
+    for run in list(_runs):
+        run.close()
 
 
 def _interrupt_all() -> None:
     """Keep a forked process from taking batches out of its parent's rings."""
+    _closings.clear()  # their threads do not exist here
     for run in _runs:
         run.disown()
 

@@ -10,22 +10,22 @@ import os
 import threading
 import typing
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 
-from cseq import converter, indexer, payload
+from cseq import converter, indexer
 from cseq import shard as shards
 from cseq._core import ALGORITHM, Steps
 from cseq.arena import memory_limit_of
-from cseq.check import choice, count, flag, seconds, unexpected
+from cseq.check import choice, count, flag, modules, seconds, unexpected
 from cseq.launcher import start_methods
 from cseq.pools import Job, pool_of
-from cseq.run import Run
+from cseq.run import Run, close_with
 from cseq.sampler import Sampler
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import weakref
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
     from typing import TypeAlias
 
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         on_timeout: OnTimeout
         memory_limit: int | str | None
         pad: bool
+        threads: int | None
+        preload: Sequence[str] | Literal[False] | None
         seed_globals: bool
 
     class Keywords(Options, total=False):
@@ -224,6 +226,15 @@ class MSequence(Generic[B_co]):
     pad : bool
         False: ranks repeat no sample of the tail, so that each sample comes once over all ranks;
         some ranks may then have one batch, or one sample, less than others.
+    threads : int or None
+        How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV compute with in each
+        worker process. What the environment says (``OMP_NUM_THREADS`` and its like) wins. None:
+        leave them alone, so that each process uses all cores. With ``thread_type='thread'`` the
+        libraries' threads are the program's own to set.
+    preload : sequence of str, False or None
+        Modules that the fork server imports once for all workers, beside those that `worker` refers
+        to (these alone: None). One that starts threads, opens files or initialises CUDA when it is
+        imported is left to the workers. False: each worker imports everything by itself.
     seed_globals : bool
         Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
         the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
@@ -299,6 +310,8 @@ class MSequence(Generic[B_co]):
         on_timeout: OnTimeout = "raise",
         memory_limit: int | str | None = None,
         pad: bool = True,
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
         seed_globals: bool = True,
         **unknown: Any,
     ) -> None:
@@ -345,10 +358,10 @@ class MSequence(Generic[B_co]):
             timeout=seconds("timeout", timeout),
             on_timeout=choice("on_timeout", on_timeout, ("raise", "restart")),
             memory_limit=memory_limit_of(memory_limit),
+            threads=None if threads is None else count("threads", threads),
+            preload=modules("preload", preload),
             seed_globals=flag("seed_globals", seed_globals),
         )
-        if self._processes and workers and start_method != "fork":
-            payload.check(worker)
         self._state = State.IDLE
         self._lock = threading.RLock()  # around changes of state
         self._run: Run[Pool] | None = None
@@ -555,6 +568,8 @@ class MSequence(Generic[B_co]):
 
         Raises
         ------
+        TypeError
+            `worker` cannot be pickled for worker processes: which part of it, and what to do.
         OSError
             Inside the manager's own ``with``.
         """
@@ -601,7 +616,7 @@ class MSequence(Generic[B_co]):
             job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
             try:
                 self._run = Run(make(job))
-                self._finalizer = weakref.finalize(self, Run.close, self._run)
+                self._finalizer = close_with(self, self._run)
                 self._run.pool.open()  # not before: a signal handler may raise anywhere
                 self._change(State.RUNNING)
             except BaseException:

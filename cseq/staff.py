@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import pickle
 import socket
 import struct
 import threading
+import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from cseq import failure, payload
+from cseq import descriptors, failure, payload
 from cseq._core import (
     Descriptor,
     Mapping,
@@ -31,13 +33,15 @@ from cseq._core import (
     arm_fault,
     commit,
     exit_on_hangup,
+    keep_freed,
     ring_bytes,
 )
 from cseq.arena import Arena, Segment, Writer, oom_kills
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.keeper import ENTERED, STACK_SIGNAL, Keeper, send_state
-from cseq.launcher import describe_exit, make_launcher
-from cseq.stage import look_ns, overdue
+from cseq.launcher import describe_exit, make_launcher, reading
+from cseq.launcher.base import FOREVER
+from cseq.stage import START_SHARE, look_ns, overdue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +53,7 @@ __all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
 log = logging.getLogger("cseq")
 
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
+SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is told of, or is warned of
 LENGTH = struct.Struct("<Q")
 
 
@@ -83,17 +88,22 @@ class Entered(NamedTuple):
 
     def read(self, local: Any) -> Any:
         """Return what the user brought: from its file, or as it came by `os.fork`."""
-        return payload.read(self.payload_fd[0]) if self.payload_fd else local
+        if not self.payload_fd:
+            return local
+        with reading():
+            return payload.read(self.payload_fd[0])
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Begin a worker process: it ends when `sock`, to the trainer, does, or so much later."""
     arm_fault()
-    setup, (ring_fd, arena_fd, *payload_fd) = _receive(sock)
+    if os.environ.get("CSEQ_MALLOC", "") != "default":
+        keep_freed()
+    setup, (ring_fd, arena_fd, stacks_fd, *payload_fd) = _receive(sock)
     watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=sock.fileno(), all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True)
     send_state(sock, ENTERED)
     ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))
     os.close(ring_fd)
@@ -102,13 +112,13 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
 
 def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
     """Read the setup and the descriptors that come with it."""
-    head, fds, _, _ = socket.recv_fds(sock, LENGTH.size, 8)
+    head, fds = descriptors.receive(sock, LENGTH.size, 8)
     (length,) = LENGTH.unpack(head or _leave())
     body = bytearray()
     while len(body) < length:
         body += sock.recv(length - len(body)) or _leave()
     setup: Setup = pickle.loads(body)
-    return setup, list(fds)
+    return setup, fds
 
 
 def _leave() -> NoReturn:
@@ -182,6 +192,8 @@ class Staff:
         self.failure: BaseException | None = None
         self._keeper: Keeper | None = None
         self._payload: Descriptor | None = None
+        self._begun = math.inf  # when workers were wanted
+        self._patience = SHORT  # seconds after that, when it is logged what they are at
         self.closed = False
 
     def start(
@@ -195,7 +207,10 @@ class Staff:
         method: str | None,
         entry: str,
         name: str = "worker",
-        preload: Sequence[str] = (),
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
+        needs: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> None:
         """Start the workers, and do not wait for them to get ready.
 
@@ -211,21 +226,34 @@ class Staff:
             Tells ``Setup.task`` of an owner, on the keeper's thread.
         describe : callable
             Names the ticket in a cell, on the keeper's thread.
-        method, entry, preload
+        method, entry, threads
             See `make_launcher`.
         name : str
             What error messages call `worker`.
+        preload : sequence of str, False or None
+            Modules that a fork server imports once for all workers, beside those that `worker` and
+            `entry` refer to; False: not even these.
+        needs : sequence of str
+            Modules that `entry` will import.
+        timeout : float, optional
+            Seconds that an item may take; `START_SHARE` times as many, to import those modules.
         """
         self._readers, self._task, self._describe = readers, task, describe
         self.owners = owners
-        launcher = make_launcher(method, entry=entry, preload=preload)
+        launcher = make_launcher(method, entry=entry, threads=threads)
         self.takes_objects = launcher.takes_objects
         # From here on `close` ends whatever has begun: a signal handler may raise (Ctrl-C).
         self._keeper = keeper = Keeper(launcher, self, range(1, owners + 1), worker)
         keeper.prepare()
+        modules: list[str] = []
         if not launcher.takes_objects:  # pickled once, where every worker can read it
-            self._payload = payload.dump(worker, name=name).share()
-        keeper.launch()
+            packed = payload.dump(worker, name=name)
+            self._payload = packed.share()
+            if preload is not False:
+                modules = [*needs, *packed.modules, *(preload or ())]
+            del packed  # its buffers are the worker's memory
+        self._begun = time.monotonic()
+        keeper.launch(modules, FOREVER if timeout is None else START_SHARE * timeout)
         self.check()
         if launcher.takes_objects:
             # A copy of this process must not be made while this thread is importing
@@ -234,11 +262,11 @@ class Staff:
 
     # -- the keeper asks (on its thread)
 
-    def greet(self, owner: int, sock: socket.socket) -> None:
+    def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
         """Send a new worker its setup."""
         width = self.arena.segment.width
         setup = Setup(owner, self._segment.width, width, self._task(owner))
-        fds = [self._segment.fd, self.arena.segment.fd]
+        fds = [self._segment.fd, self.arena.segment.fd, stacks]
         if owner <= self._readers and self._payload is not None:
             fds.append(self._payload.fd)
         _send(sock, setup, fds)
@@ -278,6 +306,20 @@ class Staff:
             raise InterruptedError("the manager was finished while a batch was awaited")
         if self.failure is not None:
             raise self.failure
+        waited = time.monotonic() - self._begun
+        if waited > self._patience:
+            self._tell(waited)
+
+    def _tell(self, waited: float) -> None:
+        """Log what a start is at that is waited for."""
+        assert self._keeper is not None
+        doing = self._keeper.waits_for()
+        if not doing:
+            self._patience = math.inf
+            return
+        level = logging.INFO if waited < LONG else logging.WARNING
+        log.log(level, "no worker is ready %.0f s after the start: %s", waited, doing)
+        self._patience = max(LONG, 2 * waited)
 
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
@@ -303,11 +345,6 @@ class Staff:
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""
         return None if self._keeper is None else self._keeper.pid(owner)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the caller is the keeper's own thread, which `close` must wait for."""
-        return self._keeper is not None and self._keeper.is_here
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have. Twice is fine."""

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import threading
-import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from cseq import codec, failure, payload
 from cseq._core import Lease, now_ns
 from cseq.arena import Writer, memory_limit_of
-from cseq.check import choice, count, seconds
+from cseq.check import choice, count, modules, seconds
 from cseq.edge import SlotReader
 from cseq.launcher import start_methods
 from cseq.producer import (
@@ -46,7 +44,7 @@ from cseq.producer import (
     Task,
     parse,
 )
-from cseq.run import Run
+from cseq.run import Run, close_with
 from cseq.staff import Deaths, Held, Staff
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
@@ -96,8 +94,8 @@ class Streams:
     memory_limit : int, str or None
         Most shared memory that items in the user's hands may hold ('2GiB'; None: a quarter of the
         machine's or the container's); beyond it, items are copied out of it.
-    preload : sequence of str
-        Modules that a fork server imports, so that its workers have them at once.
+    threads, preload
+        See `MSequence`.
     sealed : bool
         Items come out as `Parcel`, for another process to open; see `segment`.
 
@@ -138,7 +136,8 @@ class Streams:
         timeout: float | None = None,
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
-        preload: Sequence[str] = (),
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
         sealed: bool = False,
     ) -> None:
         if not callable(producer):
@@ -154,12 +153,13 @@ class Streams:
             timeout=seconds("timeout", timeout),
             restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
             memory_limit=memory_limit_of(memory_limit),
-            preload=preload,
+            threads=None if threads is None else count("threads", threads),
+            preload=modules("preload", preload),
             sealed=sealed,
         )
         self._run = Run(pool)
         self._present = -1  # the run's generation in which an epoch was begun
-        self._finalizer = weakref.finalize(self, Run.close, self._run)
+        self._finalizer = close_with(self, self._run)
         try:
             pool.open()
         except BaseException:
@@ -446,7 +446,8 @@ class StreamPool:
         timeout: float | None,
         restart: bool,
         memory_limit: int,
-        preload: Sequence[str],
+        threads: int | None,
+        preload: tuple[str, ...] | Literal[False] | None,
         sealed: bool,
     ) -> None:
         self.num_workers = num_workers
@@ -490,7 +491,9 @@ class StreamPool:
             method=start_method,
             entry=ENTRY,
             name="producer",
+            threads=threads,
             preload=preload,
+            timeout=timeout,
         )
 
     def open(self) -> None:
@@ -951,9 +954,6 @@ class StreamPool:
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        if self._staff.is_here:  # garbage collection can strike anywhere
-            threading.Thread(target=self.close, name="cseq-closer").start()
-            return
         self._staff.closed = True
         self._staff.close()
         self._writer.close()

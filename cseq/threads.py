@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable
 
 __all__ = ["Latch", "Threads", "imported"]
@@ -125,6 +126,10 @@ def imported(name: str) -> Any:
     """
     if _is_imported(name):
         return sys.modules[name]
+    if _is_importing():
+        # The other thread could wait for a lock that the caller's import holds, for ever. That
+        # import is the user's own, and Ctrl-C can break it off anyway.
+        return importlib.import_module(name)
     raised: list[BaseException] = []
     done = Latch()
 
@@ -144,6 +149,16 @@ def imported(name: str) -> Any:
     if raised:
         raise raised.pop()
     return sys.modules[name]
+
+
+def _is_importing() -> bool:
+    """Whether an import is under way on this thread, further up its stack."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_imported(name: str) -> bool:

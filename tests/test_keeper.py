@@ -19,6 +19,8 @@ from cseq.launcher import make_launcher
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from conftest import RunScript
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="its workers are forked here")
 
 
@@ -30,7 +32,7 @@ def obey(sock: socket.socket, local: Any = None) -> None:
         elif order == b"F":
             send_state(sock, FAILED, b"why " * 50_000)
         elif order == b"H":  # a message in pieces, and never the last one
-            sock.sendall(b"\0" + READY + struct.pack("<Q", 5)[:3])
+            sock.sendall(READY + struct.pack("<Q", 5)[:3])
         elif order == b"K":
             os.kill(os.getpid(), signal.SIGKILL)
         elif order == b"S":
@@ -61,7 +63,7 @@ class Steward:
             self.changed.wait_for(lambda: len(self.events) >= count)
             return list(self.events)
 
-    def greet(self, owner: int, sock: socket.socket) -> None:
+    def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
         """Give a new worker its order."""
         self.socks[owner] = sock
         if self.orders:
@@ -117,7 +119,6 @@ def test_all_are_started(keep: Any) -> None:
     assert len(pids) == 3
     assert None not in pids
     assert keeper.pid(4) is None
-    assert not keeper.is_here
 
 
 def test_the_dead_are_replaced(keep: Any) -> None:
@@ -173,9 +174,9 @@ def test_one_that_is_dead_before_it_is_greeted(keep: Any) -> None:
     """A greeting that finds nobody is no error: the death is told in its turn."""
 
     class Late(Steward):
-        def greet(self, owner: int, sock: socket.socket) -> None:
+        def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
             """Find the connection broken, the first time."""
-            super().greet(owner, sock)
+            super().greet(owner, sock, stacks)
             if len(self.events) == 1:
                 raise BrokenPipeError
 
@@ -188,9 +189,9 @@ def test_a_keeper_that_breaks(keep: Any) -> None:
     """What goes wrong in the keeper's own thread is told; `close` still ends everything."""
 
     class Clumsy(Steward):
-        def greet(self, owner: int, sock: socket.socket) -> None:
+        def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
             """Raise, with a worker started already."""
-            super().greet(owner, sock)
+            super().greet(owner, sock, stacks)
             raise LookupError("clumsy")
 
     steward = Clumsy()
@@ -273,16 +274,60 @@ def test_the_stack_of_nobody(keep: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_messages_and_the_text_of_stacks_share_a_stream(size: int) -> None:
-    """Whatever the pieces are that arrive: text can come before, between and behind messages."""
+def test_messages_arrive_in_any_pieces(size: int) -> None:
+    """Whatever the pieces are that arrive, also with the bytes of a message in another's body."""
     body = b"why\0\0E" * 3
     for last, told in ((READY, b""), (FAILED, body)):
-        messages = HEADER.pack(ENTERED, 0), HEADER.pack(last, len(told)) + told
-        sent = b"one " + messages[0] + b"two " + messages[1] + b"three"
+        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(last, len(told)) + told
         ward = _Ward(1, None)  # type: ignore[arg-type]
         bodies = [ward.feed(sent[k : k + size]) for k in range(0, len(sent), size)]
         assert [each for each in bodies if each is not None] == ([body] if last == FAILED else [])
         assert ward.state == last
         assert ward.entered > 0
-        if last == READY:
-            assert ward.text == b"one two three"
+
+
+BETWEEN = """
+import faulthandler, os, socket, sys, threading, time
+import cseq, cseq.keeper
+
+class Slow:
+    def __init__(self):
+        # Ready only when it has been asked for its stacks in the middle of a message.
+        class Halves:
+            def __init__(self, sock):
+                self.sock = sock
+            def sendall(self, data):
+                half = len(data) // 2
+                self.sock.sendall(data[:half])
+                for _ in range(5):
+                    os.kill(os.getpid(), cseq.keeper.STACK_SIGNAL)
+                self.sock.sendall(data[half:])
+        send = cseq.keeper.send_state
+        def in_halves(sock, state, body=b""):
+            send(Halves(sock), state, body)
+        import cseq.pools.process as process
+        process.send_state = in_halves
+
+    def __getitem__(self, indices):
+        return indices
+
+class Bad(Slow):
+    def __init__(self):
+        super().__init__()
+        raise ValueError("bad " * 100_000)
+
+with cseq.MPSequence(Slow, 8, 2, batch_size=2, out_type="null", seed=1).start() as batches:
+    print(sorted(i for batch in batches for i in batch.tolist()))
+try:
+    with cseq.MPSequence(Bad, 8, 1, out_type="null").start() as batches:
+        list(batches)
+except ValueError as error:
+    print(len(str(error)))
+"""
+
+
+@pytest.mark.skipif(keeper_module.STACK_SIGNAL is None, reason="no stacks here")
+def test_stacks_in_the_middle_of_a_message(run_script: RunScript) -> None:
+    """Stacks that are written while a worker is within a message leave the message whole."""
+    done = run_script(BETWEEN)
+    assert done.stdout.split("\n")[:2] == [str(list(range(8))), "400000"], done.stderr

@@ -766,9 +766,9 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
 ) -> None:
     """Its `status` is None; `gone` says that it has ended: at once, or by its socket."""
     (entries / "no_pidfds.py").write_text(
-        "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
+        "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
-    one = served(preload=[] if pidfds else ["no_pidfds"])
+    one = served(entry="entries:answer" if pidfds else "no_pidfds:answer")
     child = one.launch(0)
     ask(child, "0")
     kill_server(one)
@@ -800,7 +800,7 @@ def test_a_server_that_cannot_start_is_an_error(
     """`launch` raises OSError with the server's exit code when it dies again and again."""
     (entries / "fatal.py").write_text("import os\nos._exit(23)")
     with pytest.raises(OSError, match="exited with code 23"):
-        served(preload=["fatal"]).launch(0)
+        served(entry="fatal:answer").launch(0)
 
 
 def test_a_server_that_does_not_get_ready_is_a_timeout(
@@ -808,7 +808,7 @@ def test_a_server_that_does_not_get_ready_is_a_timeout(
 ) -> None:
     """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
-    one = served(preload=["endless"])
+    one = served(entry="endless:answer")
     with pytest.raises(TimeoutError, match="in time"):
         one.launch(0, timeout=0.01)
     assert one.close(time.monotonic())
@@ -836,10 +836,10 @@ def test_an_interrupted_launch_is_undone(
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
-        "import errno, os\nfork = os.fork\n"
+        "import errno, os\nfrom entries import answer\nfork = os.fork\n"
         "def fail():\n    os.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\nos.fork = fail"
     )
-    one = served(preload=["full"])
+    one = served(entry="full:answer")
     with pytest.raises(BlockingIOError, match="no worker process"):
         one.launch(0)
     child = one.launch(1)
@@ -848,14 +848,15 @@ def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries:
 
 
 def test_preloaded_modules_are_there_and_missing_ones_are_logged(
-    served: Callable[..., Launcher], entries: Path, capfd: pytest.CaptureFixture[str]
+    served: Callable[..., Launcher], entries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker finds what its server has imported; what cannot be imported is left out."""
     (entries / "useful.py").write_text("import os\npid = os.getpid()")
-    one = served(preload=["useful", "no_such_module"])
+    one = served()
+    one.preload(["useful", "no_such_module"])
     child = one.launch(0)
     assert ask(child, "sys.modules['useful'].pid") == server_of(one)._process.pid
-    assert "no_such_module" in capfd.readouterr().err
+    assert "no_such_module" in caplog.text
     child.sock.close()
 
 
@@ -864,10 +865,10 @@ def test_without_pidfds_workers_are_ended_and_reaped_too(
 ) -> None:
     """Older systems have no pidfds: `kill`, `status` and `gone` work all the same."""
     (entries / "no_pidfds.py").write_text(
-        "import os\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
+        "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
     monkeypatch.delattr(os, "pidfd_open", raising=False)
-    one = make(preload=["no_pidfds"])
+    one = make(entry="no_pidfds:answer")
     child = one.launch(0)
     ask(child, "0")
     assert child.status(0.01) is None
@@ -937,3 +938,210 @@ def test_a_frozen_program_is_not_started_as_if_it_were_python(
 def test_the_end_of_a_process_in_words(code: int | None, text: str) -> None:
     """`describe_exit` gives the words for a message."""
     assert launcher.describe_exit(code) == text
+
+
+# --- modules that are imported once for all workers ----------------------------------------------
+
+# A module that notes down each of its imports: the process, by the name that the system shows.
+NOTING = """
+import sys
+with open("/proc/self/comm") as comm, open("imports", "a") as file:
+    process = comm.read()
+    file.write(f"{__name__} {process}")
+class Indexer:
+    def __init__(self, *args):
+        pass
+    def __getitem__(self, indices):
+        return indices
+"""
+
+JOB = """
+import functools, logging, os, signal, sys, time
+import numpy as np, cseq
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+def imports():
+    with open("imports") as file:
+        return sorted(line.strip() for line in file)
+
+def run(worker, method="forkserver", **options):
+    open("imports", "w").close()
+    options = {"out_type": "null", "batch_size": 1, "start_method": method, "seed": 1, **options}
+    with cseq.MPSequence(worker, 12, 3, **options).start() as batches:
+        assert len(list(batches)) == 12
+        staff = batches._run.pool._staff
+        while not all(staff.is_ready(owner) for owner in (1, 2, 3)):
+            time.sleep(0.01)  # until all have imported what they need
+    return imports()
+"""
+
+serving = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@serving
+def test_modules_are_imported_once_for_all_workers(run_script: RunScript, tmp_path: Path) -> None:
+    """Those that a worker refers to, however it travels, and those that are listed."""
+    for name in ("by_name", "used", "listed"):
+        (tmp_path / f"{name}.py").write_text(NOTING)
+    done = run_script(
+        JOB + "import by_name, used\n"
+        "class Local(used.Indexer):\n    pass\n"
+        "def function():\n    return used.Indexer()\n"
+        "print(run(by_name.Indexer))\n"
+        "print(run(functools.partial(by_name.Indexer, used)))\n"
+        "print(run(Local), run(function))\n"
+        "print(run(np.arange(12), preload=['listed']))\n"
+        "print(run(by_name.Indexer, preload=False))\n"
+        "print(run(by_name.Indexer, 'spawn', preload=['listed']))\n"
+        "print(run(by_name.Indexer, 'fork', preload=['listed']))\n"
+    )
+    one, two = ["by_name cseq-server"], ["used cseq-server"]
+    each = ["by_name cseq-w0", "by_name cseq-w1", "by_name cseq-w2"]
+    expected = [one, one + two, f"{two} {two}", ["listed cseq-server"], each, each, []]
+    assert done.stdout == "".join(f"{line}\n" for line in expected), done.stderr
+
+
+# What must not be there before a fork, and how the log says so.
+CUDA = "types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: True))"
+UNFIT = {
+    "threads": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "starts threads",
+    ),
+    "files": ("kept = open(__file__)", "opens files"),
+    "cuda": (f"import types\nsys.modules['torch'] = {CUDA}", "initialises CUDA"),
+    "fatal": ("import os\nif 'server' in process: os._exit(3)", "ended it"),
+}
+
+
+@serving
+@pytest.mark.parametrize("kind", UNFIT)
+def test_modules_that_must_not_be_there_before_a_fork(
+    run_script: RunScript, tmp_path: Path, kind: str
+) -> None:
+    """Each worker imports such a module; the log says why; the next start knows it."""
+    more, reason = UNFIT[kind]
+    (tmp_path / "unfit.py").write_text(f"{NOTING}\n{more}\n")
+    (tmp_path / "fit.py").write_text(NOTING)
+    done = run_script(
+        JOB + "import fit\n"
+        "class Local(fit.Indexer):\n"
+        "    def __init__(self):\n        import unfit\n"
+        "print(run(Local, preload=['unfit']))\nprint(run(Local, preload=['unfit']))\n"
+    )
+    workers = [f"unfit cseq-w{number}" for number in range(3)]
+    first = ["fit cseq-server", "fit cseq-server", "unfit cseq-server", *workers]
+    again = ["fit cseq-server", *workers]
+    assert done.stdout == f"{first}\n{again}\n", done.stderr
+    assert done.stderr.count("module unfit is imported by each worker") == 1
+    assert reason in done.stderr
+
+
+@serving
+def test_a_module_prints_once_and_raises_as_in_a_worker(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """Its output comes once, from the server; what it raises comes out of the loop."""
+    (tmp_path / "prints.py").write_text(NOTING + "print('hello', flush=False)\n")
+    (tmp_path / "raises.py").write_text(NOTING + "if 'cseq' in process: 1 / 0\n")
+    done = run_script(
+        JOB + "import contextlib, io\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n    import prints\n"
+        "import raises\n"
+        "run(prints.Indexer)\n"
+        "try:\n    run(raises.Indexer)\n"
+        "except ZeroDivisionError as error:\n    print(type(error.__cause__).__name__)\n"
+    )
+    assert done.stdout == "hello\nRemoteTraceback\n", done.stderr
+    assert "module raises was to be imported for all workers" in done.stderr
+
+
+@serving
+def test_a_slow_import_is_told_of_and_can_be_broken_off(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """The log says what a start waits for; Ctrl-C ends it at once, and nothing is left."""
+    (tmp_path / "slow.py").write_text(
+        NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
+    )
+    done = run_script(
+        JOB + "import threading, slow, cseq.staff\n"
+        "cseq.staff.SHORT = 0.2\n"
+        "class Interrupts(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        if 'slow' in record.getMessage():\n"
+        "            begun[:] = [time.monotonic()]\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "logging.getLogger().addHandler(Interrupts())\n"
+        "begun = []\n"
+        "for method in ('forkserver', 'spawn'):\n"
+        "    manager = cseq.MPSequence(slow.Indexer, 12, 1, out_type='null', start_method=method)\n"
+        "    cseq.keeper.GRACE = 1.0\n"
+        "    try:\n"
+        "        with manager.start() as batches:\n"
+        "            next(iter(batches))\n"
+        "    except KeyboardInterrupt:\n"
+        "        print(method, time.monotonic() - begun[0] < 1 or method == 'spawn')\n"
+    )
+    assert done.stdout == "forkserver True\nspawn True\n", done.stderr
+    assert "module slow is imported for all of them" in done.stderr
+    assert "worker 0 imports slow" in done.stderr
+
+
+@serving
+def test_a_hanging_import_counts_as_a_workers(run_script: RunScript, tmp_path: Path) -> None:
+    """With a timeout, a server that hangs in an import is given up, and workers are watched."""
+    (tmp_path / "slow.py").write_text(
+        NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
+    )
+    done = run_script(
+        JOB + "import slow\n"
+        "try:\n    run(slow.Indexer, timeout=0.1)\n"
+        "except cseq.WorkerTimeout as error:\n    print('slow.py' in str(error))\n"
+    )
+    assert done.stdout == "True\n", done.stderr
+    assert "module slow is imported by each worker, not by their server: it takes more than" in (
+        done.stderr
+    )
+
+
+@serving
+def test_replaced_workers_need_not_import(run_script: RunScript, tmp_path: Path) -> None:
+    """A worker that dies is forked anew; a server that dies imports anew."""
+    (tmp_path / "by_name.py").write_text(
+        NOTING + "import os, signal\n"
+        "class Dies(Indexer):\n"
+        "    def __getitem__(self, indices):\n"
+        "        if not os.path.exists('died'):\n"
+        "            open('died', 'w').close()\n"
+        "            if self.server:\n"
+        "                os.kill(os.getppid(), signal.SIGKILL)\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return indices\n"
+        "    def __init__(self, server):\n        self.server = server\n"
+    )
+    done = run_script(
+        JOB
+        + "import by_name\n"
+        "for server in (False, True):\n"
+        "    print(run(functools.partial(by_name.Dies, server), num_workers=1))\n"
+        "    os.unlink('died')\n".replace(", num_workers=1", "")
+    )
+    once = ["by_name cseq-server"]
+    assert done.stdout == f"{once}\n{once * 2}\n", done.stderr
+
+
+@pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"])
+def test_a_module_that_starts_workers_when_workers_import_it(
+    run_script: RunScript, tmp_path: Path, method: str
+) -> None:
+    """It would start processes without end: an error that says what to do."""
+    (tmp_path / "training.py").write_text(
+        "import sys, cseq\n"
+        "class Indexer:\n    def __getitem__(self, indices):\n        return indices\n"
+        f"with cseq.MPSequence(Indexer, 4, 1, out_type='null', start_method={method!r}).start() "
+        "as batches:\n    print(list(batches))\n"
+    )
+    done = run_script("import training\n")
+    assert "RuntimeError: a module that worker processes import starts worker" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr

@@ -349,33 +349,6 @@ def test_other_tensors_arrive_too(change: Callable[..., Any]) -> None:
     assert torch.equal(arrived.to_dense(), tensor.to_dense())
 
 
-# --- check ---------------------------------------------------------------------------------------
-
-
-def test_checking_copies_no_data() -> None:
-    """`check` of terabytes costs nothing, contiguous or not; `dump` of them would fail."""
-    huge = np.broadcast_to(np.zeros(1), (1 << 40, 3))
-    assert payload.check(Indexer(huge)) is False
-    with pytest.raises(MemoryError):
-        payload.dump(Indexer(huge))
-
-
-def test_checking_says_whether_cloudpickle_will_be_needed() -> None:
-    """`check` returns what `dump` has as `by_value`."""
-    assert payload.check(Indexer) is payload.dump(Indexer).by_value is False
-    assert payload.check(lambda: 1) is payload.dump(lambda: 1).by_value is True
-
-
-def test_checking_raises_what_dumping_raises() -> None:
-    """The two agree on what cannot be pickled, and say the same."""
-    worker = Indexer(threading.Lock())
-    with pytest.raises(TypeError) as checked:
-        payload.check(worker)
-    with pytest.raises(TypeError) as dumped:
-        payload.dump(worker)
-    assert str(checked.value) == str(dumped.value)
-
-
 # --- by reference and by value -------------------------------------------------------------------
 
 
@@ -438,9 +411,9 @@ def test_plain_workers_need_no_cloudpickle(run_script: RunScript) -> None:
     done = run_script(
         "import sys, functools, collections\n"
         "from cseq import payload\n"
-        "payload.check(functools.partial(collections.Counter, [1, 2]))\n"
+        "payload.dump(functools.partial(collections.Counter, [1, 2]))\n"
         "print('cloudpickle' in sys.modules)\n"
-        "payload.check(lambda: 1)\n"
+        "payload.dump(lambda: 1)\n"
         "print('cloudpickle' in sys.modules)\n"
     )
     assert done.stdout.split() == ["False", "True"], done.stderr
@@ -464,7 +437,7 @@ def test_a_module_made_by_hand_goes_by_value(monkeypatch: pytest.MonkeyPatch) ->
     module = types.ModuleType("made_by_hand")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
-    assert payload.check(vars(module)["Worker"])
+    assert payload.dump(vars(module)["Worker"]).by_value
     assert arrives_elsewhere(vars(module)["Worker"](), "obj[1]") == "43"
     assert arrives_elsewhere(functools.partial(vars(module)["helper"], 2), "obj()") == "44"
 
@@ -473,7 +446,7 @@ def test_a_module_whose_file_is_gone_goes_by_value(folder: Path) -> None:
     """What cannot be imported any more is taken along."""
     module = import_file(folder / "vanishing.py", SOURCE)
     (folder / "vanishing.py").unlink()
-    assert payload.check(module.Worker)
+    assert payload.dump(module.Worker).by_value
     assert arrives_elsewhere(module.Worker(), "obj[1]") == "43"
 
 
@@ -485,7 +458,7 @@ def test_a_module_that_another_one_hides_goes_by_value(
     (folder / "first").mkdir()
     (folder / "first" / "twin.py").write_text("raise SystemExit('the wrong twin')")
     monkeypatch.syspath_prepend(str(folder / "first"))
-    assert payload.check(module.Worker)
+    assert payload.dump(module.Worker).by_value
     assert arrives_elsewhere(module.Worker(), "obj[1]") == "43"
 
 
@@ -511,8 +484,8 @@ def test_packages_and_their_modules_go_by_reference(folder: Path) -> None:
             "made.Made = Made\nsys.modules[Made.__module__] = made\n"
         )
         inner = importlib.import_module(f"{place}.inner")
-        assert not payload.check(inner.Inner)
-        assert not payload.check(inner.Made)
+        assert not payload.dump(inner.Inner).by_value
+        assert not payload.dump(inner.Made).by_value
         assert arrives_elsewhere(inner.Inner, "obj.__module__") == f"{place}.inner"
         assert arrives_elsewhere(inner.Made, "obj.__module__") == f"{place}.inner.made"
 
@@ -521,7 +494,7 @@ def test_a_name_that_means_something_else_now_goes_by_value() -> None:
     """A class or function that is not what its module has under its name is taken along."""
     function = types.FunctionType((lambda: 41).__code__, {})
     function.__module__, function.__qualname__ = __name__, "make"
-    assert payload.check(function)
+    assert payload.dump(function).by_value
     assert arrives_elsewhere(function, "obj()") == "41"
 
 
@@ -535,7 +508,7 @@ def test_each_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None
         return find(name, path)
 
     monkeypatch.setattr(payload, "_find_spec", count)
-    payload.check([Indexer(make) for _ in range(1000)] + [Slotted(Pair(1, 2))])
+    payload.dump([Indexer(make) for _ in range(1000)] + [Slotted(Pair(1, 2))])
     assert len(asked) == len(set(asked))
     assert __name__ in asked
 
@@ -713,7 +686,7 @@ def test_a_global_that_cannot_be_pickled_is_named(run_script: RunScript) -> None
     done = run_script(
         "import threading\nfrom cseq import payload\nlock = threading.Lock()\n"
         "class Worker:\n    def __getitem__(self, i): return lock\n"
-        "try:\n    payload.check(Worker)\nexcept TypeError as error:\n    print(error)"
+        "try:\n    payload.dump(Worker)\nexcept TypeError as error:\n    print(error)"
     )
     assert done.stdout.startswith("worker.__getitem__ global 'lock': cannot pickle"), done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import platform
 import re
 import sys
 import threading
@@ -20,6 +21,7 @@ from cseq import MPSequence, MSequence, MTSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import RunScript
 
@@ -322,9 +324,10 @@ class Handle:
 
 @pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
 def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
-    """A worker that cannot travel is refused at construction: which attribute, and why."""
+    """A worker that cannot travel is refused by `start`: which attribute, and why."""
+    manager = kind.make(Handle(), 10)
     with pytest.raises(TypeError, match=r"worker.*lock") as caught:
-        kind.make(Handle(), 10)
+        manager.start()
     assert "lock" in str(caught.value)
 
 
@@ -888,3 +891,93 @@ print(sum(len(b) for b in batches))
 manager.finish()
 """)
     assert (done.stdout, done.stderr) == ("refused\nrefused\n68\n", "")
+
+
+ONE_PICKLE = """
+import sys
+import cseq
+from counted import Counted, Never
+
+for method in sys.argv[1:]:
+    cseq.MPSequence(Never(), 10, out_type="null", start_method=method)
+    manager = cseq.MPSequence(Counted(), 10, 2, out_type="null", start_method=method)
+    made = Counted.pickled
+    with manager.start() as batches:
+        total = sum(int(batch.sum()) for batch in batches)
+    print(method, made, Counted.pickled, total)
+    Counted.pickled = 0
+"""
+
+COUNTED = """
+class Counted:
+    pickled = 0
+    def __getitem__(self, indices):
+        return indices
+    def __reduce__(self):
+        Counted.pickled += 1
+        return Counted, ()
+
+class Never(Counted):
+    def __reduce__(self):
+        raise AssertionError("a manager that was only made has pickled its worker")
+"""
+
+
+@pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
+def test_one_pickle_a_start(run_script: RunScript, tmp_path: Path, kind: Kind) -> None:
+    """Making a manager pickles nothing; a start pickles the worker once, however many there are."""
+    (tmp_path / "counted.py").write_text(COUNTED)
+    done = run_script(ONE_PICKLE, kind.name)
+    pickles = 0 if kind.name == "fork" else 1
+    assert done.stdout == f"{kind.name} 0 {pickles} 45\n", done.stderr
+
+
+KEPT_MEMORY = """
+import ctypes
+import cseq
+
+MIB = 1 << 20
+
+class Memory:
+    def __getitem__(self, indices):
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        libc.free.argtypes = [ctypes.c_void_p]
+        block = libc.malloc(ctypes.c_size_t(100 * MIB))
+        ctypes.memset(block, 1, 100 * MIB)
+        libc.free(block)
+        with open("/proc/self/status") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["VmRSS"].split()[0]) // 1024
+
+with cseq.MPSequence(Memory, 1, 1, out_type="null").start() as batches:
+    print(*batches)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc")
+def test_workers_keep_freed_memory(run_script: RunScript) -> None:
+    """A large block that a worker frees stays with its process, unless CSEQ_MALLOC forbids it."""
+    kept = run_script(KEPT_MEMORY)
+    default = run_script(KEPT_MEMORY, CSEQ_MALLOC="default")
+    assert int(kept.stdout) > 100 + int(default.stdout) - 20, kept.stderr + default.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"threads": 0}, ValueError, "threads=0"),
+        ({"threads": "2"}, TypeError, "threads='2'"),
+        ({"preload": "torch"}, TypeError, "preload='torch'"),
+        ({"preload": True}, TypeError, "preload=True"),
+        ({"preload": ["a b"]}, TypeError, "'a b'"),
+        ({"preload": [1]}, TypeError, "preload has 1"),
+    ],
+)
+def test_bad_threads_and_preloads(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """They are refused where the manager is made."""
+    with pytest.raises(error, match=re.escape(text)):
+        make_small(**options)

@@ -15,6 +15,8 @@ from cseq.threads import Latch, Threads, imported
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from conftest import RunScript
+
 SOON = 30.0  # seconds after which something that should happen is taken to hang
 
 
@@ -136,3 +138,20 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         if not struck.is_set():
             break
     assert countdown > 5
+
+
+def test_an_import_from_within_an_import(run_script: RunScript, tmp_path: Path) -> None:
+    """A module may start a manager in its body, though what that imports wants this module."""
+    (tmp_path / "training.py").write_text(
+        "import numpy as np, cseq\n"
+        "data = np.arange(10)\n"
+        "with cseq.MTSequence(data, 10, 2, out_type='cpu', seed=1).start() as batches:\n"
+        "    total = sum(float(batch.sum()) for batch in batches)\n"
+    )
+    # torch imports what has registered itself with it; this one, which comes without files of its
+    # own, registers a module that is just being imported.
+    (tmp_path / "torch.py").write_text(
+        "import training\nraise ModuleNotFoundError('no torch here', name='torch')\n"
+    )
+    done = run_script("import training\nprint(training.total)\n")
+    assert done.stdout == "45.0\n", done.stderr

@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
 
-from cseq import codec, failure
+from cseq import codec, descriptors, failure
 from cseq._core import Block, copy_of
 from cseq.adapters._torchdata_library import (
     Epoch,
@@ -306,7 +306,7 @@ def _call(address: str) -> tuple[Connection[Any, Any], Writer]:
     caller = socket.socket(socket.AF_UNIX)
     try:
         caller.connect(address)
-        width, (fd,), _, _ = socket.recv_fds(caller, WIDTH.size, 1)
+        width, (fd,) = descriptors.receive(caller, WIDTH.size, 1)
     except BaseException:
         caller.close()
         raise

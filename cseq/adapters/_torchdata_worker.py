@@ -37,7 +37,6 @@ class _Pipeline:
     where = ""
 
     def __init__(self, pipe: DataPipe) -> None:
-        torch.set_num_threads(1)
         _forget_traversal()
         self._pipe = pipe
         self._running: DataPipe = None  # as this epoch's reset functions left it

@@ -356,7 +356,6 @@ class _Engine:
             "start_method": service.multiprocessing_context,
             "max_restarts": service.max_restarts,
             "timeout": service.timeout,
-            "preload": [__name__],
         }
         address = None
         if dispatched is not None:

@@ -8,7 +8,7 @@ means, in the trainer, that the worker is dead or dying, and in the worker, that
 
     trainer ── Launcher.launch(number) ──> Child(number, pid, sock) ~~ socket ~~ entry(sock)
 
-    forkserver   trainer ── spawn ──> server (numpy and cseq imported) ── fork ──> worker
+    forkserver   trainer ── spawn ──> server (numpy, cseq, the user's modules) ── fork ──> worker
     spawn        trainer ── spawn ──> worker
     fork         trainer ── fork  ──> worker
 
@@ -26,21 +26,18 @@ What holds for all three:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cseq.launcher.base import (
     SHIELDED,
     Child,
     Launcher,
+    check_reading,
     default_start_method,
     describe_exit,
+    reading,
     start_methods,
 )
 from cseq.launcher.forks import close_in_forks
 from cseq.threads import imported
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "SHIELDED",
@@ -50,6 +47,7 @@ __all__ = [
     "default_start_method",
     "describe_exit",
     "make_launcher",
+    "reading",
     "start_methods",
 ]
 
@@ -57,7 +55,7 @@ ENTRY = "cseq.pools.process:main"
 
 
 def make_launcher(
-    method: str | None = None, *, entry: str = ENTRY, preload: Sequence[str] = ()
+    method: str | None = None, *, entry: str = ENTRY, threads: int | None = None
 ) -> Launcher:
     """Make a launcher; it starts nothing before its first `launch` (or `prepare`).
 
@@ -67,24 +65,26 @@ def make_launcher(
         'forkserver', 'spawn' or 'fork'; None for `default_start_method`.
     entry : str
         ``module:function`` that workers run.
-    preload : sequence of str
-        Modules that a fork server imports too, so that its workers have them at once. One that
-        cannot be imported is left out, with a line on standard error.
+    threads : int or None
+        How many threads the libraries of workers compute with; None: as many as they like.
 
     Raises
     ------
     ValueError
         When this system does not have the method.
+    RuntimeError
+        In a worker process that is just importing what it needs.
     """
+    check_reading()
     method = method or default_start_method()
     if method not in start_methods():
         names = ", ".join(map(repr, start_methods()))
         raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
     launcher: Launcher
     if method == "forkserver":
-        launcher = imported("cseq.launcher.server").ForkServerLauncher(entry, preload)
+        launcher = imported("cseq.launcher.server").ForkServerLauncher(entry, threads)
     else:
         direct = imported("cseq.launcher.direct")
         make = direct.SpawnLauncher if method == "spawn" else direct.ForkLauncher
-        launcher = make(entry)
+        launcher = make(entry, threads)
     return launcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,9 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
+FOREVER = 1e6  # seconds
 LAST = 1.0  # seconds for what was killed to be gone, past a deadline
 
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
@@ -60,6 +62,21 @@ class Launcher(Protocol):
 
     def prepare(self) -> None:
         """Begin to start what `launch` will need, and do not wait for it."""
+
+    def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
+        """Have modules imported once for all workers that are launched from now on.
+
+        Where workers are forked off a server; others import them each for itself. A module that
+        cannot be imported, that must not be there before a fork, or that takes longer than
+        `seconds`, is left to the workers, too, with a line in the log.
+        """
+
+    @property
+    def importing(self) -> str:
+        """The module that is just being imported for all workers; "" if none is."""
+
+    def cancel(self) -> None:
+        """Break off `preload`: nothing will be launched any more."""
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
@@ -149,6 +166,29 @@ class Children:
         for child in children:
             child.status(max(LAST, deadline - time.monotonic()))
         return children
+
+
+_reading = False
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """In a worker or its server: import what the user's object needs, and start nothing."""
+    global _reading
+    _reading = True
+    try:
+        yield
+    finally:
+        _reading = False
+
+
+def check_reading() -> None:
+    """Refuse to start processes that would import the caller, and start more, without end."""
+    if _reading:
+        raise RuntimeError(
+            "a module that worker processes import starts worker processes when it is imported; "
+            "start them in a function, or below: if __name__ == '__main__':"
+        )
 
 
 def check_owner(owner: int) -> None:

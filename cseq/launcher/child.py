@@ -13,17 +13,25 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from cseq.launcher.base import SHIELDED
+from cseq import compute
+from cseq.launcher.base import SHIELDED, reading
 from cseq.launcher.forks import close_in_forks, fork
 from cseq.launcher.record import (
     BORN,
+    CUDA,
+    DONE,
     EXIT,
     FAIL,
+    FAILED,
+    FILES,
     FORK,
+    IMPORT,
+    KEPT,
     RECORD,
     SIGNAL,
-    keep_from_programs,
+    THREADS,
     receive,
+    receive_bytes,
 )
 from cseq.launcher.waiting import PidFd, hung_up
 
@@ -42,14 +50,17 @@ def begin(start: Start) -> NoReturn:
     sys.argv[:] = start["argv"]
     sock = _own_socket(start["socket"])
     if start["role"] == "server":
-        _Forker(sock, start["entry"]).serve(start["preload"])
+        _Forker(sock, start["entry"]).serve()
     gc.enable()
     _work(sock, start["number"], start["entry"])
 
 
-def begin_as_copy(sock: socket.socket, number: int, entry: str, local: object) -> NoReturn:
+def begin_as_copy(
+    sock: socket.socket, number: int, entry: str, local: object, threads: int | None
+) -> NoReturn:
     """Be a worker, as a copy of the trainer just made."""
     try:
+        compute.limit(threads)
         gc.freeze()  # the trainer's objects: looking through them would copy their pages
         atexit._clear()
         signal.set_wakeup_fd(-1)
@@ -67,7 +78,7 @@ def _own_socket(handle: int | bytes) -> socket.socket:
     if isinstance(handle, bytes):
         sock: socket.socket = cast("Any", socket).fromshare(handle)
         return sock
-    keep_from_programs(handle)
+    os.set_inheritable(handle, False)  # noqa: FBT003 - its own way
     return socket.socket(fileno=handle)
 
 
@@ -192,13 +203,12 @@ class _Forker:
         self._serials: dict[int, int] = {}  # of living children, by process number
         self._woken, self._wake = socket.socketpair()
 
-    def serve(self, preload: Sequence[str]) -> NoReturn:
-        """Serve until the trainer is gone."""
+    def serve(self) -> NoReturn:
+        """Serve until the trainer is gone; the garbage collector is off."""
         _set_name("cseq-server")
-        for name in ("numpy", self._entry.partition(":")[0], *preload):
-            _preload(name)
-        gc.freeze()  # or every worker's garbage collector would copy these pages
-        gc.enable()
+        for name in ("numpy", self._entry.partition(":")[0]):
+            importlib.import_module(name)
+        self._tasks, self._files = _tasks(), _files()  # before the user's modules come
         self._listen()
         with contextlib.suppress(ConnectionError):
             while self._step():
@@ -232,14 +242,35 @@ class _Forker:
     def _obey(self, record: Record) -> None:
         if record.what == FORK:
             self._fork(record)
+        elif record.what == IMPORT:
+            name = receive_bytes(self._sock, record.value).decode()
+            self._say(DONE, record.serial, self._import(name))
         elif record.what == SIGNAL:
             for pid, serial in self._serials.items():
                 if serial == record.serial:
                     os.kill(pid, record.value)  # not reaped yet: the number is still its own
 
+    def _import(self, name: str) -> int:
+        """Import a module for all workers, and say whether they can be forked with it."""
+        outcome = KEPT
+        try:
+            with reading():
+                importlib.import_module(name)
+        except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
+            outcome = FAILED
+        for stream in (sys.stdout, sys.stderr):  # or each worker would print it again
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        if _tasks() - self._tasks:
+            return THREADS
+        if _files() - self._files:
+            return FILES
+        return CUDA if _has_cuda() else outcome
+
     def _fork(self, record: Record) -> None:
         """Start a worker, which owns the socket that came with the request."""
         [fd] = record.fds
+        gc.freeze()  # or every worker's garbage collector would copy these pages
         try:
             pid = fork()
         except OSError as error:
@@ -260,6 +291,7 @@ class _Forker:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._woken.close()
             self._wake.close()
+            gc.enable()
             sock = socket.socket(fileno=fd)
         except BaseException:  # noqa: BLE001 - it must not go back to serving
             _leave(_report())
@@ -279,10 +311,24 @@ class _Forker:
         socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
 
 
-def _preload(name: str) -> None:
-    """Import a module that workers will want; one that fails, they will see fail themselves."""
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - anything may go wrong in a module
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
-            sys.stderr.write(f"cseq: the fork server could not import {name}: {error!r}\n")
+def _tasks() -> set[str]:
+    """List the threads of this process, where the system does."""
+    with contextlib.suppress(OSError):
+        return set(os.listdir("/proc/self/task"))
+    return set()
+
+
+def _files() -> set[tuple[str, str]]:
+    """List the open descriptors of this process, where the system does."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that has listed them
+                found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+def _has_cuda() -> bool:
+    """Whether torch has initialised CUDA in this process."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and cuda.is_initialized()

@@ -7,13 +7,14 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from cseq.launcher.base import KILL, START, Children, check_owner, no_objects
+from cseq.launcher.base import FOREVER, KILL, START, Children, check_owner, no_objects
 from cseq.launcher.child import begin_as_copy
 from cseq.launcher.forks import fork, handing_over, pair
 from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
 
     from cseq.launcher.base import Child
     from cseq.launcher.processes import Process
@@ -49,13 +50,22 @@ class _DirectLauncher:
     method = ""
     takes_objects = False
 
-    def __init__(self, entry: str) -> None:
+    importing = ""
+
+    def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
+        self._threads = threads
         self._children = Children()
         self._owner = os.getpid()
 
     def prepare(self) -> None:
         """Do nothing: nothing is needed."""
+
+    def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
+        """Do nothing: each worker imports for itself, or has what the trainer has imported."""
+
+    def cancel(self) -> None:
+        """Do nothing: nothing is waited for."""
 
     def launch(
         self,
@@ -92,9 +102,8 @@ class SpawnLauncher(_DirectLauncher):
 
     def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
         no_objects(self.method, local)
-        return spawn(
-            theirs, describe_start("worker", self._entry, number=number), f"cseq-w{number}"
-        )
+        start = describe_start("worker", self._entry, number=number)
+        return spawn(theirs, start, f"cseq-w{number}", self._threads)
 
 
 class ForkLauncher(_DirectLauncher):
@@ -110,6 +119,6 @@ class ForkLauncher(_DirectLauncher):
         with handing_over(theirs):
             pid = fork()
             if pid == 0:
-                begin_as_copy(theirs, number, self._entry, local)
+                begin_as_copy(theirs, number, self._entry, local, self._threads)
             theirs.close()
         return PosixProcess(pid)

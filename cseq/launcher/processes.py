@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from cseq import compute
 from cseq.launcher.base import SHIELDED
 from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
 
@@ -173,10 +174,14 @@ def _means(os_name: str) -> _Means:
     return _Means(shares=False, flags=0)
 
 
-def spawn(theirs: socket.socket, start: Start, title: str) -> Process:
-    """Start a new interpreter that runs `begin(start)` with a socket of its own."""
+def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None = None) -> Process:
+    """Start a new interpreter that runs `begin(start)` with a socket of its own.
+
+    `threads` is how many its libraries compute with, and those of its children.
+    """
     means = _means(os.name)
     executable, environment = _executable(os.name)
+    environment |= compute.variables(threads, environment)
     popen = _subprocess().Popen(
         [executable, *_interpreter_flags(), "-c", _BOOTSTRAP, title],
         stdin=_subprocess().PIPE,
@@ -213,7 +218,7 @@ def _interpreter_flags() -> list[str]:
     return flags
 
 
-def _executable(os_name: str) -> tuple[str, dict[str, str] | None]:
+def _executable(os_name: str) -> tuple[str, dict[str, str]]:
     """Find the interpreter, and the environment it needs."""
     executable = sys.executable
     if "multiprocessing.spawn" in sys.modules or getattr(sys, "frozen", False) or not executable:
@@ -229,4 +234,4 @@ def _executable(os_name: str) -> tuple[str, dict[str, str] | None]:
     if os_name == "nt" and executable == sys.executable != base:
         # A virtual environment's python.exe starts another process; this is what it would do.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
-    return executable, None
+    return executable, dict(os.environ)

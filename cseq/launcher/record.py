@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from cseq import descriptors
+
+if TYPE_CHECKING:
+    import socket
 
 # One record each way: what, which child (a serial number), and a value; 'fork' carries a socket.
 RECORD = struct.Struct("=cqq")
+IMPORT = b"i"  # to the server; value: the length of a module's name, which follows
 FORK = b"f"  # to the server; value: the worker's number
 SIGNAL = b"s"  # to the server; value: the signal's number
 BORN = b"b"  # from the server; value: the process number; carries a pidfd where there are any
 FAIL = b"e"  # from the server; value: errno of the fork
 EXIT = b"x"  # from the server; value: the exit code
+DONE = b"d"  # from the server; value: what became of an import, among these:
+KEPT, FAILED, THREADS, FILES, CUDA = range(5)
+REASONS = {
+    THREADS: "it starts threads, which forked processes would not have",
+    FILES: "it opens files or sockets, which forked processes would share",
+    CUDA: "it initialises CUDA, which does not survive a fork",
+}
 
 
 class Record(NamedTuple):
@@ -28,24 +39,33 @@ class Record(NamedTuple):
 
 def receive(sock: socket.socket) -> Record | None:
     """Receive a record; None at end of file."""
-    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     fds: list[int] = []
     data = b""
     with contextlib.suppress(ConnectionResetError):
         while len(data) < RECORD.size:
-            more, new, _, _ = socket.recv_fds(sock, RECORD.size - len(data), 1, flags)
+            more, new = descriptors.receive(sock, RECORD.size - len(data), 1)
             fds += new
             data += more
             if not more:
                 break
-    for fd in fds:
-        keep_from_programs(fd)
     if len(data) < RECORD.size:
         return None
     what, serial, value = RECORD.unpack(data)
     return Record(what, serial, value, fds)
 
 
-def keep_from_programs(fd: int) -> None:
-    """Have a descriptor closed in programs that are executed."""
-    os.set_inheritable(fd, False)  # noqa: FBT003
+def receive_bytes(sock: socket.socket, size: int) -> bytes:
+    """Receive what follows a record.
+
+    Raises
+    ------
+    ConnectionError
+        The other end is closed.
+    """
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("the trainer is gone")
+        data += more
+    return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from cseq.launcher.base import (
+    FOREVER,
     KILL,
     LAST,
     START,
@@ -21,7 +23,19 @@ from cseq.launcher.base import (
 )
 from cseq.launcher.forks import pair
 from cseq.launcher.processes import describe_start, signals_blocked, spawn
-from cseq.launcher.record import BORN, EXIT, FAIL, FORK, RECORD, SIGNAL, receive
+from cseq.launcher.record import (
+    BORN,
+    EXIT,
+    FAIL,
+    FAILED,
+    FORK,
+    IMPORT,
+    KEPT,
+    REASONS,
+    RECORD,
+    SIGNAL,
+    receive,
+)
 from cseq.launcher.waiting import PidFd, hung_up, readable
 
 if TYPE_CHECKING:
@@ -30,6 +44,31 @@ if TYPE_CHECKING:
     from cseq.launcher.base import Child
     from cseq.launcher.processes import Process
     from cseq.launcher.record import Record
+
+
+log = logging.getLogger("cseq")
+
+MOST_TRIES = 4  # servers that are started to find out which modules they cannot have
+
+# Modules that were found to be unfit for a server, in this process, and why.
+_unfit: dict[str, str] = {}
+
+
+class _Import:
+    """A module that a fork server imports."""
+
+    def __init__(self, server: _Server) -> None:
+        self.outcome: int | None = None  # of those in `record`
+        self.serial = server.enrol(self)
+
+    def learn(self, record: Record) -> None:
+        """Take in what the server says."""
+        self.outcome = record.value
+
+    @property
+    def exited(self) -> bool:
+        """Whether the server has nothing more to say of it."""
+        return self.outcome is not None
 
 
 class _ServedChild:
@@ -106,8 +145,9 @@ class _Server:
     """The trainer's hand on one fork server process."""
 
     def __init__(self) -> None:
+        self.has = 0  # modules that it has imported for its workers
         self.lost = True  # it is dead, or was told to end, or did not begin
-        self._children: dict[int, _ServedChild] = {}
+        self._children: dict[int, _ServedChild | _Import] = {}
         self._serials = itertools.count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -116,16 +156,24 @@ class _Server:
         self._pid = 0
         self._sock, self._theirs = pair()
 
-    def start(self, entry: str, preload: Sequence[str]) -> None:
+    def start(self, entry: str, threads: int | None) -> None:
         """Start the process; whatever is raised, also by a signal handler, `close` ends it."""
-        start = describe_start("server", entry, preload=[*map(str, preload)])
+        start = describe_start("server", entry)
         with self._theirs, signals_blocked():
-            self._process = spawn(self._theirs, start, "cseq-server")
+            self._process = spawn(self._theirs, start, "cseq-server", threads)
             self._pid = self._process.pid
             self.lost = False
 
-    def enrol(self, child: _ServedChild) -> int:
-        """Give a child the number under which the server knows it."""
+    def import_(self, module: str, deadline: float) -> int | None:
+        """Have a module imported; say what became of it: None if it died, or not in time."""
+        name = module.encode()
+        made = _Import(self)
+        self.send(IMPORT, made.serial, len(name), data=name)
+        self.wait(lambda: made.exited, deadline)
+        return made.outcome
+
+    def enrol(self, child: _ServedChild | _Import) -> int:
+        """Give a child, or an import, the number under which the server knows it."""
         serial = next(self._serials)
         with self._lock:
             self._children[serial] = child
@@ -144,10 +192,13 @@ class _Server:
             )
         return child.answered
 
-    def send(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
-        """Send a record; a server that is dead is noticed when it is read from."""
+    def send(
+        self, what: bytes, serial: int, value: int, fds: Sequence[int] = (), data: bytes = b""
+    ) -> None:
+        """Send a record and what follows it; a dead server is noticed when it is read from."""
         with self._lock, contextlib.suppress(OSError):
             socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
+            self._sock.sendall(data)
 
     def wait(self, done: Callable[[], bool], deadline: float) -> None:
         """Take in what the server says until something is done, the server lost, or time is up.
@@ -186,6 +237,11 @@ class _Server:
         if child.exited:
             del self._children[record.serial]
 
+    def kill(self) -> None:
+        """Kill the process; `close` reaps it."""
+        if self._process is not None:
+            self._process.send_signal(KILL)
+
     def close(self, deadline: float) -> tuple[bool, int | None]:
         """End the server and reap it; say whether it is gone, and its exit code."""
         with self._lock:
@@ -212,9 +268,14 @@ class ForkServerLauncher:
     method = "forkserver"
     takes_objects = False
 
-    def __init__(self, entry: str, preload: Sequence[str]) -> None:
+    def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
-        self._preload = tuple(preload)
+        self._threads = threads
+        self._modules: list[str] = []  # that a server has imported before its first fork
+        self._cancelled = False
+        self._seconds = FOREVER  # that this may take
+        self._importer: _Server | None = None  # the server that is importing something
+        self.importing = ""
         self._children = Children()
         self._server: _Server | None = None
         self._lock = threading.Lock()
@@ -224,7 +285,62 @@ class ForkServerLauncher:
         """Begin to start the server."""
         self._serving()
 
+    def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
+        """Have the server import modules, and start another one without what it must not have."""
+        check_owner(self._owner)
+        self._modules = [name for name in dict.fromkeys(modules) if name not in _unfit]
+        self._seconds = seconds
+        self._serving()
+
+    def cancel(self) -> None:
+        """End a server that is importing something."""
+        self._cancelled = True  # before it is looked who imports: `_furnish` looks in reverse
+        server = self._importer
+        if server is not None:
+            server.kill()
+
     def _serving(self) -> _Server:
+        """Return a server that has its modules and is not known to be dead."""
+        for _ in range(MOST_TRIES):
+            server = self._start()
+            fault = self._furnish(server)
+            if fault is None:
+                return server
+            name, reason = fault
+            log.info("module %s is imported by each worker, not by their server: %s", name, reason)
+            _unfit[name] = reason
+            self._modules.remove(name)
+            server.kill()
+            server.lost = True
+        log.info("all modules are imported by each worker: too many are unfit for their server")
+        self._modules = []
+        return self._start()
+
+    def _furnish(self, server: _Server) -> tuple[str, str] | None:
+        """Have a server import what it lacks; return what it must not have, if so, and why."""
+        deadline = time.monotonic() + self._seconds
+        while server.has < len(self._modules):
+            name = self._modules[server.has]
+            self.importing, self._importer = name, server
+            try:
+                if self._cancelled:
+                    return None
+                outcome = server.import_(name, deadline)
+            finally:
+                self.importing, self._importer = "", None
+            if outcome is None:
+                if self._cancelled:
+                    return None
+                late = not server.lost
+                return name, f"it takes more than {self._seconds:g} s" if late else "it ended it"
+            if outcome == FAILED:
+                log.warning("module %s was to be imported for all workers: it cannot be", name)
+            elif outcome != KEPT:
+                return name, REASONS[outcome]
+            server.has += 1
+        return None
+
+    def _start(self) -> _Server:
         """Return a server that is not known to be dead; start one if there is none."""
         check_owner(self._owner)
         with self._lock:
@@ -233,16 +349,15 @@ class ForkServerLauncher:
                 self._server = None
             if self._server is None:
                 self._server = _Server()
-                self._server.start(self._entry, self._preload)
+                self._server.start(self._entry, self._threads)
             return self._server
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
         """Have the server fork a worker."""
         no_objects(self.method, local)
-        deadline = time.monotonic() + timeout
         for _ in range(2):  # a server may be found dead only when it is asked something
             server = self._serving()
-            child = self._launch(number, server, deadline)
+            child = self._launch(number, server, time.monotonic() + timeout)
             if child is not None:
                 return child
         _, code = server.close(time.monotonic() + LAST)

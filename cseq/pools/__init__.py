@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq.threads import imported
 
@@ -55,6 +55,11 @@ class Job(NamedTuple):
     on_timeout : 'raise' or 'restart'
     memory_limit : int
         Bytes of shared memory that delivered batches may hold before copies are delivered.
+    threads : int or None
+        How many threads the libraries of worker processes compute with; None: as they like.
+    preload : tuple of str, False or None
+        Modules that are imported once for all worker processes, beside those that `worker` refers
+        to; False: not even these.
     seed_globals : bool
         Seed the global generators before each batch.
     """
@@ -75,6 +80,8 @@ class Job(NamedTuple):
     timeout: float | None
     on_timeout: str
     memory_limit: int
+    threads: int | None
+    preload: tuple[str, ...] | Literal[False] | None
     seed_globals: bool
 
     @property

@@ -224,7 +224,10 @@ class ProcessPool(Fed):
             describe=self._describe,
             method=job.start_method,
             entry=ENTRY,
-            preload=["torch"] if in_processes else [],
+            threads=job.threads,
+            preload=job.preload,
+            needs=["torch"] if in_processes else [],
+            timeout=job.timeout,
         )
 
     def _make_convert(self) -> Callable[[Any], Any] | None:
@@ -298,9 +301,6 @@ class ProcessPool(Fed):
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        if self._staff.is_here:  # garbage collection can strike anywhere
-            threading.Thread(target=self.close, name="cseq-closer").start()
-            return
         self._staff.closed = True
         if self._receiver is not None:  # before the processes go whose memory it may still read
             self._receiver.close()

@@ -1,0 +1,97 @@
+"""How many threads the numerical libraries of a worker process compute with.
+
+Each of these libraries takes all cores unless told otherwise, in every process; workers are as many
+processes as cores are to be used already. What is loaded later asks the environment; to what a
+forked process finds loaded it has to be said.
+
+::
+
+    variables(threads, environ) ──► the environment of fork servers and spawned workers
+    limit(threads) ──► a forked worker: its environment, and each library that is there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["VARIABLES", "limit", "variables"]
+
+OPENMP = "OMP_NUM_THREADS"  # torch, too, asks it
+FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # ask OPENMP next
+VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+
+
+class Library(NamedTuple):
+    """A Python module, the function that sets its threads, and the variables that it asks."""
+
+    module: str
+    function: str
+    variables: tuple[str, ...]
+
+
+LIBRARIES = (
+    Library("torch", "set_num_threads", (OPENMP, "MKL_NUM_THREADS")),
+    Library("mkl", "set_num_threads", ("MKL_NUM_THREADS",)),
+    Library("numexpr", "set_num_threads", ("NUMEXPR_NUM_THREADS",)),
+    Library("cv2", "setNumThreads", ("OPENCV_FOR_THREADS_NUM",)),
+)
+
+# OpenBLAS has no module; the names under which numpy's and scipy's copies have this function.
+OPENBLAS = (
+    "openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "scipy_openblas_set_num_threads64_",
+)
+
+
+def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set for `threads` threads; those that the user has set win.
+
+    A user's OMP_NUM_THREADS is what those libraries go by that ask it where they find no variable
+    of their own. None: leave all alone.
+    """
+    if threads is None:
+        return {}
+    theirs = FOLLOWING if OPENMP in environ else ()
+    unset = [name for name in VARIABLES if name not in environ and name not in theirs]
+    return dict.fromkeys(unset, str(threads))
+
+
+def limit(threads: int | None) -> None:
+    """In a process that was forked: have what is loaded, and what will be, use so many threads."""
+    if threads is None:
+        return
+    ours = variables(threads, os.environ)
+    os.environ.update(ours)
+    for library in LIBRARIES:
+        setter = getattr(sys.modules.get(library.module), library.function, None)
+        if setter is not None and all(name in ours for name in library.variables):
+            setter(threads)
+    if "OPENBLAS_NUM_THREADS" in ours:
+        for path in _loaded("openblas"):
+            _set_openblas(path, threads)
+
+
+def _loaded(name: str) -> Iterator[str]:
+    """Find the shared libraries of this process that have a name in theirs, on Linux."""
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
+        places = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if name in line}
+        yield from (place for place in places if name in os.path.basename(place))
+
+
+def _set_openblas(path: str, threads: int) -> None:
+    """Set the threads of an OpenBLAS that is loaded."""
+    ctypes = importlib.import_module("ctypes")
+    with contextlib.suppress(OSError):  # a file that is no library, or is gone
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        for name in OPENBLAS:
+            if hasattr(library, name):
+                getattr(library, name)(threads)

@@ -1,0 +1,75 @@
+"""Descriptors that this process opens or receives; executed programs get none.
+
+Every descriptor is close-on-exec from the call on that makes it, so a program that another thread
+executes in the next moment does not get it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from array import array
+
+from cseq._core import Descriptor
+from cseq.threads import imported
+
+__all__ = ["anonymous_file", "receive"]
+
+# What memfd_create answers where it does not exist (ENOSYS), does not know a flag (EINVAL) or wants
+# one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
+REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM)
+NOEXEC_SEAL = 0x8  # os.MFD_NOEXEC_SEAL, which has a name from Python 3.14 on
+
+
+def anonymous_file(name: str) -> tuple[Descriptor, bool]:
+    """Open a file without a name: nothing of it is left when its last descriptor is closed.
+
+    Parameters
+    ----------
+    name : str
+        What ``/proc`` shows of it.
+
+    Returns
+    -------
+    Descriptor
+        Open for reading and writing, of size 0.
+    bool
+        Whether the file can be sealed (`fcntl.F_ADD_SEALS`).
+
+    Raises
+    ------
+    OSError
+        When there can be none: too many descriptors, for example.
+    """
+    if hasattr(os, "memfd_create"):
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        # Kernels with vm.memfd_noexec=1 warn of files without this flag, with 2 they refuse them;
+        # kernels before 6.3 do not know it.
+        for extra in (NOEXEC_SEAL, 0):
+            try:
+                return Descriptor(os.memfd_create, name, flags | extra), True
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+    tempfile = imported("tempfile")  # slow to import, hardly ever needed
+    with tempfile.TemporaryFile(prefix=f"{name}-") as file:
+        return Descriptor(os.dup, file.fileno()), False
+
+
+def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """Receive bytes, at most `size`, and the descriptors that come with them, at most `most`.
+
+    No bytes: the other end is closed.
+    """
+    # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
+    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    fds = array("i")
+    data, parts, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * fds.itemsize), flags)
+    for level, kind, content in parts:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as can be
+        for fd in fds:
+            os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
+    return data, list(fds)

@@ -1,0 +1,159 @@
+"""How many threads the libraries of a worker process compute with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cseq import compute
+from cseq.launcher import start_methods
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+
+def test_one_thread_unless_the_user_says_otherwise() -> None:
+    """What the environment has wins; OMP_NUM_THREADS stands for those that ask it, too."""
+    assert compute.variables(None, {}) == {}
+    assert compute.variables(3, {}) == dict.fromkeys(compute.VARIABLES, "3")
+    partly = compute.variables(1, {"MKL_NUM_THREADS": "4"})
+    assert "MKL_NUM_THREADS" not in partly
+    assert partly["OMP_NUM_THREADS"] == "1"
+    others = compute.variables(1, {"OMP_NUM_THREADS": "4"})
+    assert set(others) == {"VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM"}
+
+
+# Libraries as a forked worker may find them; torch has its way of computing, so it stands for them.
+JOB = """
+import os, sys
+import numpy as np
+import cseq
+
+if sys.argv[1] == "loaded":
+    import fake_library as torch
+    sys.modules["torch"] = torch
+
+class Threads:
+    def __init__(self):
+        self.limit = sys.modules["torch"].limit if "torch" in sys.modules else 0
+
+    def __getitem__(self, indices):
+        return {"limit": self.limit, **{n: os.environ.get(n) for n in os.environ if "THREADS" in n}}
+
+for method in sys.argv[2:]:
+    for threads in (1, 3, None):
+        with cseq.MPSequence(
+            Threads, 1, 1, out_type="null", start_method=method, threads=threads
+        ).start() as batches:
+            got, = batches
+            print(method, threads, got["limit"], got.get("OMP_NUM_THREADS"),
+                  got.get("OPENBLAS_NUM_THREADS"))
+print(os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+LIBRARY = "limit = 0\ndef set_num_threads(n):\n    global limit\n    limit = n\n"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is set by whoever runs the tests."""
+    for name in compute.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("method", start_methods())
+def test_the_environment_of_workers(run_script: RunScript, method: str) -> None:
+    """Workers have the variables, whatever the start method; the trainer does not."""
+    done = run_script(JOB, "not loaded", method)
+    expected = f"{method} 1 0 1 1\n{method} 3 0 3 3\n{method} None 0 None None\nNone\n"
+    assert done.stdout == expected, done.stderr
+    done = run_script(JOB, "not loaded", method, OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="4")
+    assert done.stdout.startswith(f"{method} 1 0 2 4\n{method} 3 0 2 4\n"), done.stderr
+
+
+@pytest.mark.skipif("fork" not in start_methods(), reason="no fork here")
+def test_what_a_forked_worker_finds_loaded(run_script: RunScript, tmp_path: object) -> None:
+    """It is told, unless the user has set what it goes by."""
+    with open(f"{tmp_path}/fake_library.py", "w", encoding="utf-8") as file:
+        file.write(LIBRARY)
+    done = run_script(JOB, "loaded", "fork")
+    assert done.stdout == "fork 1 1 1 1\nfork 3 3 3 3\nfork None 0 None None\nNone\n", done.stderr
+    done = run_script(JOB, "loaded", "fork", MKL_NUM_THREADS="2")
+    assert done.stdout.startswith("fork 1 0 1 1\n"), done.stderr
+
+
+BLAS = """
+import os, sys
+import numpy as np
+import cseq
+
+np.ones((300, 300)) @ np.ones((300, 300))  # its threads are there
+
+class Threads:
+    def __init__(self):
+        for _ in range(3):
+            np.ones((300, 300)) @ np.ones((300, 300))
+
+    def __getitem__(self, indices):
+        return len(os.listdir("/proc/self/task"))
+
+for method in sys.argv[1:]:
+    counts = []
+    for threads in (1, 4):
+        with cseq.MPSequence(
+            Threads, 1, 1, out_type="null", start_method=method, threads=threads
+        ).start() as batches:
+            counts += batches
+    print(counts[1] - counts[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libraries have one thread here")
+@pytest.mark.parametrize("method", start_methods())
+def test_openblas(run_script: RunScript, method: str) -> None:
+    """Matrices are multiplied in as many threads as it is told, of its own and of a fork."""
+    import numpy as np
+
+    config = np.show_config(mode="dicts")
+    assert config is not None
+    if "openblas" not in config["Build Dependencies"]["blas"]["name"]:
+        pytest.skip("this numpy has no OpenBLAS")
+    done = run_script(BLAS, method)
+    more = int(done.stdout)
+    assert 1 <= more <= 3, done.stderr  # OpenBLAS makes no more threads than there are cores
+
+
+TORCH = """
+import sys
+import numpy as np
+import torch
+import cseq
+
+torch.set_num_threads(2)
+x = torch.rand(4, 3, 256, 256)
+torch.nn.functional.interpolate(x, size=64, mode="bilinear")  # OpenMP's threads are there
+
+class Threads:
+    def __getitem__(self, indices):
+        torch.nn.functional.interpolate(x, size=64, mode="bilinear")
+        return torch.get_num_threads()
+
+for method in sys.argv[1:]:
+    for threads in (1, 2):
+        with cseq.MPSequence(
+            Threads, 1, 1, out_type="null", start_method=method, threads=threads
+        ).start() as batches:
+            print(*batches)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="without torch")
+def test_torch(run_script: RunScript) -> None:
+    """It computes in as many threads, for every start method."""
+    done = run_script(TORCH, *start_methods())
+    expected = "1\n2\n" * len(start_methods())
+    assert done.stdout == expected, done.stderr

@@ -1,0 +1,189 @@
+"""Descriptors: anonymous files on every kernel, and programs that inherit none of ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cseq import descriptors
+from cseq.launcher import start_methods
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import RunScript
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@linux
+def test_an_anonymous_file() -> None:
+    """It has no name, can be sealed, and is closed in executed programs."""
+    file, sealable = descriptors.anonymous_file("cseq-test")
+    assert sealable
+    assert "memfd:cseq-test" in os.readlink(f"/proc/self/fd/{file.fd}")
+    assert not os.get_inheritable(file.fd)
+    os.write(file.fd, b"text")
+    assert os.pread(file.fd, 9, 0) == b"text"
+
+
+@linux
+@pytest.mark.parametrize("refusal", [errno.EACCES, errno.EINVAL, errno.ENOSYS])
+def test_a_system_that_refuses_them(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+    """A temporary file without a name does as well; other errors are raised."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    file, sealable = descriptors.anonymous_file("cseq-test")
+    assert not sealable
+    assert "(deleted)" in os.readlink(f"/proc/self/fd/{file.fd}")
+    assert not os.get_inheritable(file.fd)
+    refusal = errno.EMFILE
+    with pytest.raises(OSError, match="Too many open files"):
+        descriptors.anonymous_file("cseq-test")
+
+
+@pytest.mark.skipif(not hasattr(socket, "send_fds"), reason="descriptors cannot be sent here")
+@pytest.mark.parametrize("atomic", [True, False])
+def test_what_is_received_is_closed_in_programs(
+    monkeypatch: pytest.MonkeyPatch, *, atomic: bool
+) -> None:
+    """With MSG_CMSG_CLOEXEC, and where there is none."""
+    if not atomic:
+        monkeypatch.delattr(socket, "MSG_CMSG_CLOEXEC", raising=False)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(ours, [b"two"], [0, 1])
+        data, fds = descriptors.receive(theirs, 9, 2)
+        inheritable = [os.get_inheritable(fd) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        assert (data, inheritable) == (b"two", [False, False])
+        ours.close()
+        assert descriptors.receive(theirs, 9, 2) == (b"", [])
+
+
+# --- as a user's script --------------------------------------------------------------------------
+
+# A kernel with vm.memfd_noexec=2, for every process of a job: a sitecustomize that all import.
+STRICT = """
+import errno, os
+memfd_create = os.memfd_create
+def strict(name, flags=os.MFD_CLOEXEC):
+    if not flags & 0x8:
+        raise OSError(errno.EACCES, "vm.memfd_noexec=2")
+    return memfd_create(name, flags)
+os.memfd_create = strict
+import tempfile
+def refuse(*args, **options):
+    raise AssertionError("no temporary file is needed")
+tempfile.TemporaryFile = refuse
+"""
+
+STRICT_JOB = """
+import numpy as np, os, sys, cseq
+assert os.memfd_create.__name__ == "strict"
+for method in sys.argv[1:]:
+    data = np.arange(100_000)
+    with cseq.MPSequence(
+        data, 100, 2, batch_size=10, out_type="null", start_method=method, shuffle=False
+    ).start() as batches:
+        print(method, int(sum(batch.sum() for batch in batches)))
+"""
+
+
+@linux
+def test_kernels_that_refuse_executable_files(run_script: RunScript, tmp_path: Path) -> None:
+    """With vm.memfd_noexec=2, workers start in every way, and use anonymous files."""
+    (tmp_path / "sitecustomize.py").write_text(STRICT)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        done = run_script(STRICT_JOB, *start_methods())
+    assert done.stdout.split("\n") == [*(f"{m} 4950" for m in start_methods()), ""], done.stderr
+
+
+# What a program finds open that is executed without any being closed: what /proc/self/fd lists.
+LISTING = '''
+import os, subprocess, sys
+SHOW = """
+import os
+for name in os.listdir("/proc/self/fd"):
+    if int(name) > 2 and os.path.islink("/proc/self/fd/" + name):
+        print(os.readlink("/proc/self/fd/" + name), end="|")
+"""
+
+def listed(how):
+    command = [sys.executable, "-S", "-c", SHOW]
+    if how == "popen":
+        text = subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True).stdout
+    else:
+        read, write = os.pipe()
+        if how == "spawn":
+            actions = [(os.POSIX_SPAWN_DUP2, write, 1)]
+            pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+        else:
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(write, 1)
+                os.execv(command[0], command)
+        os.close(write)
+        os.waitpid(pid, 0)
+        text = os.read(read, 65536).decode()
+        os.close(read)
+    return [what for what in text.strip().split("|") if what and not what.startswith("/proc/")]
+'''
+
+INHERIT_JOB = """
+import sys, threading
+import cseq
+from cseq.stream import Streams
+from listing import listed
+
+class Lister:
+    def __getitem__(self, indices):
+        return [listed(how) for how in ("popen", "spawn", "exec")]
+
+class Producer:
+    def __init__(self, number, num_workers): pass
+    def begin(self, assignment): pass
+    def items(self, start): yield [listed(how) for how in ("popen", "spawn", "exec")]
+
+method = sys.argv[1]
+manager = cseq.MPSequence(
+    Lister, 2, 2, batch_size=1, out_type="null", start_method=method
+)
+over, seen = threading.Event(), []
+def during():
+    while not over.is_set():
+        seen.append(listed("popen"))
+watcher = threading.Thread(target=during)
+watcher.start()
+with manager.start() as batches:
+    found = list(batches)
+    found.append([listed(how) for how in ("popen", "spawn", "exec")])
+with Streams(Producer, 2, start_method=method) as streams:
+    streams.begin([None, None])
+    found += list(streams)
+over.set()
+watcher.join()
+print(len(found), sum(found, []) == [[]] * 15, [w for w in seen if w], found)
+"""
+
+
+@linux
+@pytest.mark.parametrize("method", start_methods())
+def test_executed_programs_inherit_nothing(
+    run_script: RunScript, tmp_path: Path, method: str
+) -> None:
+    """Neither from an indexer or a producer, nor from the trainer, whenever in a start."""
+    (tmp_path / "listing.py").write_text(LISTING)
+    done = run_script(INHERIT_JOB, method)
+    assert done.stdout.startswith("5 True []"), done.stdout + done.stderr

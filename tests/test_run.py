@@ -1,0 +1,102 @@
+"""One start and its end: a manager that is dropped is closed without anything waiting for that."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cseq.launcher import start_methods
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+PROCESSES = """
+import os
+def children():
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+"""
+
+# An indexer that hangs for longer than workers are waited for, whatever they are asked to do.
+HANGING = f"""
+{PROCESSES}
+import gc, sys, threading, time
+import cseq, cseq.keeper
+from cseq.stream import Streams
+
+cseq.keeper.GRACE = 2.0
+method, what = sys.argv[1:]
+
+class Hangs:
+    def __getitem__(self, indices):
+        with open("begun", "w"):
+            time.sleep(100)
+
+class Producer:
+    def __init__(self, number, num_workers): pass
+    def begin(self, assignment): pass
+    def items(self, start):
+        with open("begun", "w"):
+            time.sleep(100)
+        yield 1
+
+if what == "manager":
+    dropped = cseq.MPSequence(Hangs, 10, 2, out_type="null", start_method=method).start()
+    iter(dropped)
+else:
+    dropped = Streams(Producer, 2, start_method=method)
+    dropped.begin([None, None])
+while not os.path.exists("begun"):
+    time.sleep(0.01)
+circle = [dropped]
+circle.append(circle)
+"""
+
+DROPPED = f"""
+{HANGING}
+begun = time.monotonic()
+del dropped, circle
+gc.collect()
+print(time.monotonic() - begun < cseq.keeper.GRACE / 2)
+while children():  # the hang guard of the test ends this
+    time.sleep(0.01)
+print(time.monotonic() - begun >= cseq.keeper.GRACE)
+"""
+
+AT_EXIT = f"""
+{HANGING}
+if what == "manager":  # one is being closed, another one runs
+    del dropped, circle
+    gc.collect()
+    other = cseq.MPSequence(Hangs, 10, 2, out_type="null", start_method=method).start()
+    iter(other)
+import atexit
+print(len(children()) > 0, flush=True)
+pids = children()
+"""
+
+
+@pytest.mark.parametrize("what", ["manager", "streams"])
+@pytest.mark.parametrize("method", start_methods())
+def test_a_garbage_collection_waits_for_no_worker(
+    run_script: RunScript, method: str, what: str
+) -> None:
+    """It returns at once though a worker hangs; soon after that, all processes are gone."""
+    done = run_script(DROPPED, method, what)
+    assert done.stdout == "True\nTrue\n", done.stderr
+
+
+@pytest.mark.parametrize("what", ["manager", "streams"])
+def test_the_interpreters_end_waits_for_all(run_script: RunScript, what: str) -> None:
+    """What is being closed, and what runs, is gone when the program is."""
+    done = run_script(AT_EXIT, start_methods()[0], what)
+    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
