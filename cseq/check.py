@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["choice", "count", "flag", "seconds"]
+__all__ = ["choice", "count", "dimensions", "flag", "seconds"]
 
 
 def count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -55,3 +55,12 @@ def seconds(name: str, value: Any) -> float | None:
     if not value > 0 or math.isinf(value):
         raise ValueError(f"{name}={value!r} is not above 0; give seconds, or None for no bound")
     return float(value)
+
+
+def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Check the shape of an array, as numpy does."""
+    sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+    dims = tuple(map(operator.index, sizes))
+    if min(dims, default=0) < 0:
+        raise ValueError(f"shape={shape!r} has a negative dimension; give integers of at least 0")
+    return dims

@@ -58,6 +58,7 @@ class Setup(NamedTuple):
     owner: int
     ring_bytes: int
     width: int  # bytes between the slots in their file
+    spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
     task: Any  # what its pool wants of it
 
 
@@ -97,7 +98,7 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     send_state(sock, ENTERED)
     ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))
     os.close(ring_fd)
-    return Entered(setup, ring, Writer(arena_fd, setup.width), payload_fd)
+    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), payload_fd)
 
 
 def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
@@ -177,7 +178,8 @@ class Staff:
         commit(self._segment.fd, 0, size)
         self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
         self.ring.spin = look_ns()
-        self.arena = Arena(memory_limit, locks)
+        self.arena = Arena(memory_limit, locks, tickets=capacity)
+        self.ring.arena = self.arena.slots
         self.deaths = deaths
         self.failure: BaseException | None = None
         self._keeper: Keeper | None = None
@@ -196,6 +198,7 @@ class Staff:
         entry: str,
         name: str = "worker",
         preload: Sequence[str] = (),
+        spares: int = 0,
     ) -> None:
         """Start the workers, and do not wait for them to get ready.
 
@@ -215,8 +218,11 @@ class Staff:
             See `make_launcher`.
         name : str
             What error messages call `worker`.
+        spares : int
+            How many slots each of the readers owns beside those of its tickets.
         """
         self._readers, self._task, self._describe = readers, task, describe
+        self._spares = spares
         self.owners = owners
         launcher = make_launcher(method, entry=entry, preload=preload)
         self.takes_objects = launcher.takes_objects
@@ -237,7 +243,9 @@ class Staff:
     def greet(self, owner: int, sock: socket.socket) -> None:
         """Send a new worker its setup."""
         width = self.arena.segment.width
-        setup = Setup(owner, self._segment.width, width, self._task(owner))
+        reads = owner <= self._readers
+        spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
+        setup = Setup(owner, self._segment.width, width, spares, self._task(owner))
         fds = [self._segment.fd, self.arena.segment.fd]
         if owner <= self._readers and self._payload is not None:
             fds.append(self._payload.fd)
@@ -255,6 +263,7 @@ class Staff:
         """Post again what a dead worker held; return whether to replace it."""
         held = [self._describe(cell) for cell in self.ring.held(owner)]
         self.ring.repost(owner)
+        self.arena.bury(owner)
         if self.failure is not None or self.closed:
             return False
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=was_ready)

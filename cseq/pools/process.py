@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
 from cseq._core import HAS_GIL, Placement, Seat
+from cseq.arena import SPARES
 from cseq.converter import (
     Converter,
     CudaConverter,
@@ -107,6 +109,8 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     send_state(sock, READY)
     desk.allocator = entered.writer
     place_arrays(entered.writer)
+    # In a process that the indexer forks, `cseq.empty` is numpy's.
+    os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
     run(seat, indexer.Indexing(made, desk, SlotWriter(entered.writer, task.cast)))
     desk.rise()
     indexer.dispose(worker, made, copied=True)
@@ -115,18 +119,10 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
 def place_arrays(writer: Writer) -> None:
     """Let numpy make large arrays where the batch is going to lie.
 
-    Only where an array that the indexer keeps can be taken out of the slot again.
+    Only where the system lets its pages be private after a fork, and one thread allocates at a time.
     """
-    if sys.platform != "linux" or not HAS_GIL:
-        return
-    writer.placement = Placement()
-
-    def before_fork() -> None:
-        """Keep a process that the indexer forks from sharing the slot."""
-        if threading.current_thread() is threading.main_thread():
-            writer.part()
-
-    os.register_at_fork(before=before_fork)
+    if sys.platform == "linux" and HAS_GIL:
+        writer.placement = Placement()
 
 
 def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> None:
@@ -219,6 +215,7 @@ class ProcessPool(Fed):
             method=job.start_method,
             entry=ENTRY,
             preload=["torch"] if in_processes else [],
+            spares=SPARES,
         )
 
     def _make_convert(self) -> Callable[[Any], Any] | None:
