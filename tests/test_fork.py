@@ -53,7 +53,6 @@ def test_a_lease_is_private_in_a_child(nbytes: int) -> None:
 
     def act() -> bool:
         seen = array.min() == array.max() == 1
-        os.close(writer)
         os.read(reader, 1)  # until the parent has written
         seen = bool(seen) and array.min() == array.max() == 1
         array[:] = 3
@@ -65,6 +64,7 @@ def test_a_lease_is_private_in_a_child(nbytes: int) -> None:
         os._exit(0 if act() else 1)
     os.close(reader)
     through[:] = 2
+    os.write(writer, b"!")
     os.close(writer)
     assert os.waitpid(child, 0)[1] == 0
     assert array.min() == array.max() == 2
@@ -326,6 +326,7 @@ class Forking:
         assert before is None or self.kept[0] == before
         if len(self.children) == 6:
             for child, end in self.children:
+                os.write(end, b"!")
                 os.close(end)
                 assert os.waitpid(child, 0)[1] == 0
             self.children.clear()
