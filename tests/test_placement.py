@@ -21,6 +21,9 @@ from cseq.edge import SlotWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from conftest import RunScript
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take arrays back")
 
@@ -523,3 +526,50 @@ def test_an_indexer_that_forks() -> None:
     )
     with manager.start() as batches:
         assert [int(batch[0][0]) for batch in batches] == list(range(40))
+
+
+KEEPING = """
+import gc, sys
+import numpy as np
+import cseq
+from cseq import _core, staff
+from cseq.arena import SPARES
+
+staff.TRIES = 1000  # all workers come to the fatal step at about the same time
+
+class Worker:
+    def __init__(self):
+        self.kept = []
+    def __getitem__(self, indices):
+        for array, number in self.kept:
+            assert array.min() == array.max() == number
+        made = np.full(30_000, indices[0]), cseq.empty(20_000)
+        made[1][:] = indices[0]
+        self.kept = [*self.kept[-1:], (made[len(self.kept) % 2], indices[0])]
+        return made
+
+assert _core.DEBUG
+m = cseq.MPSequence(Worker, 300, batch_size=1, num_workers=2, buffer=6, out_type="null",
+                    shuffle=False, max_restarts=1000)
+with m.start() as batches:
+    for number, made in enumerate(batches):
+        assert all(a.min() == a.max() == number for a in made), number
+        for array in made:
+            array[:] = -1
+    del made, array
+    assert number == 299
+    slots, restarts = m._run.pool._arena.slots, m.stats().restarts
+    taken = sum(map(slots.is_taken, range(slots.capacity)))
+    owned = slots.capacity - len(slots.free()) - slots.leased - taken
+    print(restarts > 0, owned == 2 * SPARES, taken, slots.leased, slots.capacity <= 20)
+"""
+
+
+@pytest.mark.parametrize("point", ["index", "encode", "move", "moved", "publish", "published"])
+def test_deaths_of_workers_that_keep_arrays(
+    run_script: RunScript, debug_build: Path, point: str
+) -> None:
+    """A worker that dies on its way into another slot loses no batch, and no slot."""
+    environment = {"CSEQ_FAULT": f"{point}:23", "PYTHONPATH": str(debug_build)}
+    done = run_script(KEEPING, **environment)
+    assert (done.stdout, done.stderr.count("Error")) == ("True True 0 0 True\n", 0), done.stderr
