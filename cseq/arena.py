@@ -678,6 +678,7 @@ class Arena:
         MemoryError
             If there is no room for the copy, or for a mapping; the slot stays taken then.
         """
+        memory: Memory
         if used > SMALL:
             mapping = self.look(slot, capacity, used)
             with self._turn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -206,7 +205,8 @@ def start(batch, number, kind, context):
 def main(kind, options):
     context = multiprocessing.get_context("fork")
     manager = cseq.MSequence(
-        Worker, 120, batch_size=1, num_workers=2, buffer=4, shuffle=False, out_type="null", **options
+        Worker, 120, batch_size=1, num_workers=2, buffer=4, shuffle=False, out_type="null",
+        **options,
     )
     ends, held = [], []
     with manager.start() as batches:
@@ -238,7 +238,7 @@ POOLS = [
 @pytest.mark.parametrize("kind", ["os", "multiprocessing", "thread"])
 @pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
 def test_children_of_a_loop(run_script: RunScript, kind: str, options: dict[str, str]) -> None:
-    """A child writes to its batch and holds it while its parent loops on; neither sees the other."""
+    """A child writes to its batch and holds it while its parent loops on: each has its own."""
     done = run_script(LOOP, kind, repr(options))
     assert (done.stdout, done.stderr) == ("6 children\n", "")
 
@@ -345,6 +345,6 @@ print(number)
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
 def test_an_indexer_that_forks(run_script: RunScript, start_method: str) -> None:
-    """What a child of the indexer does to arrays of the slot is not in the batch, nor in later ones."""
+    """What a child of the indexer does to arrays of the slot is in no batch."""
     done = run_script(FORKING, start_method)
     assert (done.stdout, done.stderr) == ("59\n", "")
