@@ -5,6 +5,8 @@ from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "cseq_atomic.h" nogil:
     uint8_t cseq_load_acq_u8(const uint8_t* p) noexcept
+    int cseq_cas_sc_u32(uint32_t* p, uint32_t expected, uint32_t desired) noexcept
+    void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
     int cseq_cas_sc_u8(uint8_t* p, uint8_t expected, uint8_t desired) noexcept
     void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
@@ -51,6 +53,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t count       # samples
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed
+        uint32_t home        # the slot it was posted with
         uint64_t started_ns  # when it was claimed; 0 before
         uint32_t stage       # which record was written last
         uint32_t status
@@ -125,7 +128,19 @@ cdef extern from "cseq_map.h" nogil:
     void cseq_unmap(void* p, uint64_t nbytes) noexcept
     void cseq_close(int fd) noexcept
     int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept
+    int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) noexcept
     void cseq_await_hangup(intptr_t socket) noexcept
+
+
+cdef extern from "cseq_fork.h" nogil:
+    ctypedef struct cseq_span:
+        pass
+
+    ctypedef struct cseq_spans:
+        pass
+
+    void cseq_span_add(cseq_spans* s, cseq_span* span, void* base, uint64_t size) noexcept
+    void cseq_span_remove(cseq_spans* s, cseq_span* span) noexcept
 
 
 cdef extern from "cseq_place.h":
@@ -133,6 +148,7 @@ cdef extern from "cseq_place.h":
         char* base
         uint64_t size        # bytes
         uint64_t live        # pieces that were not given back
+        void* owner
 
     ctypedef struct cseq_place:
         void* ctx
@@ -152,9 +168,10 @@ cdef extern from "cseq_place.h":
     void* cseq_place_calloc(void* ctx, size_t count, size_t size) noexcept
     void* cseq_place_realloc(void* ctx, void* p, size_t size) noexcept
     void cseq_place_free(void* ctx, void* p, size_t size) noexcept
-    void cseq_place_aim(cseq_place* p, void* base, uint64_t size) noexcept
+    int cseq_place_aim(cseq_place* p, void* base, uint64_t size, void* owner) noexcept
+    uint64_t cseq_place_leave(cseq_place* p) noexcept
+    int cseq_place_holds(const cseq_place* p, const void* base) noexcept
     void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept
-    int cseq_place_part(cseq_place* p, void* owner) noexcept
 
 
 cdef class Memory:

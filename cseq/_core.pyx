@@ -80,15 +80,50 @@ cdef extern from *:
     void cseq_exit(int code) noexcept nogil
     int CSEQ_POISON
 
+cdef extern from *:
+    """
+    static cseq_spans cseq_in_use; /* leases and windows */
+    static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
+
+    #ifdef _WIN32
+    static int cseq_fork_install(void) { return 0; }
+    #else
+    #include <pthread.h>
+    static void cseq_at_prepare(void) {
+        cseq_spans_prepare(&cseq_in_use);
+        cseq_place_prepare(&cseq_placed);
+    }
+    static void cseq_at_parent(void) {
+        cseq_place_parent(&cseq_placed);
+        cseq_spans_parent(&cseq_in_use);
+    }
+    static void cseq_at_child(void) {
+        cseq_place_child(&cseq_placed);
+        cseq_spans_child(&cseq_in_use);
+    }
+    static int cseq_fork_install(void) {
+        return pthread_atfork(cseq_at_prepare, cseq_at_parent, cseq_at_child);
+    }
+    #endif
+    """
+    cseq_spans cseq_in_use
+    cseq_place place_here "cseq_placed"
+    int cseq_fork_install() noexcept
+
+if cseq_fork_install():
+    raise MemoryError("no memory for a handler of forks")
+
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies from here on let the GIL go
+    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which the long way does
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 
 FIELDS = CSEQ_FIELDS
 SMALL = MOST_COPIED
+BULKY = MOST_KEPT
 DEBUG = bool(CSEQ_POISON)
 
 # Whether one thread at a time runs Python.
@@ -215,7 +250,7 @@ cdef class Memory:
 @cython.final
 @cython.no_gc
 cdef class Block(Memory):
-    """Private memory, 64-byte aligned; zeroed if asked for."""
+    """Private memory, 128-byte aligned; zeroed if asked for."""
 
     cdef void* raw
 
@@ -288,15 +323,29 @@ def copy_array(Memory source not None, tuple record not None, dict known not Non
 @cython.final
 @cython.no_gc
 cdef class Window(Memory):
-    """Another memory's bytes under a name of its own: who holds it can be told by a weak reference."""
+    """Another memory's first bytes under a name of its own, known to weak references and to forks.
+
+    Parameters
+    ----------
+    whole : Memory
+    nbytes : int
+        -1: all of it.
+    """
 
     cdef Memory whole
+    cdef cseq_span span
     cdef object __weakref__
 
-    def __cinit__(self, Memory whole not None):
+    def __cinit__(self, Memory whole not None, Py_ssize_t nbytes=-1):
+        whole.inside(0, max(nbytes, 0))
         self.whole = whole
         self.data = whole.data
-        self.size = whole.size
+        self.size = whole.size if nbytes < 0 else nbytes
+        if isinstance(whole, Mapping) and self.size:
+            cseq_span_add(&cseq_in_use, &self.span, self.data, self.size)
+
+    def __dealloc__(self):
+        cseq_span_remove(&cseq_in_use, &self.span)
 
 
 @cython.final
@@ -376,6 +425,17 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
         raise MemoryError(f"no room for {nbytes} bytes of shared memory: {os.strerror(error)}")
 
 
+def punch(int fd, uint64_t offset, uint64_t nbytes):
+    """Give the pages of a part of a file back; False: this system cannot do that.
+
+    They read as zeros, and must be committed before they are written again.
+    """
+    cdef int error
+    with nogil:
+        error = cseq_punch(fd, offset, nbytes)
+    return error == 0
+
+
 def address_of(cnp.ndarray array not None):
     """Where an array's data begins."""
     return <uintptr_t>cnp.PyArray_DATA(array)
@@ -387,21 +447,39 @@ cdef enum:
     FREE = 0
     TAKEN = 1
     LEASED = 2
+    OWNED = 3
+    NOWHERE = 0xFFFFFFFF  # the slot of a ticket whose batch lies in none
     CHUNK = 1024    # slots
     CHUNKS = 4096
 
 
+cdef struct slot_entry:
+    uint64_t nbytes   # committed, as far as the trainer knows
+    uint32_t owner    # of an OWNED one
+    uint8_t state
+
+
 @cython.no_gc
 cdef class Slots:
-    """Which slots are free, taken or leased.
+    """Which slots are free, taken, leased or owned by a worker, and how large they are.
 
-    One byte a slot, in private memory. FREE → TAKEN and TAKEN → LEASED or FREE are the
-    trainer's; LEASED → FREE is the lease's, which may be dropped by any thread, also inside
-    garbage collection: a store, no lock. The bytes lie in chunks that never move.
+    In private memory of the trainer. FREE → TAKEN and TAKEN → LEASED or FREE are the trainer's;
+    LEASED → FREE is the lease's, which may be dropped by any thread, also inside garbage
+    collection: a store, no lock. What a worker owns changes in `settle` and `bury`, under `lock`:
+    a spin lock, held for a few instructions. The entries lie in chunks that never move.
+
+    ::
+
+        FREE ── acquire ──► TAKEN ── lease ──► LEASED ──► FREE
+                             │  ▲
+                       grant,│  │ settle, bury
+                      settle ▼  │
+                            OWNED
     """
 
-    cdef uint8_t* chunk[CHUNKS]
+    cdef slot_entry* chunk[CHUNKS]
     cdef Py_ssize_t made
+    cdef uint32_t lock
     cdef uint64_t held        # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
 
@@ -415,7 +493,7 @@ cdef class Slots:
         for i in range(CHUNKS):
             PyMem_RawFree(self.chunk[i])
 
-    cdef inline uint8_t* at(self, Py_ssize_t slot) noexcept nogil:
+    cdef inline slot_entry* at(self, Py_ssize_t slot) noexcept nogil:
         return self.chunk[slot // CHUNK] + slot % CHUNK
 
     cdef int check(self, Py_ssize_t slot) except -1:
@@ -438,6 +516,16 @@ cdef class Slots:
         """Bytes of the slots under lease."""
         return cseq_load_acq_u64(&self.held_bytes)
 
+    def nbytes(self, Py_ssize_t slot):
+        """Bytes of a slot that are committed."""
+        self.check(slot)
+        return self.at(slot).nbytes
+
+    def resize(self, Py_ssize_t slot, uint64_t nbytes):
+        """Note how many bytes of a slot are committed."""
+        self.check(slot)
+        self.at(slot).nbytes = nbytes
+
     def extend(self, Py_ssize_t count):
         """Make `count` more slots, free."""
         cdef Py_ssize_t upto = self.made + count
@@ -447,7 +535,7 @@ cdef class Slots:
                              f"at most {CHUNK * CHUNKS} are possible")
         for i in range((upto + CHUNK - 1) // CHUNK):
             if self.chunk[i] == NULL:
-                self.chunk[i] = <uint8_t*>PyMem_RawCalloc(CHUNK, 1)
+                self.chunk[i] = <slot_entry*>PyMem_RawCalloc(CHUNK, sizeof(slot_entry))
                 if self.chunk[i] == NULL:
                     raise MemoryError("no memory for the table of slots")
         self.made = upto
@@ -456,37 +544,108 @@ cdef class Slots:
         """Take the lowest free slot: its number, or -1 when none is free."""
         cdef Py_ssize_t slot
         for slot in range(self.made):
-            if cseq_load_acq_u8(self.at(slot)) == FREE:  # SYNC: last view of slot is gone
-                cseq_store_rel_u8(self.at(slot), TAKEN)
+            if cseq_load_acq_u8(&self.at(slot).state) == FREE:  # SYNC: last view of slot is gone
+                cseq_store_rel_u8(&self.at(slot).state, TAKEN)
                 return slot
         return -1
+
+    def take(self, Py_ssize_t slot):
+        """Take a given slot if it is free; whether it was."""
+        self.check(slot)
+        return bool(cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN))
+
+    def free(self):
+        """The free slots, in their order."""
+        return [slot for slot in range(self.made) if cseq_load_acq_u8(&self.at(slot).state) == FREE]
+
+    def is_taken(self, Py_ssize_t slot):
+        """Whether a slot is neither free nor leased nor a worker's."""
+        self.check(slot)
+        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN
 
     def release(self, Py_ssize_t slot):
         """Give a taken slot back."""
         self.check(slot)
-        if cseq_load_acq_u8(self.at(slot)) != TAKEN:
+        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        cseq_store_rel_u8(self.at(slot), FREE)
+        cseq_store_rel_u8(&self.at(slot).state, FREE)
 
     def reclaim(self, Py_ssize_t slot):
-        """Give a slot back if it is taken, and neither leased nor free."""
+        """Give a slot back if it is taken, and neither leased nor owned nor free."""
         self.check(slot)
-        cseq_cas_sc_u8(self.at(slot), TAKEN, FREE)
+        cseq_cas_sc_u8(&self.at(slot).state, TAKEN, FREE)
 
-    def lease(self, Py_ssize_t slot, Mapping mapping not None):
-        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
+    def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
+        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone.
+
+        `used` bytes of it are given to a forked process as a copy; -1: all of it.
+        """
+        cdef uint64_t nbytes
         self.check(slot)
-        if not cseq_cas_sc_u8(self.at(slot), TAKEN, LEASED):
+        if used > mapping.size:
+            raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
+        if not cseq_cas_sc_u8(&self.at(slot).state, TAKEN, LEASED):
             raise RuntimeError(f"slot {slot} is not taken")
+        nbytes = min(<uint64_t>mapping.size, self.at(slot).nbytes or <uint64_t>mapping.size)
         cdef Lease lease = Lease.__new__(Lease)
         lease.data = mapping.data
-        lease.size = mapping.size
+        lease.size = <Py_ssize_t>nbytes
         lease.mapping = mapping
         lease.slots = self
         lease.slot = slot
+        if used:
+            cseq_span_add(&cseq_in_use, &lease.span, lease.data, used if used > 0 else lease.size)
         cseq_add_sc_u64(&self.held, 1)
-        cseq_add_sc_u64(&self.held_bytes, <uint64_t>mapping.size)
+        cseq_add_sc_u64(&self.held_bytes, nbytes)
         return lease
+
+    # -- what workers own
+
+    def grant(self, Py_ssize_t slot, uint32_t owner):
+        """Give a taken slot to a worker."""
+        self.check(slot)
+        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
+            raise RuntimeError(f"slot {slot} is not taken")
+        self.at(slot).owner = owner
+        cseq_store_rel_u8(&self.at(slot).state, OWNED)
+
+    cdef void seize(self) noexcept nogil:
+        while not cseq_cas_sc_u32(&self.lock, 0, 1):
+            pass
+
+    cdef void settle(self, uint32_t home, uint32_t slot, uint64_t nbytes) noexcept nogil:
+        """Learn that a ticket posted with slot `home` was published in `slot`, of `nbytes`.
+
+        If they differ, the worker that owned `slot` owns `home` now. Twice is fine.
+        """
+        cdef slot_entry* to
+        cdef slot_entry* back
+        if slot >= self.made or home >= self.made:
+            return
+        to = self.at(slot)
+        if slot != home:
+            back = self.at(home)
+            self.seize()
+            if cseq_load_acq_u8(&to.state) == OWNED:
+                back.owner = to.owner
+                cseq_store_rel_u8(&back.state, OWNED)
+                cseq_store_rel_u8(&to.state, TAKEN)
+            cseq_store_rel_u32(&self.lock, 0)
+        to.nbytes = nbytes
+
+    def bury(self, uint32_t owner):
+        """Take what a worker owned that is gone for certain: a list of slots."""
+        cdef Py_ssize_t slot
+        taken = []
+        for slot in range(self.made):
+            self.seize()
+            mine = cseq_load_acq_u8(&self.at(slot).state) == OWNED and self.at(slot).owner == owner
+            if mine:
+                cseq_store_rel_u8(&self.at(slot).state, TAKEN)
+            cseq_store_rel_u32(&self.lock, 0)
+            if mine:
+                taken.append(slot)
+        return taken
 
 
 @cython.final
@@ -497,27 +656,28 @@ cdef class Lease(Memory):
     cdef Mapping mapping
     cdef Slots slots
     cdef Py_ssize_t slot
+    cdef cseq_span span
 
     def __dealloc__(self):
         if self.slots is None:
             return
+        cseq_span_remove(&cseq_in_use, &self.span)
         if CSEQ_POISON:
             memset(self.data, 0xDB, self.size)
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
         cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
-        cseq_store_rel_u8(self.slots.at(self.slot), FREE)  # SYNC: last view of slot is gone
+        cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)  # SYNC: last view of slot is gone
 
 
 # ── arrays made in place ───────────────────────────────────────────────────────────────────
 
 
-cdef cseq_place place_here  # one for the process: arrays that outlive everything point to it
 cdef PyDataMem_Handler place_handler
 cdef bint place_installed = False
 
 
 cdef void place_release(void* owner) noexcept:
-    """Nothing is in use any more where this `Mapping` lies."""
+    """Nothing is in use any more where this `Mapping` lies, or in that ticket's part of it."""
     Py_DECREF(<object>owner)
 
 
@@ -571,14 +731,18 @@ cdef class Placement:
 
     @property
     def retired(self):
-        """Slots' addresses that are private by now, and still in use."""
+        """Earlier slots in which arrays are alive."""
         return place_here.retired_count
 
-    def aim(self, Mapping slot not None):
-        """Look at what is allocated from now on; what is wanted goes into this slot."""
+    def aim(self, Mapping slot not None, uint64_t nbytes):
+        """Look at what is allocated from now on; what is wanted goes into this slot, of `nbytes`."""
         if place_here.at.live:
             raise RuntimeError(f"{place_here.at.live} arrays lie in the slot before")
-        cseq_place_aim(&place_here, slot.data, slot.size)
+        if nbytes > <uint64_t>slot.size:
+            raise ValueError(f"nbytes={nbytes} exceeds a mapping of {slot.size} bytes")
+        if cseq_place_aim(&place_here, slot.data, nbytes, <void*>slot):
+            raise MemoryError("no memory for the table of slots in use")
+        Py_INCREF(slot)  # place_release gives it back
 
     def rest(self):
         """Look no more."""
@@ -592,22 +756,13 @@ cdef class Placement:
             cseq_place_learn(&place_here, cnp.PyArray_DATA(array), &wanted)
         place_here.wanted = wanted
 
-    def part(self, Mapping slot not None):
-        """Make the slot's addresses private, with what they show, for those who hold arrays there.
+    def leave(self):
+        """Look no more, and leave the slot: how many arrays are alive in it."""
+        return cseq_place_leave(&place_here)
 
-        Raises
-        ------
-        MemoryError
-            There is no room for the copy.
-        """
-        cdef int error
-        if slot.data != place_here.at.base:
-            raise ValueError("this is not the slot that was aimed at")
-        error = cseq_place_part(&place_here, <void*>slot)
-        if error:
-            raise MemoryError(f"no room for {slot.size} bytes that the indexer keeps: "
-                              f"{os.strerror(error)}")
-        Py_INCREF(slot)  # place_release gives it back
+    def holds(self, Mapping slot not None):
+        """Whether arrays are alive in a slot that was left."""
+        return bool(cseq_place_holds(&place_here, slot.data))
 
 
 # ── the order of an epoch ──────────────────────────────────────────────────────────────────
@@ -842,6 +997,7 @@ cdef class Ring:
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
     cdef cseq_turn turns      # of threads at the GIL
     cdef public uint32_t wake_at  # how many of them wake the runners
+    cdef public Slots arena   # the slots of its tickets; None: they have none
     cdef readonly uint64_t waited_ns  # the trainer slept
     # taken since the beginning, errors not counted
     cdef readonly uint64_t taken_batches
@@ -1063,6 +1219,7 @@ cdef class Ring:
         """Take a finished ticket, at position `k` of `order`, out of its cell; return its record."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         cdef uint32_t cell = self.order[(self.first + k) % self.r.capacity]
+        self.settle(c)
         self.leave(k)
         cseq_ring_retire(self.r, cell)
         if c.status == 0:
@@ -1070,6 +1227,11 @@ cdef class Ring:
             self.taken_samples += c.count
             self.taken_bytes += f[0] + f[1] + f[2] + f[3] + f[4] + f[5]
         return f
+
+    cdef inline void settle(self, cseq_cell* c) noexcept:
+        """Note in which slot a ticket lies that was published."""
+        if self.arena is not None:
+            self.arena.settle(c.home, c.slot, c.capacity)
 
     def alarms(self):
         """How often the trainer was woken: for `wait`, taken before looking for failures."""
@@ -1113,10 +1275,13 @@ cdef class Ring:
         return c.epoch, c.batch, c.count
 
     def slots(self):
-        """The slots of all tickets in the ring."""
+        """The slots of all tickets in the ring: where they lie, and those they were posted with."""
         cdef uint32_t c
-        return [cseq_ring_cell(self.r, c).slot for c in range(self.r.capacity)
-                if cseq_ring_state(self.r, c) != CSEQ_FREE]
+        found = []
+        for c in range(self.r.capacity):
+            if cseq_ring_state(self.r, c) != CSEQ_FREE:
+                found += [cseq_ring_cell(self.r, c).slot, cseq_ring_cell(self.r, c).home]
+        return found
 
     def left_in(self, uint32_t cell):
         """What the runners have left in a cell that is the trainer's, until the next `post` there:
@@ -1154,6 +1319,7 @@ cdef class Ring:
         for k in range(self.abandoned_count):
             cell = self.abandoned[k]
             if cseq_ring_cancel(self.r, cell):
+                self.settle(cseq_ring_cell(self.r, cell))
                 swept.append((cell, cseq_ring_cell(self.r, cell).slot))
                 cseq_ring_retire(self.r, cell)
             else:
@@ -1177,9 +1343,35 @@ cdef class Ring:
             raise MemoryError(f"no memory for {self.r.capacity} cells")
         try:
             count = cseq_ring_repost(self.r, owner, held)
+            self.settle_all()
             return [held[k] for k in range(count)]
         finally:
             PyMem_RawFree(held)
+
+    cdef void settle_all(self) noexcept:
+        """Note where all published tickets lie, before a dead worker's slots are taken.
+
+        A cell may change meanwhile: its word says so, and whoever takes a ticket settles it first.
+        """
+        cdef uint32_t k
+        cdef cseq_cell* c
+        cdef uint64_t word, capacity
+        cdef uint32_t home, slot
+        cdef int state
+        if self.arena is None:
+            return
+        for k in range(self.r.capacity):
+            c = cseq_ring_cell(self.r, k)
+            while True:
+                word = cseq_load_acq_u64(&c.word)
+                state = CSEQ_STATE(word)
+                home, slot, capacity = c.home, c.slot, c.capacity
+                if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
+                    break
+                if cseq_load_acq_u64(&c.word) == word:
+                    if home != slot:
+                        self.arena.settle(home, slot, capacity)
+                    break
 
     def alarm(self):
         """Wake the trainer, whatever it waits for."""
@@ -1279,9 +1471,13 @@ cdef class Seat:
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
+    def attach(self):
+        """The batch is about to leave its slot, which is the trainer's from now on."""
+        self.ring.settle(self.held())
+
     def detach(self):
         """The batch has left its slot: the trainer must not free it."""
-        self.held().slot = 0xFFFFFFFF
+        self.held().slot = NOWHERE
 
     def indices(self):
         """The batch's indices: a fresh int64 array."""
@@ -1292,7 +1488,7 @@ cdef class Seat:
                <size_t>n * 8)
         return array
 
-    def publish(self, uint32_t status=0, record=(), uint64_t capacity=0):
+    def publish(self, uint32_t status=0, record=(), uint64_t capacity=0, int64_t slot=-1):
         """Hand the ticket on.
 
         Parameters
@@ -1304,6 +1500,9 @@ cdef class Seat:
             takes.
         capacity : int
             Bytes of the slot that are committed now.
+        slot : int
+            Where it lies, if not in the slot that the ticket was posted with: in one that this
+            runner owned. It owns the other one from now on.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -1312,6 +1511,11 @@ cdef class Seat:
             raise ValueError(f"record={record!r} is not a tuple of at most {CSEQ_FIELDS} numbers")
         for i in range(len(<tuple>record)):
             fields[i] = (<tuple>record)[i]
+        if slot >= 0 and slot != c.slot:
+            CSEQ_POINT("move")
+            c.slot = <uint32_t>slot
+            c.capacity = capacity
+            CSEQ_POINT("moved")
         self.deliver(c, status, capacity)
 
     cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept:
@@ -1456,6 +1660,9 @@ cdef class Exchange:
         cdef Mapping slot = self.mapped.get(c.slot)
         if slot is None or <uint64_t>slot.size < c.capacity or f[3] or not f[1]:
             return None
+        # From time to time one goes the long way, so that its slot can shrink.
+        if c.capacity > MOST_KEPT and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity:
+            return None
         if f[0] > <uint64_t>self.most or end > <uint64_t>self.most or end > <uint64_t>slot.size:
             return None
         if not self.is_known(slot, f[0], f[1] + f[2]) or <uint64_t>(self.at + self.nbytes) > end:
@@ -1487,7 +1694,7 @@ cdef class Exchange:
         if not cseq_ring_ready(ring.r, cell):
             return None
         c = cseq_ring_cell(ring.r, cell)
-        if c.status or c.stage:
+        if c.status or c.stage or c.slot != c.home:
             return None
         word, begun = cseq_load_acq_u64(&c.word), self.begun
         batch = self.objects[cell] if self.objects is not None else self.copied(c)
@@ -1706,7 +1913,8 @@ cdef class Hand:
     placement : Placement or None
         What makes large arrays of the indexer's lie in the slot without its asking for it.
     aimed : Mapping or None
-        Where numpy may place arrays of this ticket.
+        Where numpy may place arrays of this ticket. Only while there is a slot to go on in, if some
+        are kept.
     mapped : dict of int to Mapping
         Slots' mappings. Every one made is kept for the slot's next ticket.
     older : list of Memory
@@ -1801,7 +2009,7 @@ cdef class Hand:
             return
         self.slot = c.slot
         self.memory = mapping
-        self.capacity = mapping.size
+        self.capacity = <Py_ssize_t>c.capacity
         self.used = 0
         self.watched = False
 

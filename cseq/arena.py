@@ -5,12 +5,21 @@ what is committed, and maps it anew when it has grown; pages are committed befor
 written, so that a lack of memory is an exception and not a signal. Slots are used again, lowest
 first, since writing to warm pages is many times faster than to fresh ones.
 
-The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive,
-also after the arena was closed; and nothing is left when the last of them is gone.
+The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive, in
+the trainer or in the worker that filled it, also after the arena was closed; and nothing is left
+when the last of them is gone.
 
                      acquire              begin … place … end            take
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
                                           in a worker: Writer         └─ copied ──────────► free
+
+A worker owns a few slots besides that of its ticket, its *spares*. If arrays in the ticket's slot are
+still alive when the batch is published, the worker keeps that slot and publishes a copy of the batch
+in a spare, which is the trainer's from then on (`Slots.settle`). A kept slot is a spare again when
+nothing in it is alive. Arrays are made in a slot only while there is a spare.
+
+Slots shrink: every `WINDOW` batches, pages are given back that the batches of the last two windows
+did not need.
 """
 
 from __future__ import annotations
@@ -22,13 +31,15 @@ import math
 import operator
 import os
 import re
+import threading
 import weakref
 from os.path import join  # pathlib is slow to import, and every start waits for it
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from cseq._core import (
+    BULKY,
     SMALL,
     Block,
     Descriptor,
@@ -40,12 +51,16 @@ from cseq._core import (
     address_of,
     commit,
     copy_of,
+    punch,
 )
+from cseq.check import dimensions
 from cseq.descriptors import anonymous_file
 from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from cseq._core import Seat
 
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -68,6 +83,9 @@ LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 CHECK = 32 * MIB  # committed after one look at the free memory; the look takes about 1 ms
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
+SPARES = 3  # slots that a worker owns besides that of its ticket
+WINDOW = 32  # batches; what the last two windows of them needed stays committed
+SLACK = BULKY  # bytes; a slot that has this much too much, and twice what is needed, shrinks
 
 ROOT = "/"
 # Files of a control group: of the limit of its memory, and of what it has taken.
@@ -153,6 +171,40 @@ def _seal(fd: int) -> None:
 # -- a worker's side ----------------------------------------------------------------------------
 
 
+class Need:
+    """The most bytes that a batch of the last two windows needed."""
+
+    __slots__ = ("_before", "_count", "_now")
+
+    def __init__(self) -> None:
+        self._now = self._before = self._count = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Count a batch of `nbytes`; whether a window has ended with it."""
+        self._now = max(self._now, nbytes)
+        self._count += 1
+        if self._count % WINDOW:
+            return False
+        self._before, self._now = self._now, 0
+        return True
+
+    def excess(self, width: int) -> tuple[int, int]:
+        """Tell which slots are too large, those of more than so many bytes; and to what they shrink."""
+        if self._count < 2 * WINDOW:
+            return width, width
+        room = _room(max(self._now, self._before), 0, width)
+        return max(2 * room, room + SLACK), room
+
+
+class Kept(NamedTuple):
+    """A slot in which the indexer holds arrays."""
+
+    slot: int
+    nbytes: int
+    memories: list[Memory]  # its mappings
+    loans: list[weakref.ref[Window]]
+
+
 class Writer(Hand):
     """A worker's hand on the slot of its present ticket.
 
@@ -165,13 +217,21 @@ class Writer(Hand):
         Descriptor of the arena's file; stays the caller's.
     width : int
         Bytes from one slot to the next.
+    spares : sequence of (int, int), optional
+        Slots that this worker owns, and how many bytes of each are committed. None: no array of a
+        slot may be alive when its batch is published.
     """
 
-    __slots__ = ("_fd", "_loans", "_unchecked", "_width", "_window")
+    __slots__ = ("_fd", "_kept", "_loans", "_need", "_spares", "_unchecked", "_width", "_window")
 
-    def __init__(self, fd: int, width: int) -> None:
+    def __init__(
+        self, fd: int, width: int, spares: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self._fd = fd
         self._width = width
+        self._spares = None if spares is None else list(spares)  # the last is used first
+        self._kept: list[Kept] = []
+        self._need = Need()
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
@@ -179,27 +239,39 @@ class Writer(Hand):
     def begin(self, slot: int, capacity: int) -> None:
         """Turn to a slot of which `capacity` bytes are committed; nothing of it is used.
 
+        If the writer has kept that slot, since arrays in it are alive, it turns to a spare.
+
         Raises
         ------
         MemoryError
             If it cannot be mapped.
         """
-        if self.aimed is not None:
-            self._leave()
+        if self._leave() and self._spares is not None:
+            self._keep()
+        self._loans, self._window = [], None
+        place = self.placement is not None and capacity > SMALL
+        if self._kept:
+            self._recover()
+            if self._spares and any(kept.slot == slot for kept in self._kept):
+                slot, capacity = self._spares[-1]
+                place = False
+        self._turn_to(slot, capacity)
+        if place and self._has_spare():
+            mapping = self.mapped[slot]
+            self.placement.aim(mapping, capacity)  # type: ignore[union-attr]
+            self.aimed = mapping
+
+    def _turn_to(self, slot: int, capacity: int) -> None:
+        """Make a slot the present one."""
         mapping = self.mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
-            mapping = self._map(slot, capacity)
-        if self.placement is not None and mapping.nbytes > SMALL:
-            self.placement.aim(mapping)
-            self.aimed = mapping
+            mapping = self._map(slot, max(capacity, FIRST))
         self.slot = slot
         self.memory = mapping
-        self.capacity = mapping.nbytes
+        self.capacity = capacity
         self.used = 0
-        self.watched = False
-        if self.loaned or self.older:
-            self.loaned = False
-            self.older, self._loans, self._window = [], [], None
+        self.watched = self.loaned = False
+        self.older = []
 
     def settle(self) -> None:
         """Place nothing any more: the indexer has returned."""
@@ -215,31 +287,6 @@ class Writer(Hand):
         """Place arrays like these of the batch in the next slot, if they were made for it."""
         if self.placement is not None:
             self.placement.learn(arrays)
-
-    def part(self) -> None:
-        """Give what is held of arrays in the slot a memory of its own; the slot is mapped anew.
-
-        Raises
-        ------
-        MemoryError
-            There is no room for it.
-        """
-        if self.aimed is None or self.placement is None or not self.placement.live:
-            return
-        self.placement.part(self.aimed)
-        self.mapped.pop(self.slot, None)
-        self.older = [memory for memory in self.older if memory is not self.aimed]
-        if self.memory is self.aimed:
-            self.memory = self._map(self.slot, self.capacity)
-            self._window = None
-        self.aimed = None
-
-    def _leave(self) -> None:
-        """Be done with the last slot: nothing of it is in use, or it becomes private."""
-        if self.placement is not None:
-            self.placement.rest()
-        self.part()
-        self.aimed = None
 
     def resume(self, used: int) -> None:
         """Go on behind the `used` bytes that a stage before this one has filled."""
@@ -268,7 +315,7 @@ class Writer(Hand):
     def empty(
         self, shape: int | Sequence[int], dtype: object = float, *, fortran: bool = False
     ) -> Array:
-        """Make an array in the slot, uninitialised; it belongs to this batch.
+        """Make an array in the slot, uninitialised; if there is no spare, in private memory.
 
         Parameters
         ----------
@@ -286,16 +333,19 @@ class Writer(Hand):
             If there is no room for it.
         """
         kind: np.dtype[Any] = np.dtype(dtype)  # type: ignore[call-overload]
-        dims = _dimensions(shape)
+        dims = dimensions(shape)
         if kind.hasobject:
             raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
+        if self._spares is not None and not self._has_spare():
+            made: Array = np.empty(dims, kind, order="F" if fortran else "C")
+            return made
         offset = self.place(kind.itemsize * math.prod(dims))
         return self.loan().view(offset, kind, dims, fortran)
 
     def loan(self) -> Memory:
         """Give the slot, as a memory that `end` knows to be in somebody's hands or not."""
         if self._window is None:
-            self._window = Window(self.memory)
+            self._window = Window(self.memory, self.capacity)
             self._loans.append(weakref.ref(self._window))
             self.loaned = True
         return self._window
@@ -315,37 +365,112 @@ class Writer(Hand):
         return -1
 
     def end(self) -> None:
-        """Check that nobody holds arrays of this slot any more; call it with the batch dropped.
+        """Leave the slot, with the batch dropped: in a spare, if arrays in the slot are alive.
 
         Raises
         ------
+        MemoryError
+            There is no room for the copy.
         RuntimeError
-            If the indexer has kept an array from `cseq.empty`, or a view of one.
+            Arrays are alive, and this writer has no spares at all.
         """
         self._window = None
-        if self.aimed is not None:
-            self._leave()
-        if self._loans and self._kept():
-            gc.collect()  # it may be in a cycle that nobody holds
-            if self._kept():
-                raise RuntimeError(
-                    "the indexer still holds an array from cseq.empty, or a view of one, after "
-                    "__getitem__ has returned; its memory belongs to that batch and is written to "
-                    "again for another one: keep a copy (array.copy()), or make it with numpy.empty"
-                )
+        if self._need.add(self.used) and self._spares:
+            self._trim()
+        if not self._leave():
+            return
+        if self._spares is not None:
+            self._keep()
+            self._move()
+            return
+        gc.collect()  # it may be in a cycle that nothing holds
+        if any(loan() is not None for loan in self._loans):
+            raise RuntimeError(
+                "arrays of a slot are still held after its batch was made; its memory is written "
+                "to again for another batch: keep a copy (array.copy())"
+            )
+
+    def publish(self, seat: Seat, status: int, record: tuple[int, ...]) -> None:
+        """Hand the ticket on, with what was written; the slot is the trainer's from now on."""
+        seat.publish(status, record, self.capacity, self.slot)
+        if self._spares:
+            self._spares = [spare for spare in self._spares if spare[0] != self.slot]
 
     def close(self) -> None:
         """Forget all mappings; each is gone with the last array on it."""
         self._leave()
         self.mapped.clear()
+        self._kept.clear()
         self.older = []
         self._window = None
         self.memory = Block(0)
         self.used = self.capacity = 0
 
-    def _kept(self) -> bool:
-        """Whether a loan of this ticket is still alive."""
-        return any(loan() is not None for loan in self._loans)
+    def _leave(self) -> bool:
+        """Place nothing any more in the slot; whether arrays in it are alive."""
+        placed = 0
+        if self.aimed is not None and self.placement is not None:
+            placed = self.placement.leave()
+        self.aimed = None
+        return placed > 0 or any(loan() is not None for loan in self._loans)
+
+    def _keep(self) -> None:
+        """Keep the slot, for the arrays in it."""
+        self._kept.append(Kept(self.slot, self.capacity, [self.memory, *self.older], self._loans))
+        self._loans = []
+
+    def _move(self) -> None:
+        """Copy what was written to a spare, and turn to that."""
+        assert self._spares  # else nothing was made in the slot
+        source, used = self.memory, self.used
+        slot, nbytes = self._spares[-1]
+        self._turn_to(slot, nbytes)
+        if used > nbytes:
+            self._grow(used)
+            self._spares[-1] = slot, self.capacity
+        self.memory.store_from(0, source, used)
+        self.used = used
+
+    def _has_spare(self) -> bool:
+        """Whether there is a spare that takes at least the text of an error."""
+        if self._kept:
+            self._recover()
+        if not self._spares:
+            return False
+        slot, nbytes = self._spares[-1]
+        if nbytes < FIRST:
+            try:
+                commit(self._fd, slot * self._width, FIRST)
+            except MemoryError:
+                return False
+            self._spares[-1] = slot, FIRST
+        return True
+
+    def _recover(self) -> None:
+        """Make spares of the kept slots in which nothing is alive any more."""
+        assert self._spares is not None
+        for kept in self._kept[:]:
+            if not self._is_held(kept):
+                self._kept.remove(kept)
+                self._spares.append((kept.slot, kept.nbytes))
+                self._trim()
+
+    def _is_held(self, kept: Kept) -> bool:
+        """Whether arrays in a slot are alive."""
+        if any(loan() is not None for loan in kept.loans):
+            return True
+        placement = self.placement
+        return placement is not None and any(
+            isinstance(memory, Mapping) and placement.holds(memory) for memory in kept.memories
+        )
+
+    def _trim(self) -> None:
+        """Give pages of spares back that batches have not needed for a while."""
+        assert self._spares is not None
+        most, room = self._need.excess(self._width)
+        for at, (slot, nbytes) in enumerate(self._spares):
+            if nbytes > most and punch(self._fd, slot * self._width + room, self._width - room):
+                self._spares[at] = slot, room
 
     def _grow(self, needed: int) -> None:
         """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
@@ -357,8 +482,9 @@ class Writer(Hand):
             self._unchecked = 0
         commit(self._fd, start + self.capacity, more)
         self._unchecked += more
-        self.older.append(self.memory)
-        self.memory = self._map(self.slot, capacity)
+        if self.memory.nbytes < capacity:
+            self.older.append(self.memory)
+            self.memory = self._map(self.slot, capacity)
         self.capacity = capacity
         self._window = None
 
@@ -369,15 +495,6 @@ class Writer(Hand):
             del self.mapped[next(iter(self.mapped))]
         mapping = self.mapped[slot] = Mapping(self._fd, slot * self._width, capacity)
         return mapping
-
-
-def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Check a shape."""
-    sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
-    dims = tuple(map(operator.index, sizes))
-    if min(dims, default=0) < 0:
-        raise ValueError(f"shape {dims} has a negative dimension")
-    return dims
 
 
 def _room(needed: int, capacity: int, width: int) -> int:
@@ -410,15 +527,17 @@ class Locks(Protocol):
 class Arena:
     """All slots, as the trainer sees them.
 
-    Used by one thread at a time; leases may end on any thread.
+    Any thread may call any method; leases may end on any thread.
 
     Parameters
     ----------
     memory_limit : int, str or None
-        Most bytes of slots that may be in the user's hands; further batches are copied out of
-        their slots. See `memory_limit_of`.
+        Most bytes of slots that may be in the user's hands, or free and committed beyond what the
+        tickets need; further batches are copied out of their slots. See `memory_limit_of`.
     locks : Locks, optional
         Told of every mapping that is made, and of every one that a larger one replaces.
+    tickets : int
+        Most slots that are posted at a time: so many free ones stay committed in any case.
 
     Attributes
     ----------
@@ -430,26 +549,38 @@ class Arena:
         Batches copied because too many were held; small ones, which always are, do not count.
     mapped : dict of int to Mapping
         The present mapping of every slot that was looked at.
+    slots : Slots
+        Their states and sizes.
     """
 
-    def __init__(self, memory_limit: int | str | None = None, locks: Locks | None = None) -> None:
+    def __init__(
+        self,
+        memory_limit: int | str | None = None,
+        locks: Locks | None = None,
+        *,
+        tickets: int = 0,
+    ) -> None:
         self._locks = locks
+        self._turn = threading.Lock()  # around everything but what a lease does
+        self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots()
         self.copies = 0
-        self._slots = Slots(0)
-        self._capacity: list[int] = []
+        self.slots = Slots(0)
         self.mapped: dict[int, Mapping] = {}
+        self._need = Need()
+        self._most = self._room = self.segment.width  # larger slots shrink, to so many bytes
+        self._top = self._top_before = -1  # the highest slots acquired in this window, in the last
 
     @property
     def leased(self) -> int:
         """Slots that are in the user's hands."""
-        return self._slots.leased
+        return self.slots.leased
 
     @property
     def leased_bytes(self) -> int:
         """Bytes that are committed in them."""
-        return self._slots.leased_bytes
+        return self.slots.leased_bytes
 
     def acquire(self) -> int:
         """Take the lowest free slot, or a new one.
@@ -459,30 +590,62 @@ class Arena:
         MemoryError
             If there is no room for a new one.
         """
-        slot = self._slots.acquire()
+        with self._turn:
+            slot = self._acquire()
+            try:
+                if self.slots.nbytes(slot) > self._most:
+                    self._shrink(slot, self._room)
+                if self.slots.nbytes(slot) < FIRST:
+                    commit(self.segment.fd, slot * self.segment.width, FIRST)
+                    self.slots.resize(slot, FIRST)
+            except BaseException:
+                self.slots.release(slot)
+                raise
+            self._top = max(self._top, slot)
+            return slot
+
+    def _acquire(self) -> int:
+        """Take the lowest free slot, or a new one, of which nothing may be committed."""
+        slot = self.slots.acquire()
         if slot < 0:
             self._extend()
-            slot = self._slots.acquire()
-        if not self._capacity[slot]:
-            self._found(slot)
+            slot = self.slots.acquire()
         return slot
 
     def release(self, slot: int) -> None:
         """Give a slot back whose batch is not wanted."""
-        self._slots.release(slot)
+        self.slots.release(slot)
 
     def reclaim(self, slot: int) -> None:
         """Give a slot back unless a lease has done that, or will do it."""
-        self._slots.reclaim(slot)
+        self.slots.reclaim(slot)
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Give all slots back but these; those under lease stay so."""
-        for slot in set(range(self._slots.capacity)).difference(slots):
-            self._slots.reclaim(slot)
+        """Give all slots back but these; those under lease, or a worker's, stay so."""
+        with self._turn:
+            for slot in set(range(self.slots.capacity)).difference(slots):
+                self.slots.reclaim(slot)
 
     def capacity(self, slot: int) -> int:
         """Bytes that are committed in a slot."""
-        return self._capacity[slot]
+        return self.slots.nbytes(slot)
+
+    def grant(self, owner: int, count: int) -> list[tuple[int, int]]:
+        """Give a worker `count` slots, if there are so many: their numbers and committed bytes."""
+        granted = []
+        with self._turn:
+            for _ in range(min(count, self.segment.slots // 1024)):
+                slot = self._acquire()
+                self.slots.grant(slot, owner)
+                granted.append((slot, self.slots.nbytes(slot)))
+        return granted
+
+    def bury(self, owner: int) -> None:
+        """Take back what a worker owned that is gone for certain, once its tickets are reposted."""
+        with self._turn:
+            for slot in self.slots.bury(owner):
+                self._shrink(slot, 0)
+                self.slots.release(slot)
 
     def take(self, slot: int, used: int, capacity: int) -> Memory:
         """Get what lies in the first `used` bytes of a slot, to keep; the slot is given back.
@@ -503,25 +666,33 @@ class Arena:
         MemoryError
             If there is no room for the copy, or for a mapping; the slot stays taken then.
         """
+        memory: Memory
         if used > SMALL:
-            mapping = self.look(slot, capacity)
-            if self._may_lease(mapping.nbytes):
-                return self._slots.lease(slot, mapping)
-            self._count_copy()
-        memory = self.copy(slot, used, capacity)
-        self._slots.release(slot)
+            mapping = self.look(slot, capacity, used)
+            with self._turn:
+                if self._may_lease(capacity):
+                    return self.slots.lease(slot, mapping, used)
+                self._count_copy()
+            memory = copy_of(mapping, used)
+        else:
+            memory = self.copy(slot, used, capacity)
+        self.slots.release(slot)
         return memory
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
-        return copy_of(self.look(slot, capacity), used)
+        return copy_of(self.look(slot, capacity, used), used)
 
-    def look(self, slot: int, capacity: int) -> Mapping:
+    def look(self, slot: int, capacity: int, used: int = 0) -> Mapping:
         """Get the memory of a taken slot itself, for as long as it stays taken."""
-        mapping = self.mapped.get(slot)
-        if mapping is None or mapping.nbytes < capacity:
-            mapping = self._map(slot, capacity)
-        return mapping
+        with self._turn:
+            if self._need.add(used):
+                self._tidy()
+            mapping = self.mapped.get(slot)
+            if mapping is None or mapping.nbytes < capacity:
+                mapping = self._map(slot, capacity)
+            self.slots.resize(slot, capacity)
+            return mapping
 
     def close(self) -> None:
         """Let the file go; leases keep their part of it. Closing twice is fine."""
@@ -530,37 +701,72 @@ class Arena:
 
     def _extend(self) -> None:
         """Make more slots: some at first, then a quarter more each time."""
-        made = self._slots.capacity
+        made = self.slots.capacity
         count = min(max(16, made // 4), self.segment.slots - made)
         if count <= 0:
             raise MemoryError(f"all {made} slots of shared memory are in use: hold fewer batches")
-        self._capacity[made:] = [0] * count  # first: an exception may come between the two
-        self._slots.extend(count)
-
-    def _found(self, slot: int) -> None:
-        """Commit the first bytes of a slot."""
-        try:
-            commit(self.segment.fd, slot * self.segment.width, FIRST)
-        except BaseException:
-            self._slots.release(slot)
-            raise
-        self._capacity[slot] = FIRST
+        self.slots.extend(count)
 
     def _map(self, slot: int, capacity: int) -> Mapping:
         """Map all of a slot that is committed, in the place of what was mapped before it grew."""
-        self._capacity[slot] = max(capacity, self._capacity[slot])
-        segment, before = self.segment, self.mapped.get(slot)
-        if before is not None and self._locks is not None:
-            self._locks.unregister(before)  # its last batch is gone, or it were not taken
-        mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
+        self._unmap(slot)
+        segment = self.segment
+        mapping = Mapping(segment.fd, slot * segment.width, capacity)
         if self._locks is not None:
             self._locks.register(mapping)
         self.mapped[slot] = mapping
         return mapping
 
+    def _unmap(self, slot: int) -> None:
+        """Forget a mapping: its last batch is gone, or the slot were not taken."""
+        before = self.mapped.pop(slot, None)
+        if before is not None and self._locks is not None:
+            self._locks.unregister(before)
+
+    def _tidy(self) -> None:
+        """Give back what was not needed for two windows, and what exceeds the limit."""
+        self._most, self._room = self._need.excess(self.segment.width)
+        slots, top = self.slots, max(self._top, self._top_before)
+        self._top_before, self._top = self._top, -1
+        free = slots.free()
+        idle = self._room < self.segment.width
+        for slot in free:
+            if idle and slot > top:
+                self._give_back(slot, 0)
+            elif slots.nbytes(slot) > self._most:
+                self._give_back(slot, self._room)
+        self._limit(free)
+
+    def _limit(self, free: list[int]) -> None:
+        """Give pages of free slots back until, with those in the user's hands, they keep the limit.
+
+        The lowest are spared, as many as the tickets in the ring could need.
+        """
+        slots = self.slots
+        posted = sum(slots.is_taken(slot) for slot in range(slots.capacity))
+        beyond = free[max(0, self._tickets - posted) :]
+        excess = slots.leased_bytes + sum(map(slots.nbytes, beyond)) - self.memory_limit
+        while excess > 0 and beyond:
+            slot = beyond.pop()
+            excess -= slots.nbytes(slot)
+            self._give_back(slot, 0)
+
+    def _give_back(self, slot: int, nbytes: int) -> None:
+        """Shrink a slot, if it is still free."""
+        if self.slots.nbytes(slot) > nbytes and self.slots.take(slot):
+            self._shrink(slot, nbytes)
+            self.slots.release(slot)
+
+    def _shrink(self, slot: int, nbytes: int) -> None:
+        """Give the pages of a slot back but for the first `nbytes`, where the system can do that."""
+        width = self.segment.width
+        self._unmap(slot)
+        if punch(self.segment.fd, slot * width + nbytes, width - nbytes):
+            self.slots.resize(slot, nbytes)
+
     def _may_lease(self, nbytes: int) -> bool:
         """Whether one more slot may be in the user's hands."""
-        slots = self._slots
+        slots = self.slots
         limit = min(MAX_LEASED, self.segment.slots // 2)
         return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
 

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["choice", "count", "flag", "modules", "seconds", "unexpected"]
+__all__ = ["choice", "count", "dimensions", "flag", "modules", "seconds", "unexpected"]
 
 # Keywords of torch's DataLoader that have another name here, or none.
 ELSEWHERE = {
@@ -99,3 +99,12 @@ def modules(name: str, value: Any) -> tuple[str, ...] | Literal[False] | None:
         if not isinstance(each, str) or not all(part.isidentifier() for part in each.split(".")):
             raise TypeError(f"{name} has {each!r}, which is no name of a module; give 'a.b' or 'a'")
     return tuple(value)
+
+
+def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Check the shape of an array, as numpy does."""
+    sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+    dims = tuple(map(operator.index, sizes))
+    if min(dims, default=0) < 0:
+        raise ValueError(f"shape={shape!r} has a negative dimension; give integers of at least 0")
+    return dims

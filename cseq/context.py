@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cseq._core import derive
+from cseq.check import dimensions
 from cseq.threads import imported
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     """Make an uninitialised array in the shared memory where the batch is going to lie.
 
     A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
-    way to the training loop. It belongs to this batch: an indexer must not keep it. Outside of a
+    way to the training loop. It may be kept, as any array; the batch is copied then. Outside of a
     worker process this is `numpy.empty`.
 
     Parameters
@@ -170,11 +171,13 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
 
     Raises
     ------
+    TypeError, ValueError
+        The shape is not of integers, or negative; in a worker process also: the type has objects.
     MemoryError
         There is no room for it.
     """
     desk = here.desk
-    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+    dims = dimensions(shape)
     if desk is None or desk.allocator is None:
         return np.empty(dims, dtype)
     return desk.allocator.empty(dims, np.dtype(dtype))

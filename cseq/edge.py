@@ -9,7 +9,6 @@ fills, and a converter also the one it empties.
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cseq import codec, failure
@@ -211,10 +210,9 @@ class SlotWriter:
         return codec.encode(batch, self._writer, self._cast)
 
     def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
-        """Hand the ticket on, unless the indexer kept an array that lies in the slot."""
-        writer = self._writer
-        writer.end()
-        seat.publish(BATCH, record, writer.capacity)
+        """Hand the ticket on; arrays in the slot that the indexer has kept stay where they are."""
+        self._writer.end()
+        self._writer.publish(seat, BATCH, record)
 
     def fail(self, seat: Seat, error: BaseException) -> None:
         """Write the exception into the slot; its text alone, if memory is short."""
@@ -222,7 +220,7 @@ class SlotWriter:
             record = self._write_error(seat, failure.pack(error))
         except MemoryError:  # the slot's first pages are always there
             record = self._write_error(seat, failure.pack_text(error))
-        seat.publish(RAISED, record, self._writer.capacity)
+        self._writer.publish(seat, RAISED, record)
 
     def _write_error(self, seat: Seat, packed: bytes) -> tuple[int, ...]:
         """Write a packed exception instead of whatever the slot holds."""
@@ -237,7 +235,6 @@ class SlotReader:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._lock = threading.Lock()  # converter threads take, while the trainer acquires
 
     @property
     def source(self) -> tuple[dict[int, Mapping], dict[bytes, Any], int] | None:
@@ -246,17 +243,15 @@ class SlotReader:
 
     def room(self) -> tuple[int, int]:
         """Take a free slot."""
-        with self._lock:
-            slot = self._arena.acquire()
-            return slot, self._arena.capacity(slot)
+        slot = self._arena.acquire()
+        return slot, self._arena.capacity(slot)
 
     def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
         batch = codec.decode_copy(self._arena.look(slot, capacity), record, SMALL)
         if batch is not None:  # a batch that is None goes the long way
             return batch, slot
-        with self._lock:
-            memory = self._arena.take(slot, codec.used(record), capacity)
+        memory = self._arena.take(slot, codec.used(record), capacity)
         return codec.decode(memory, record), -1
 
     def error(
@@ -269,6 +264,7 @@ class SlotReader:
     def fetch(self, seat: Seat) -> Any:
         """Decode the batch of a ticket in hand, in a converter thread; it leaves the ring."""
         slot = seat.slot
+        seat.attach()
         batch, kept = self.collect(seat.cell, slot, seat.capacity, seat.record)
         seat.detach()
         self.release(slot if kept >= 0 else NO_SLOT)
@@ -277,19 +273,16 @@ class SlotReader:
     def release(self, slot: int) -> None:
         """Free the slot."""
         if slot != NO_SLOT:
-            with self._lock:
-                self._arena.release(slot)
+            self._arena.release(slot)
 
     def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
         """Free the slot; an exception in `collect` may have left it leased, or free."""
         if slot != NO_SLOT:
-            with self._lock:
-                self._arena.reclaim(slot)
+            self._arena.reclaim(slot)
 
     def keep(self, slots: list[int]) -> None:
         """Free all slots but these, and those in the user's hands."""
-        with self._lock:
-            self._arena.keep(slots)
+        self._arena.keep(slots)
 
 
 class _Parcel(NamedTuple):

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from cseq import failure
-from cseq._core import Exchange
+from cseq._core import BULKY, Exchange
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 
@@ -32,9 +32,9 @@ log = logging.getLogger("cseq")
 def wake_at(buffer: int, num_workers: int) -> int:
     """Return how many tickets gather before sleeping workers are woken for them.
 
-    Waking for each one costs more than a small batch does. Workers only sleep when everything
-    is done, so `buffer` minus this many batches are ready; that must last until the woken
-    workers have made the next, hence as many as there are workers.
+    Waking for each one costs more than a small batch does. Workers sleep only when there is nothing
+    to claim, so all but this many tickets, and those in work, are done; that must last until the
+    woken workers have made the next, hence as many as there are workers.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
@@ -207,7 +207,7 @@ class Feed:
                     del failed
             break
         self._hand = None
-        if slot >= 0 and exchange.posted < self._batches:
+        if slot >= 0 and exchange.posted < self._batches and capacity <= BULKY:
             self._post(cell, slot, capacity)  # without looking for another cell, another slot
         else:
             self._release(slot)

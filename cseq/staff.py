@@ -63,6 +63,7 @@ class Setup(NamedTuple):
     owner: int
     ring_bytes: int
     width: int  # bytes between the slots in their file
+    spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
     task: Any  # what its pool wants of it
 
 
@@ -107,7 +108,7 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     send_state(sock, ENTERED)
     ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))
     os.close(ring_fd)
-    return Entered(setup, ring, Writer(arena_fd, setup.width), payload_fd)
+    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), payload_fd)
 
 
 def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
@@ -187,7 +188,8 @@ class Staff:
         commit(self._segment.fd, 0, size)
         self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
         self.ring.spin = look_ns()
-        self.arena = Arena(memory_limit, locks)
+        self.arena = Arena(memory_limit, locks, tickets=capacity)
+        self.ring.arena = self.arena.slots
         self.deaths = deaths
         self.failure: BaseException | None = None
         self._keeper: Keeper | None = None
@@ -211,6 +213,7 @@ class Staff:
         preload: Sequence[str] | Literal[False] | None = None,
         needs: Sequence[str] = (),
         timeout: float | None = None,
+        spares: int = 0,
     ) -> None:
         """Start the workers, and do not wait for them to get ready.
 
@@ -237,8 +240,11 @@ class Staff:
             Modules that `entry` will import.
         timeout : float, optional
             Seconds that an item may take; `START_SHARE` times as many, to import those modules.
+        spares : int
+            How many slots each of the readers owns beside those of its tickets.
         """
         self._readers, self._task, self._describe = readers, task, describe
+        self._spares = spares
         self.owners = owners
         launcher = make_launcher(method, entry=entry, threads=threads)
         self.takes_objects = launcher.takes_objects
@@ -265,7 +271,9 @@ class Staff:
     def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
         """Send a new worker its setup."""
         width = self.arena.segment.width
-        setup = Setup(owner, self._segment.width, width, self._task(owner))
+        reads = owner <= self._readers
+        spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
+        setup = Setup(owner, self._segment.width, width, spares, self._task(owner))
         fds = [self._segment.fd, self.arena.segment.fd, stacks]
         if owner <= self._readers and self._payload is not None:
             fds.append(self._payload.fd)
@@ -283,6 +291,7 @@ class Staff:
         """Post again what a dead worker held; return whether to replace it."""
         held = [self._describe(cell) for cell in self.ring.held(owner)]
         self.ring.repost(owner)
+        self.arena.bury(owner)
         if self.failure is not None or self.closed:
             return False
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=was_ready)

@@ -28,6 +28,7 @@ from cseq.arena import (
     LARGE,
     MIB,
     SMALL,
+    WINDOW,
     Arena,
     Segment,
     Writer,
@@ -39,6 +40,8 @@ from cseq.arena import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from conftest import RunScript
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about this process")
 
@@ -840,3 +843,125 @@ def test_this_machine_has_memory() -> None:
     free = available_memory()
     assert free is not None
     assert free > 0
+
+
+# -- memory comes back --------------------------------------------------------------------------
+
+
+def committed(arena: Arena) -> int:
+    """Bytes that the file really takes."""
+    return os.fstat(arena.segment.fd).st_blocks * 512
+
+
+def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
+    """Send one batch through the lowest free slot."""
+    return whole(filled(arena, writer, value, nbytes), nbytes)
+
+
+@linux
+@pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
+def test_slots_shrink_after_a_rare_huge_batch(arena: Arena, writer: Writer, nbytes: int) -> None:
+    """Two windows later, pages that no batch needed are given back; what is held stays."""
+    huge = [through(arena, writer, 60 * MIB, value) for value in range(3)]
+    held = huge.pop()
+    del huge
+    assert committed(arena) >= 180 * MIB
+    for number in range(3 * WINDOW):
+        assert (through(arena, writer, nbytes, number % 256) == number % 256).all()
+    assert 60 * MIB <= committed(arena) <= 61 * MIB + 5 * nbytes
+    assert held.min() == held.max() == 2
+    del held
+    for _ in range(WINDOW):
+        through(arena, writer, nbytes)
+    assert committed(arena) <= MIB + 5 * nbytes
+    assert (through(arena, writer, 60 * MIB, 9) == 9).all()
+
+
+@linux
+def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) -> None:
+    """Slots that only many held batches needed do not stay committed."""
+    held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
+    assert committed(arena) >= 60 * MIB
+    held.clear()
+    for _ in range(3 * WINDOW):
+        through(arena, writer, 2 * MIB)
+    assert committed(arena) <= 5 * MIB
+
+
+@linux
+def test_the_limit_is_for_free_slots_too() -> None:
+    """What is free and committed counts as what is held does, but for what tickets need."""
+    arena = Arena(20 * MIB, tickets=4)
+    writer = Writer(arena.segment.fd, arena.segment.width)
+    slots = [arena.acquire() for _ in range(30)]
+    for slot in slots:
+        writer.begin(slot, arena.capacity(slot))
+        writer.place(2 * MIB)
+        arena.look(slot, writer.capacity)
+    for slot in slots:
+        arena.release(slot)
+    assert committed(arena) == 60 * MIB
+    for _ in range(WINDOW):
+        through(arena, writer, 2 * MIB)
+    assert 8 * MIB <= committed(arena) <= 28 * MIB
+    writer.close()
+    arena.close()
+
+
+@linux
+def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
+    """A mapping is unlocked before its pages are given back: a device would go on using them."""
+    locked: dict[int, int] = {}
+
+    class Locks:
+        def register(self, memory: Any, /) -> bool:
+            locked[memory.address] = memory.nbytes
+            return True
+
+        def unregister(self, memory: Any, /) -> None:
+            del locked[memory.address]
+
+    arena = Arena(locks=Locks())
+    writer = Writer(arena.segment.fd, arena.segment.width)
+    through(arena, writer, 60 * MIB)
+    assert max(locked.values()) >= 60 * MIB
+    for _ in range(3 * WINDOW):
+        through(arena, writer, MIB)
+    assert max(locked.values()) <= 2 * MIB
+    writer.close()
+    arena.close()
+
+
+RARE = """
+import os
+import numpy as np
+import cseq
+
+class Worker:
+    kept = None
+    def __getitem__(self, indices):
+        number = int(indices[0])
+        made = np.full(4_000_000 if 20 <= number < 32 else SIZE, number)
+        self.kept = made if number % 5 == 0 else None
+        return made
+
+def committed(m):
+    return os.fstat(m._run.pool._arena.segment.fd).st_blocks * 512 / 2**20
+
+m = cseq.MPSequence(Worker, 700, batch_size=1, num_workers=2, shuffle=False, out_type="null")
+with m.start() as batches:
+    for number, batch in enumerate(batches):
+        assert batch.min() == batch.max() == number
+        if number == 31:
+            print(committed(m) > 300)
+    del batch
+    print(committed(m) < 32)
+"""
+
+
+@linux
+@pytest.mark.parametrize("size", [10, 50_000])
+def test_a_script_with_rare_huge_batches(run_script: RunScript, size: int) -> None:
+    """Workers that keep arrays, and small batches that go the short way, do not hold memory."""
+    done = run_script(RARE.replace("SIZE", str(size)))
+    assert (done.stdout, done.stderr) == ("True\nTrue\n", "")

@@ -1254,7 +1254,7 @@ def test_giving_a_batch() -> None:
     assert not slot.begun
     assert slot.give(seat, FLOATS)
     assert seat.cell == -1
-    assert ring.take() == (0, 0, 3, PAGE, (64, 4, 2, 0, 0, 0))
+    assert ring.take() == (0, 0, 3, 4096, (64, 4, 2, 0, 0, 0))
 
 
 def test_not_giving_a_batch() -> None:

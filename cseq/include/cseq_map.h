@@ -72,23 +72,6 @@ CSEQ_INLINE void cseq_close(int fd) {
 #endif
 }
 
-/* Put private memory in a mapping's place, with the same content in its first `used` bytes: 0, or an
- * errno, and then nothing has changed. Whoever reads there sees no difference at any moment. */
-CSEQ_INLINE int cseq_privatize(void *p, uint64_t nbytes, uint64_t used) {
-#if defined(__linux__)
-    void *copy = mmap(0, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy == MAP_FAILED) return errno;
-    memcpy(copy, p, (size_t)used);
-    if (mremap(copy, (size_t)nbytes, (size_t)nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, p) == p) return 0;
-    int error = errno;
-    munmap(copy, (size_t)nbytes);
-    return error;
-#else
-    (void)p, (void)nbytes, (void)used;
-    return ENOSYS;
-#endif
-}
-
 /* Allocate the pages of [offset, offset + nbytes): 0, or an errno. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
@@ -108,6 +91,22 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
     } while (error == EINTR);
     return error;
+#endif
+}
+
+/* Give the pages of [offset, offset + nbytes) back; they read as zeros, and must be committed before
+ * they are written again. 0, or an errno: nothing was given back then. */
+CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
+#if defined(__linux__)
+    int error;
+    do {
+        error = fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
+                          (off_t)nbytes) == 0 ? 0 : errno;
+    } while (error == EINTR);
+    return error;
+#else
+    (void)fd, (void)offset, (void)nbytes;
+    return ENOSYS;
 #endif
 }
 

@@ -5,9 +5,8 @@
  * from the ticket's slot. Everything else goes to numpy's own allocator.
  *
  * The guarantee: memory of a slot that was given out is counted until it is given back, so it is
- * known when the indexer has kept some. Then the slot's pages at these addresses are replaced by a
- * private copy (cseq_privatize) before anybody else writes to the slot: whoever holds the array
- * sees no difference.
+ * known whether the indexer has kept some. Then the worker keeps the slot (cseq_place_leave), and
+ * publishes a copy of the batch in another one.
  *
  * One thread at a time, with the GIL.
  */
@@ -17,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cseq_map.h"
+#include "cseq_fork.h"
 
 #define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not looked at */
 #define CSEQ_PLACE_SEEN 64u     /* of these, in one ticket; a word has as many bits */
@@ -28,7 +27,9 @@ typedef struct {
     char *base;
     uint64_t size;
     uint64_t live; /* pieces that were not given back */
-    void *owner;   /* who unmaps it */
+    void *owner;   /* what keeps it mapped */
+    char *copy;    /* see cseq_span */
+    int is_private; /* in a forked child */
 } cseq_region;
 
 typedef struct {
@@ -39,7 +40,7 @@ typedef struct {
     void *(*realloc)(void *ctx, void *p, size_t size);
     void (*free)(void *ctx, void *p, size_t size);
 
-    void (*release)(void *owner); /* a retired region is empty */
+    void (*release)(void *owner); /* nothing lies in its region any more */
 
     int aimed;       /* a ticket is in hand, and its indexer at work */
     cseq_region at;  /* its slot */
@@ -51,7 +52,7 @@ typedef struct {
         uint64_t size;
     } seen[CSEQ_PLACE_SEEN];
 
-    cseq_region *retired; /* private by now, and still in use */
+    cseq_region *retired; /* of earlier tickets, and still in use */
     uint32_t retired_count, retired_room;
 } cseq_place;
 
@@ -125,13 +126,46 @@ CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
     return made;
 }
 
-/* Serve the next allocations from a slot of which nothing is used. Nothing may be live. */
-CSEQ_INLINE void cseq_place_aim(cseq_place *p, void *base, uint64_t size) {
+/* Place nothing any more; how many pieces of the slot are in use. Its owner is released when there
+ * are none. */
+CSEQ_INLINE uint64_t cseq_place_leave(cseq_place *p) {
+    cseq_region left = p->at;
+    memset(&p->at, 0, sizeof p->at);
+    p->aimed = 0;
+    if (left.live) {
+        left.size = p->used;
+        p->retired[p->retired_count++] = left; /* cseq_place_aim has made room */
+    } else if (left.owner) {
+        p->release(left.owner);
+    }
+    return left.live;
+}
+
+/* Serve the next allocations from a slot of which nothing is used. Nothing may be live in the last
+ * one. 0, or an errno; then `owner` is not taken over. */
+CSEQ_INLINE int cseq_place_aim(cseq_place *p, void *base, uint64_t size, void *owner) {
+    if (p->retired_count == p->retired_room) {
+        uint32_t room = p->retired_room ? 2 * p->retired_room : 16;
+        void *more = realloc(p->retired, room * sizeof(cseq_region));
+        if (!more) return ENOMEM;
+        p->retired = (cseq_region *)more;
+        p->retired_room = room;
+    }
+    (void)cseq_place_leave(p);
     p->at.base = (char *)base;
     p->at.size = size;
+    p->at.owner = owner;
     p->used = 0;
     p->count = 0;
     p->aimed = 1;
+    return 0;
+}
+
+/* Whether anything is in use of an earlier ticket's slot that is mapped here. */
+CSEQ_INLINE int cseq_place_holds(const cseq_place *p, const void *base) {
+    for (uint32_t k = 0; k < p->retired_count; k++)
+        if (p->retired[k].base == (const char *)base) return 1;
+    return 0;
 }
 
 /* Note that the batch holds this address: what it lies in is wanted next time. */
@@ -145,24 +179,41 @@ CSEQ_INLINE void cseq_place_learn(cseq_place *p, const void *address, uint64_t *
     }
 }
 
-/* Make the slot's addresses private, with what they show; the slot itself is nobody's any more.
- * `owner` is released when all that was given out there is given back. 0, or an errno. */
-CSEQ_INLINE int cseq_place_part(cseq_place *p, void *owner) {
-    if (p->retired_count == p->retired_room) {
-        uint32_t room = p->retired_room ? 2 * p->retired_room : 16;
-        void *more = realloc(p->retired, room * sizeof(cseq_region));
-        if (!more) return ENOMEM;
-        p->retired = (cseq_region *)more;
-        p->retired_room = room;
+#if !defined(_WIN32)
+
+/* At a fork: what is in use becomes the child's own, see cseq_fork.h. */
+
+CSEQ_INLINE void cseq_place_prepare(cseq_place *p) {
+    if (p->at.live && !p->at.is_private) p->at.copy = cseq_fork_copy(p->at.base, p->used);
+    for (uint32_t k = 0; k < p->retired_count; k++) {
+        cseq_region *r = &p->retired[k];
+        if (!r->is_private) r->copy = cseq_fork_copy(r->base, r->size);
     }
-    int error = cseq_privatize(p->at.base, p->at.size, p->used);
-    if (error) return error;
-    p->retired[p->retired_count] = p->at;
-    p->retired[p->retired_count++].owner = owner;
-    memset(&p->at, 0, sizeof p->at);
-    p->aimed = 0;
-    p->used = 0;
-    return 0;
 }
 
+CSEQ_INLINE void cseq_place_parent(cseq_place *p) {
+    cseq_fork_drop(p->at.copy, p->used);
+    p->at.copy = 0;
+    for (uint32_t k = 0; k < p->retired_count; k++) {
+        cseq_fork_drop(p->retired[k].copy, p->retired[k].size);
+        p->retired[k].copy = 0;
+    }
+}
+
+/* The child is in the middle of no ticket. */
+CSEQ_INLINE void cseq_place_child(cseq_place *p) {
+    if (p->at.live) {
+        (void)cseq_place_leave(p);
+    } else {
+        p->aimed = 0; /* its owner is not released here: that may call Python */
+    }
+    for (uint32_t k = 0; k < p->retired_count; k++) {
+        cseq_region *r = &p->retired[k];
+        if (!r->is_private) cseq_fork_put(r->base, r->size, r->copy);
+        r->is_private = 1;
+        r->copy = 0;
+    }
+}
+
+#endif
 #endif

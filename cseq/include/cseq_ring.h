@@ -35,7 +35,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 1u
+#define CSEQ_LAYOUT 2u
 #define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
 
 /* States. PINNED is a flag beside them: the ticket is for the owner in the word alone. */
@@ -82,7 +82,8 @@ typedef struct {
     uint64_t batch; /* running number within the epoch */
     uint64_t start; /* position of its first sample in the order of the epoch */
     uint32_t count; /* samples */
-    uint32_t slot;  /* also written by an owner that has emptied it */
+    uint32_t slot;  /* where the batch lies; also written by an owner that put it into another
+                       slot, or has emptied it */
     /* written by the trainer at the post, and by an owner that made the slot larger */
     uint64_t capacity; /* bytes of the slot that are committed */
     /* written by the owner */
@@ -90,7 +91,10 @@ typedef struct {
     uint32_t stage;      /* which record is the last one written */
     uint32_t status;     /* 0: a batch; else see stage.py */
     uint64_t record[CSEQ_FIELDS];
-    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS];
+    /* written at the post; a repost restores `slot` and `capacity` from them */
+    uint64_t home_capacity;
+    uint32_t home; /* the slot it was posted with */
+    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS - 12];
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
     char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];
@@ -304,8 +308,11 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
 /* Offer a FREE cell, all its fields written, to any runner (owner 0) or to one.
  * Does not wake: see cseq_gate_knock(&r->gate[0]). SYNC: ticket visible to runner */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket, uint32_t owner) {
+    cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = CSEQ_WORD(ticket, owner, CSEQ_POSTED | (owner ? CSEQ_PINNED : 0));
-    cseq_swap_sc_u64(&cseq_ring_cell(r, cell)->word, w);
+    c->home = c->slot;
+    c->home_capacity = c->capacity;
+    cseq_swap_sc_u64(&c->word, w);
 }
 
 /* A run of tickets begins in this cell: runners look here first. */
@@ -359,6 +366,10 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         uint64_t pinned = w & CSEQ_PINNED;
         uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), pinned ? owner : 0, pinned | (uint64_t)(state - 1));
         cseq_store_rlx_u64(&cell->started_ns, 0);
+        if (state == CSEQ_INDEXING) { /* it may have died on its way into another slot */
+            cell->slot = cell->home;
+            cell->capacity = cell->home_capacity;
+        }
         if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
         if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);

@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
 from cseq._core import HAS_GIL, Placement, Seat
+from cseq.arena import SPARES
 from cseq.converter import (
     Converter,
     CudaConverter,
@@ -112,6 +114,8 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     send_state(sock, READY)
     desk.allocator = entered.writer
     place_arrays(entered.writer)
+    # In a process that the indexer forks, `cseq.empty` is numpy's.
+    os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
     inlet = SlotWriter(entered.writer, task.cast)
     run(seat, indexer.Indexing(made, desk, inlet, seeds=seeds))
     desk.rise()
@@ -121,18 +125,10 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
 def place_arrays(writer: Writer) -> None:
     """Let numpy make large arrays where the batch is going to lie.
 
-    Only where an array that the indexer keeps can be taken out of the slot again.
+    Only where the system lets its pages be private after a fork, and one thread allocates at a time.
     """
-    if sys.platform != "linux" or not HAS_GIL:
-        return
-    writer.placement = Placement()
-
-    def before_fork() -> None:
-        """Keep a process that the indexer forks from sharing the slot."""
-        if threading.current_thread() is threading.main_thread():
-            writer.part()
-
-    os.register_at_fork(before=before_fork)
+    if sys.platform == "linux" and HAS_GIL:
+        writer.placement = Placement()
 
 
 def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> None:
@@ -228,6 +224,7 @@ class ProcessPool(Fed):
             preload=job.preload,
             needs=["torch"] if in_processes else [],
             timeout=job.timeout,
+            spares=SPARES,
         )
 
     def _make_convert(self) -> Callable[[Any], Any] | None:

@@ -1,0 +1,132 @@
+/* What a forked process inherits of shared memory becomes its own.
+ *
+ * A fork copies private memory and goes on sharing the rest. Batches that are in use lie in shared
+ * memory, which the parent and its workers write to again; so a forked child gets a private copy
+ * of them, at the same addresses.
+ *
+ *     prepare   the forking thread copies what is in use into private memory
+ *     child     moves the copies to where the originals are mapped
+ *     parent    drops the copies
+ *
+ * The parent's own mappings are not touched, so its other threads may go on writing there. Between
+ * prepare and parent nothing is given back: `lock` is held, which adding and removing take. A child
+ * that cannot have its copies ends: it must not go on with the parent's memory.
+ *
+ * These handlers run inside fork() (pthread_atfork), also for a fork by a C library. They allocate
+ * by mmap only.
+ */
+#ifndef CSEQ_FORK_H
+#define CSEQ_FORK_H
+
+#include "cseq_map.h"
+
+/* Shared memory that is in use. */
+typedef struct cseq_span {
+    struct cseq_span *before, *after; /* 0: in no list */
+    char *base;                       /* the beginning of a mapping */
+    uint64_t size;                    /* bytes of it that are in use */
+    char *copy;                       /* between prepare and child or parent; 0: there is none */
+} cseq_span;
+
+typedef struct {
+    cseq_span *first;
+    uint32_t lock;
+} cseq_spans;
+
+CSEQ_INLINE void cseq_spans_lock(cseq_spans *s) {
+    while (!cseq_cas_sc_u32(&s->lock, 0, 1)) {
+    } /* held for a few instructions, or by a fork */
+}
+
+CSEQ_INLINE void cseq_spans_unlock(cseq_spans *s) {
+    cseq_store_rel_u32(&s->lock, 0);
+}
+
+CSEQ_INLINE void cseq_span_add(cseq_spans *s, cseq_span *span, void *base, uint64_t size) {
+    span->base = (char *)base;
+    span->size = size;
+    span->copy = 0;
+    cseq_spans_lock(s);
+    span->before = 0;
+    span->after = s->first;
+    if (s->first) s->first->before = span;
+    s->first = span;
+    cseq_spans_unlock(s);
+}
+
+/* Takes a span out of its list; in a child, it is in none any more. */
+CSEQ_INLINE void cseq_span_remove(cseq_spans *s, cseq_span *span) {
+    cseq_spans_lock(s);
+    if (span->base) {
+        if (span->before) span->before->after = span->after;
+        else s->first = span->after;
+        if (span->after) span->after->before = span->before;
+        span->base = 0;
+    }
+    cseq_spans_unlock(s);
+}
+
+#if !defined(_WIN32)
+
+CSEQ_INLINE uint64_t cseq_whole_pages(uint64_t size) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    return (size + page - 1) / page * page;
+}
+
+/* A private copy of `size` bytes, or 0. */
+CSEQ_INLINE char *cseq_fork_copy(const char *base, uint64_t size) {
+    void *copy = mmap(0, (size_t)cseq_whole_pages(size), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANON, -1, 0);
+    return copy == MAP_FAILED ? 0 : (char *)memcpy(copy, base, (size_t)size);
+}
+
+CSEQ_INLINE void cseq_fork_drop(char *copy, uint64_t size) {
+    if (copy) munmap(copy, (size_t)cseq_whole_pages(size));
+}
+
+/* In the child: put the copy in the original's place, or end. */
+CSEQ_INLINE void cseq_fork_put(char *base, uint64_t size, char *copy) {
+    static const char message[] =
+        "cseq: a forked process ends: there is no memory for its copy of the batches in use\n";
+    if (copy) {
+        size_t nbytes = (size_t)cseq_whole_pages(size);
+#if defined(__linux__)
+        if (mremap(copy, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, base) == (void *)base) return;
+#else
+        void *p = mmap(base, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_FIXED, -1, 0);
+        if (p == (void *)base) {
+            memcpy(base, copy, (size_t)size);
+            munmap(copy, nbytes);
+            return;
+        }
+#endif
+    }
+    if (write(2, message, sizeof message - 1) < 0) _exit(2);
+    _exit(1);
+}
+
+CSEQ_INLINE void cseq_spans_prepare(cseq_spans *s) {
+    cseq_spans_lock(s);
+    for (cseq_span *span = s->first; span; span = span->after)
+        span->copy = cseq_fork_copy(span->base, span->size);
+}
+
+CSEQ_INLINE void cseq_spans_parent(cseq_spans *s) {
+    for (cseq_span *span = s->first; span; span = span->after) {
+        cseq_fork_drop(span->copy, span->size);
+        span->copy = 0;
+    }
+    cseq_spans_unlock(s);
+}
+
+CSEQ_INLINE void cseq_spans_child(cseq_spans *s) {
+    for (cseq_span *span = s->first; span; span = span->after) {
+        cseq_fork_put(span->base, span->size, span->copy);
+        span->base = 0; /* private from now on: the child's own forks copy it as usual */
+    }
+    s->first = 0;
+    cseq_spans_unlock(s);
+}
+
+#endif
+#endif

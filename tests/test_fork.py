@@ -1,0 +1,350 @@
+"""A batch belongs to its process: what a forked one does to it is seen there alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cseq._core import Mapping, Slots, Window
+from cseq.arena import MIB, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunScript
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+PAGE = 4096
+
+
+def in_child(act: Callable[[], bool]) -> bool:
+    """Fork, and return what `act` returns in the child."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = 0 if act() else 1
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def parts(nbytes: int) -> tuple[Segment, Mapping, np.ndarray[Any, Any]]:
+    """Make a file of a few bytes, a mapping of it, and an array on a second mapping."""
+    segment = Segment.create(nbytes)
+    second = Mapping(segment.fd, 0, nbytes)
+    return segment, Mapping(segment.fd, 0, nbytes), second.view(0, np.dtype("u1"), (nbytes,))
+
+
+@pytest.mark.parametrize("nbytes", [100, PAGE, 3 * MIB + 5])
+def test_a_lease_is_private_in_a_child(nbytes: int) -> None:
+    """What either side writes to a lease after a fork is not seen on the other."""
+    segment, mapping, through = parts(nbytes)
+    slots = Slots(1)
+    array = slots.lease(slots.acquire(), mapping).view(0, np.dtype("u1"), (nbytes,))
+    array[:] = 1
+    reader, writer = os.pipe()
+
+    def act() -> bool:
+        seen = array.min() == array.max() == 1
+        os.read(reader, 1)  # until the parent has written
+        seen = bool(seen) and array.min() == array.max() == 1
+        array[:] = 3
+        grandchild = in_child(lambda: bool(array.min() == array.max() == 3))
+        return bool(seen) and grandchild and array.max() == 3
+
+    child = os.fork()
+    if not child:
+        os._exit(0 if act() else 1)
+    os.close(reader)
+    through[:] = 2
+    os.write(writer, b"!")
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+    assert array.min() == array.max() == 2
+    assert slots.leased == 1
+    segment.close()
+
+
+def test_a_child_lets_go() -> None:
+    """A lease that ends in a child frees nothing in the parent, and does not fail."""
+    segment, mapping, _ = parts(PAGE)
+    slots = Slots(1)
+    held = [slots.lease(slots.acquire(), mapping)]
+
+    def act() -> bool:
+        held.clear()
+        return slots.leased == 0
+
+    assert in_child(act)
+    assert slots.leased == 1
+    segment.close()
+
+
+def test_only_what_is_used_is_copied() -> None:
+    """Of a lease, the child gets the bytes of the batch; the rest stays what it was."""
+    segment, mapping, through = parts(4 * PAGE)
+    slots = Slots(1)
+    lease = slots.lease(slots.acquire(), mapping, PAGE + 1)
+    whole = lease.view(0, np.dtype("u1"), (4 * PAGE,))
+
+    def act() -> bool:
+        whole[:] = 7
+        return True
+
+    assert in_child(act)
+    assert through[: 2 * PAGE].max() == 0
+    assert through[2 * PAGE :].min() == 7
+    segment.close()
+
+
+def test_a_window_is_private_in_a_child() -> None:
+    """Arrays of `cseq.empty` are, too; when the last is gone, nothing is copied any more."""
+    segment, mapping, through = parts(PAGE)
+    window = Window(mapping)
+    array = window.view(0, np.dtype("u1"), (PAGE,))
+    whole = mapping.view(0, np.dtype("u1"), (PAGE,))
+
+    def act() -> bool:
+        array[:] = 1
+        return bool(array.min() == 1)
+
+    assert in_child(act)
+    assert through.max() == 0
+    del array, window
+
+    def act_again() -> bool:
+        whole[:] = 2
+        return True
+
+    assert in_child(act_again)
+    assert through.min() == 2
+    segment.close()
+
+
+LIMITED = """
+import mmap, os, resource, sys
+import numpy as np
+from cseq._core import Mapping, Slots
+from cseq.arena import MIB, Segment
+
+segment = Segment.create(600 * MIB)
+slots = Slots(1)
+array = slots.lease(slots.acquire(), Mapping(segment.fd, 0, 600 * MIB)).view(
+    0, np.dtype("u1"), (600 * MIB,)
+)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * mmap.PAGESIZE + 100 * MIB
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+child = os.fork()
+if not child:
+    array[:] = 1
+    os._exit(0)
+print(os.waitpid(child, 0)[1], array.max())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+def test_no_memory_for_the_copy(run_script: RunScript) -> None:
+    """A child that cannot have its copy ends, and says so; the parent goes on."""
+    done = run_script(LIMITED)
+    assert done.stdout.split() == [str(1 << 8), "0"]
+    assert "no memory for its copy" in done.stderr
+
+
+# -- a user's script ----------------------------------------------------------------------------
+
+LOOP = """
+import multiprocessing, os, sys, threading
+import numpy as np
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.full((len(indices), 30_000), indices[0], np.int64)
+
+def ok(array, number):
+    return array.min() == array.max() == number
+
+def child(batch, number, go, result):
+    good = ok(batch, number)
+    batch += 1000
+    result.send("written")
+    go.recv()
+    result.send(bool(good and ok(batch, number + 1000)))
+
+def start(batch, number, kind, context):
+    go, gone = context.Pipe(), context.Pipe()
+    def body():
+        child(batch, number, go[1], gone[1])
+    if kind == "os":
+        pid = os.fork()
+        if not pid:
+            body()
+            os._exit(0)
+        wait = lambda: os.waitpid(pid, 0)
+    else:
+        process = context.Process(target=child, args=(batch, number, go[1], gone[1]))
+        made = threading.Thread(target=process.start) if kind == "thread" else None
+        (made.start or process.start)() if made else process.start()
+        if made:
+            made.join()
+        wait = process.join
+    assert gone[0].recv() == "written"
+    def end():
+        go[0].send(1)
+        assert gone[0].recv() is True
+        wait()
+    return end
+
+def main(kind, options):
+    context = multiprocessing.get_context("fork")
+    manager = cseq.MSequence(
+        Worker, 120, batch_size=1, num_workers=2, buffer=4, shuffle=False, out_type="null",
+        **options,
+    )
+    ends, held = [], []
+    with manager.start() as batches:
+        for number, batch in enumerate(batches):
+            assert ok(batch, number)
+            if number % 20 == 3:
+                ends.append(start(batch, number, kind, context))
+                held.append((batch, number))
+            assert ok(batch, number)
+            assert all(ok(*entry) for entry in held)
+            if len(held) > 2:
+                del held[0]
+    for end in ends:
+        end()
+    print(len(ends), "children")
+
+if __name__ == "__main__":
+    main(sys.argv[1], eval(sys.argv[2]))
+"""
+
+POOLS = [
+    {"thread_type": "proc", "start_method": "forkserver"},
+    {"thread_type": "proc", "start_method": "spawn"},
+    {"thread_type": "proc", "start_method": "fork"},
+    {"thread_type": "thread"},
+]
+
+
+@pytest.mark.parametrize("kind", ["os", "multiprocessing", "thread"])
+@pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
+def test_children_of_a_loop(run_script: RunScript, kind: str, options: dict[str, str]) -> None:
+    """A child writes to its batch and holds it while its parent loops on: each has its own."""
+    done = run_script(LOOP, kind, repr(options))
+    assert (done.stdout, done.stderr) == ("6 children\n", "")
+
+
+NESTED = """
+import os
+import numpy as np
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.full((len(indices), 30_000), indices[0], np.int64)
+
+class Holder:
+    def __init__(self, batch):
+        self.batch = batch
+    def __getitem__(self, indices):
+        self.batch += 1
+        return self.batch.min(), self.batch.max()
+
+outer = cseq.MPSequence(Worker, 60, batch_size=1, num_workers=1, shuffle=False, out_type="null")
+with outer.start() as batches:
+    iterator = iter(batches)
+    for _ in range(6):
+        batch = next(iterator)
+    inner = cseq.MPSequence(
+        Holder(batch), 50, batch_size=1, num_workers=1, shuffle=False, out_type="null",
+        start_method="fork",
+    )
+    with inner.start() as others:
+        for number, (low, high) in enumerate(others):
+            assert low == high == 5 + number + 1, (low, high, number)
+            assert batch.min() == batch.max() == 5
+            if number == 5:
+                for late in iterator:
+                    late[:] = -1
+print("done")
+"""
+
+
+def test_a_batch_in_another_managers_worker(run_script: RunScript) -> None:
+    """A worker object that holds a batch of another manager has it for itself after a fork."""
+    done = run_script(NESTED)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+FORKING = """
+import os, sys, threading
+import numpy as np
+import cseq
+
+class Forking:
+    '''Forks, from this thread or another, while arrays lie in the slot.'''
+    def __init__(self):
+        self.children = []
+        self.kept = None
+    def __getitem__(self, indices):
+        number = int(indices[0])
+        made = np.full(100_000, number), cseq.empty(100_000)
+        made[1][:] = number
+        if number % 3 == 0:
+            self.kept = made[1]
+        before = None if self.kept is None else int(self.kept[0])
+        reader, writer = os.pipe()
+        def fork():
+            child = os.fork()
+            if not child:
+                good = all(a.min() == a.max() == number for a in made)
+                for array in made:
+                    array[:] = -1
+                mine = np.full(100_000, 3.0), cseq.empty(100_000)
+                mine[1][:] = 4
+                os.read(reader, 1)  # some batches later
+                good = good and all(a.min() == a.max() == -1 for a in made)
+                good = good and mine[0].max() == 3 and mine[1].max() == 4
+                os._exit(0 if good else 1)
+            self.children.append((child, writer))
+        if number % 2:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+        else:
+            fork()
+        os.close(reader)
+        assert before is None or self.kept[0] == before
+        if len(self.children) == 6:
+            for child, end in self.children:
+                os.write(end, b"!")
+                os.close(end)
+                assert os.waitpid(child, 0)[1] == 0
+            self.children.clear()
+        return made
+
+manager = cseq.MPSequence(
+    Forking, 60, num_workers=1, batch_size=1, buffer=3, shuffle=False, out_type="null",
+    start_method=sys.argv[1],
+)
+with manager.start() as batches:
+    for number, made in enumerate(batches):
+        assert all(array.min() == array.max() == number for array in made), number
+print(number)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_an_indexer_that_forks(run_script: RunScript, start_method: str) -> None:
+    """What a child of the indexer does to arrays of the slot is in no batch."""
+    done = run_script(FORKING, start_method)
+    assert (done.stdout, done.stderr) == ("59\n", "")
