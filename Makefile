@@ -51,7 +51,7 @@ $(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
 
 # cseq is there already; what its extra names is added.
 $(VENV)/.%: pyproject.toml | $(VENV)/.test
-	$(PIP) install 'cseq[$*]'
+	$(PIP) install 'cseq-loader[$*]'
 	touch $@
 
 # -- the verbs
