@@ -3,7 +3,7 @@
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
-#                first the tests of docs/cookbook.md; benchmarks/formats/README.md
+#                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -91,7 +91,7 @@ formats:
 	$(MAKE) VENV=$(FORMATS_VENV) measure-formats
 
 measure-formats: build $(VENV)/.formats
-	$(PY) -m pytest tests/test_cookbook.py $(ARGS)
+	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or cookbook" $(ARGS)
 	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
 
 stress: build
