@@ -27,6 +27,8 @@ The modules; imports point down::
     ├── edge.py         how a batch crosses: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them
+    ├── dataset.py      from_dataset: a map-style data set as a worker
+    ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
     ├── context.py      rng, empty, worker_info: what an indexer may ask
     ├── stage.py        the one loop every runner runs: claim, work, publish
     ├── launcher/       starting worker processes: forkserver, spawn, fork
@@ -56,6 +58,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 from cseq.context import WorkerInfo, empty, rng, worker_info
+from cseq.dataset import from_dataset
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.sequence import MPSequence, MSequence, MTSequence
 from cseq.stats import Stats
@@ -74,6 +77,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerTimeout",
     "empty",
+    "from_dataset",
     "permutation",
     "rng",
     "worker_info",

@@ -261,6 +261,8 @@ class Steps:
 @final
 class Solo:
     indexer: Any
+    seeds: Any
+    making: Final[bool]
     at: int
     done: int
     batches: int

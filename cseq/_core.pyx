@@ -1576,6 +1576,10 @@ cdef class Solo:
     Attributes
     ----------
     indexer : object
+    seeds : Seeds or None
+        Global generators to be seeded for each batch and restored after it.
+    making : bool
+        The indexer is at a batch.
     at : int
         The batch in hand, from 0.
     done : int
@@ -1590,6 +1594,8 @@ cdef class Solo:
     cdef Order order
     cdef uint64_t full, start, stride, size
     cdef public object indexer
+    cdef public object seeds
+    cdef readonly bint making
     cdef public uint64_t at
     cdef public uint64_t done
     cdef public uint64_t batches
@@ -1616,7 +1622,7 @@ cdef class Solo:
         left = self.here.desk
         self.here.desk = self.desk
         try:
-            batch = self.indexer[indices]
+            batch = self.indexer[indices] if self.seeds is None else self.seeded(indices)
             if self.convert is not None:
                 batch = self.convert(batch)
         finally:
@@ -1625,6 +1631,19 @@ cdef class Solo:
         self.done = self.at
         self.made += 1
         return batch
+
+    cdef object seeded(self, indices):
+        """Call the indexer with the global generators seeded; restore them."""
+        cdef list loaded = self.seeds.loaded
+        self.making = True
+        try:
+            if loaded:
+                self.seeds.begin()
+            return self.indexer[indices]
+        finally:
+            self.making = False
+            if loaded:  # now: an import may have added one
+                self.seeds.restore()
 
     def next(self):
         """Make the next batch. No signal handler runs between its counting and the caller.

@@ -17,7 +17,7 @@ from cseq.errors import RemoteTraceback, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["deliver", "named", "pack", "pack_text", "unpack", "where"]
+__all__ = ["annotate", "deliver", "named", "pack", "pack_text", "unpack", "where"]
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -143,11 +143,14 @@ def named(error: BaseException, place: str) -> BaseException:
         stop = RuntimeError("the worker raised StopIteration")
         stop.__cause__ = error.__cause__ or error
         error = stop
-    _annotate(error, f"cseq: while making {place}")
+    if hasattr(error, "add_note"):
+        error.add_note(f"cseq: while making {place}")
     return error
 
 
-def _annotate(error: BaseException, note: str) -> None:
-    """Add a line that a traceback shows below the exception (from Python 3.11 on)."""
+def annotate(error: BaseException, note: str) -> None:
+    """Add a remedy to an exception: as a note, before Python 3.11 to its text."""
     if hasattr(error, "add_note"):
         error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

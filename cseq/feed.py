@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cseq import failure
 from cseq._core import Exchange
 from cseq.stage import RAISED
-from cseq.stats import Stats
+from cseq.stats import Clock, Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +87,7 @@ class Feed:
         self._sweeping = False
         self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
         self._interrupted = False
+        self._clock = Clock(ring)
         self.skipped: list[tuple[int, int, str]] = []
 
     @property
@@ -120,6 +121,7 @@ class Feed:
         full, start, stride, size = self._sampler.cut
         exchange.begin(epoch, self._first, full if self._ordered else 0, start, stride, size)
         self._refill()
+        self._clock.run()
         exchange.torn, self._goal = False, None
 
     def interrupt(self) -> None:
@@ -238,9 +240,12 @@ class Feed:
             self._refill()
             if not ring.outstanding_count and exchange.posted == self._batches:
                 exchange.torn = False
+                self._clock.stop()
                 raise StopIteration
             taken = ring.take(self._ordered)
             if taken is not None:
+                if self._clock.starting:
+                    self._clock.started()
                 return taken
             exchange.torn = False
             ring.wait(seen, self._ordered)
@@ -257,17 +262,25 @@ class Feed:
                 found.append((owner, since, place))
         return found
 
-    def stats(self, num_workers: int) -> Stats:
-        """Count what went through the ring; `num_workers` runners are indexers."""
+    def stats(self, num_workers: int, num_converters: int = 0, *, threads: bool = False) -> Stats:
+        """Count what went through the ring, by runners of which the first are the indexers."""
         ring = self._ring
+        times = self._clock.read()
+        workers, converters = times.idle[:num_workers], times.idle[num_workers:]
         return Stats(
             batches=ring.taken_batches,
             samples=ring.taken_samples,
             nbytes=ring.taken_bytes,
             skips=len(self.skipped),
             depths=ring.depths(),
-            loop_waited=ring.waited_ns / 1e9,
-            workers_waited=sum(ring.idle_ns()[:num_workers]) / 1e9,
+            start_waited=self._clock.start_waited,
+            elapsed=times.elapsed,
+            loop_waited=times.waited,
+            workers_waited=sum(workers),
+            converters_waited=sum(converters[:num_converters]),
+            num_workers=num_workers,
+            num_converters=num_converters,
+            computed=times.computed if threads else None,
         )
 
     def _raised(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> None:

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from typing import TYPE_CHECKING, Any, Protocol
+
+from cseq import failure
+from cseq.dataset import DatasetIndexer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +24,18 @@ if TYPE_CHECKING:
     from cseq._core import Seat
     from cseq.context import Desk
     from cseq.edge import Inlet
+    from cseq.seeding import Seeds
 
-__all__ = ["Indexer", "Indexing", "build", "check_worker", "dispose"]
+__all__ = ["Indexer", "Indexing", "advised", "build", "check_worker", "dispose", "length_of"]
 
 log = logging.getLogger("cseq")
 
 # They have __getitem__, but do not take an array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
+DATASET_HINT = (
+    "cseq: __getitem__ of a worker gets an array of indices; a data set that takes one index at a "
+    "time becomes a worker with cseq.from_dataset(dataset)"
+)
 
 
 class Indexer(Protocol):
@@ -48,11 +57,52 @@ def check_worker(worker: object) -> None:
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
             "indices; give numpy.asarray(...) of it, or a class whose __getitem__ takes the array"
         )
+    _refuse_table(worker, "worker is")
     if not is_indexer(worker) and not callable(worker):
         raise TypeError(
             f"worker={worker!r} can neither be called nor indexed; give a class (or another "
             "callable without arguments) that makes an object with __getitem__(indices)"
         )
+
+
+def _refuse_table(worker: object, what: str) -> None:
+    """Refuse tables of pandas and polars, whose ``[...]`` selects columns or returns a table."""
+    kind = type(worker)
+    library = kind.__module__.partition(".")[0]
+    rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
+    if rows is not None and kind.__name__ in ("DataFrame", "Series"):
+        raise TypeError(
+            f"{what} a {library} {kind.__name__}, whose [...] does not return arrays of rows; give "
+            f"its .to_numpy(), or a class whose __getitem__(indices) returns arrays made from its "
+            f"{rows}"
+        )
+
+
+def length_of(worker: object) -> int | None:
+    """Return how many samples a worker says it has: an indexer object's ``len``, else None."""
+    if is_indexer(worker) and hasattr(type(worker), "__len__"):
+        return len(worker)  # type: ignore[arg-type]
+    return None
+
+
+def is_likely_dataset(indexer: object) -> bool:
+    """Tell whether an object may take one index at a time, as a map-style data set does."""
+    if isinstance(indexer, DatasetIndexer):
+        return False
+    kind = type(indexer)
+    torch = sys.modules.get("torch.utils.data")
+    if torch is not None and isinstance(indexer, torch.Dataset):
+        return True
+    return hasattr(kind, "__len__") and not hasattr(kind, "__array__")
+
+
+def advised(indexer: object, error: BaseException) -> BaseException:
+    """Add the remedy to what an indexer raised for its first batch, if it may be a data set."""
+    if isinstance(error, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
+        indexer
+    ):
+        failure.annotate(error, DATASET_HINT)
+    return error
 
 
 def build(worker: Any) -> Indexer:
@@ -72,6 +122,7 @@ def build(worker: Any) -> Indexer:
             f"worker {worker!r} made a {type(indexer).__name__}, which has no __getitem__; "
             "an indexer needs __getitem__(indices) -> batch"
         )
+    _refuse_table(indexer, f"worker {worker!r} made")
     return indexer
 
 
@@ -102,8 +153,11 @@ class Indexing:
         desk: Desk,
         inlet: Inlet,
         convert: Callable[[Any], Any] | None = None,
+        seeds: Seeds | None = None,
     ) -> None:
         self._indexer = indexer
+        self._seeds = seeds
+        self._loaded = [] if seeds is None else seeds.loaded
         self._desk = desk
         self._inlet = inlet
         self._convert = convert
@@ -114,6 +168,8 @@ class Indexing:
         try:
             if desk.drawn is not None or desk.ticket is not seat:
                 desk.sit(seat)
+            if self._loaded:
+                self._seeds.seed()  # type: ignore[union-attr]
             inlet.begin(seat)
             batch = self._indexer[seat.indices()]
             if self._convert is not None:
@@ -124,4 +180,5 @@ class Indexing:
             del batch  # publish looks whether the indexer kept what lies in the slot
             inlet.publish(seat, record)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
-            inlet.fail(seat, error)
+            first = not seat.ring.batches()[seat.owner - 1]
+            inlet.fail(seat, advised(self._indexer, error) if first else error)

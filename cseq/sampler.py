@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import os
 import sys
+from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -281,27 +283,52 @@ def _within(name: str, value: object, least: int, most: int) -> int:
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
     """Return the number of samples, and their indices if they were given."""
+    if isinstance(dset_size, Iterator):
+        raise TypeError(
+            f"dset_size is a {type(dset_size).__name__}, which has no length; give the number of "
+            "samples, or numpy.fromiter(..., int) of it if it yields their indices"
+        )
     if isinstance(dset_size, (bool, np.bool_, str, bytes)) or not hasattr(dset_size, "__len__"):
         return _within("dset_size", dset_size, 1, MOST_SAMPLES), None
-    array = _read_only(dset_size)
-    if array.ndim != 1:
-        raise ValueError(
-            f"dset_size has shape {array.shape}; give a number, or a one-dimensional array"
+    if not _holds_numbers(dset_size):
+        raise TypeError(
+            f"dset_size is a {type(dset_size).__name__}; give len(...) of it, or a one-dimensional "
+            "array of the samples' indices"
         )
-    if not len(array):
+    indices = _read_only(dset_size)
+    if indices.ndim != 1:
+        raise ValueError(
+            f"dset_size has shape {indices.shape}; give a number, or a one-dimensional array"
+        )
+    if not len(indices):
         raise ValueError("dset_size is empty; give a number of at least 1, or one index at least")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"dset_size has {array.dtype} indices; give integers")
-    if array.dtype.itemsize == 8 and array.dtype.kind == "u" and array.max() >= 2**63:
-        raise ValueError(f"dset_size has an index of {array.max()}; give indices below 2**63")
-    return len(array), array
+    if indices.dtype.kind not in "iu":
+        raise TypeError(f"dset_size has {indices.dtype} indices; give integers")
+    if indices.dtype.itemsize == 8 and indices.dtype.kind == "u" and indices.max() >= 2**63:
+        raise ValueError(f"dset_size has an index of {indices.max()}; give indices below 2**63")
+    return len(indices), indices
+
+
+def _holds_numbers(indices: object) -> bool:
+    """Tell an array of numbers from a data set, which numpy would read sample by sample.
+
+    numpy reads an object with ``__len__`` and ``__getitem__`` until IndexError, which a data set
+    need not ever raise.
+    """
+    if isinstance(indices, (list, tuple)):
+        return (
+            not indices
+            or not hasattr(type(indices[0]), "__getitem__")
+            or _holds_numbers(indices[0])
+        )
+    return isinstance(indices, (range, array, memoryview)) or hasattr(indices, "__array__")
 
 
 def _read_only(indices: object) -> NDArray[Any]:
     """Return a view of an array, or an array of a sequence, that cannot be written to."""
     try:
-        array: NDArray[Any] = np.asarray(indices).view()
+        view: NDArray[Any] = np.asarray(indices).view()
     except (TypeError, ValueError) as error:  # of lists of unequal length, for one
         raise TypeError(f"dset_size is no array of integers: {error}") from error
-    array.flags.writeable = False
-    return array
+    view.flags.writeable = False
+    return view

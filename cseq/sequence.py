@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         timeout: float | None
         on_timeout: str
         memory_limit: int | str | None
+        seed_globals: bool
 
 
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
@@ -110,8 +111,9 @@ class MSequence:
         its own. Called once in every worker process or thread. An object that already has
         ``__getitem__`` (an array, a data set) is taken too, and copied to the processes. If the
         indexer has ``close()``, it is called when its worker ends.
-    dset_size : int or one-dimensional array or list of int
-        Number of samples, or the samples' indices themselves (never written to).
+    dset_size : int or one-dimensional array or list of int, optional
+        Number of samples, or the samples' indices themselves (never written to). None: the
+        ``len`` of `worker`, which must be an object that has one (`from_dataset`, an array).
     num_workers : int
         Workers that index.
     num_converters : int, optional
@@ -157,6 +159,10 @@ class MSequence:
     memory_limit : int, str or None
         Most shared memory that batches in the user's hands may hold ('2GiB'; None: a quarter of
         the machine's or the container's); beyond it, batches are copied out of it.
+    seed_globals : bool
+        Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
+        the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
+        which share these generators with the training loop.
 
     Raises
     ------
@@ -167,7 +173,7 @@ class MSequence:
     def __init__(
         self,
         worker: Any,
-        dset_size: Any,
+        dset_size: Any = None,
         num_workers: int = 4,
         num_converters: int | None = None,
         batch_size: int = 32,
@@ -187,6 +193,7 @@ class MSequence:
         timeout: float | None = None,
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
+        seed_globals: bool = True,
     ) -> None:
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
@@ -202,7 +209,7 @@ class MSequence:
             )
         self._drawn = seed is None
         self._sampler = Sampler(
-            dset_size,
+            _samples_of(worker) if dset_size is None else dset_size,
             batch_size=count("batch_size", batch_size, most=MOST_BATCH),
             shuffle=flag("shuffle", shuffle),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
@@ -228,6 +235,7 @@ class MSequence:
             timeout=seconds("timeout", timeout),
             on_timeout=choice("on_timeout", on_timeout, ("raise", "restart")),
             memory_limit=memory_limit_of(memory_limit),
+            seed_globals=flag("seed_globals", seed_globals),
         )
         if self._processes and start_method != "fork":
             payload.check(worker)
@@ -558,7 +566,7 @@ class MPSequence(MSequence):
     def __init__(
         self,
         worker: Any,
-        dset_size: Any,
+        dset_size: Any = None,
         num_workers: int = 4,
         num_converters: int | None = None,
         batch_size: int = 32,
@@ -583,7 +591,7 @@ class MTSequence(MSequence):
     def __init__(
         self,
         worker: Any,
-        dset_size: Any,
+        dset_size: Any = None,
         num_workers: int = 4,
         num_converters: int | None = None,
         batch_size: int = 32,
@@ -597,6 +605,18 @@ class MTSequence(MSequence):
             worker, dset_size, num_workers, num_converters, batch_size, buffer, shuffle,
             "thread", out_type, seed, **options,
         )  # fmt: skip
+
+
+def _samples_of(worker: Any) -> int:
+    """Return the number of samples where `dset_size` is left out."""
+    length = indexer.length_of(worker)
+    if length is None:
+        raise TypeError(
+            f"dset_size is missing, and worker={worker!r} has no length; give the number of "
+            "samples or an array of their indices, or make the worker with "
+            "cseq.from_dataset(dataset)"
+        )
+    return length
 
 
 def _signature_without(name: str) -> inspect.Signature:

@@ -49,7 +49,7 @@ from cseq.producer import (
 from cseq.run import Run
 from cseq.staff import Deaths, Held, Staff
 from cseq.stage import RAISED
-from cseq.stats import Stats
+from cseq.stats import Clock, Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -479,6 +479,7 @@ class StreamPool:
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
         self._tickets = self._items = self._nbytes = 0  # taken out
+        self._clock = Clock(self._ring)
         self._start = partial(
             staff.start,
             producer,
@@ -858,6 +859,7 @@ class StreamPool:
         self._left = list(self._streams)
         self._turn = 0
         self._began = generation
+        self._clock.run()
         self._torn = False
         return replies
 
@@ -928,6 +930,7 @@ class StreamPool:
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         deaths = self._staff.deaths
+        times = self._clock.read()
         return Stats(
             batches=self._tickets,
             samples=self._items,
@@ -936,8 +939,10 @@ class StreamPool:
             retries=deaths.retries,
             copies=self._arena.copies,
             depths=self._ring.depths(),
-            loop_waited=self._ring.waited_ns / 1e9,
-            workers_waited=sum(self._ring.idle_ns()) / 1e9,
+            loop_waited=times.waited,
+            workers_waited=sum(times.idle),
+            elapsed=times.elapsed,
+            num_workers=len(self._streams),
         )
 
     def pids(self) -> list[int | None]:

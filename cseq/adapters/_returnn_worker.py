@@ -14,9 +14,7 @@ import gc
 import multiprocessing
 import os
 import pickle
-import random
 import struct
-import sys
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +25,7 @@ from returnn.datasets.cached2 import CachedDataset2
 
 from cseq import context, payload
 from cseq._core import derive
+from cseq.seeding import seed_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -341,11 +340,7 @@ class _Dice:
         """Turn to a sequence: the worker's `number`-th."""
         self._desk.sit(_Place(self._epoch, number, place))
         self._words = derive(self._key, place, PURPOSE_AUGMENTATION, 4)
-        random.seed(self._words[0])
-        np.random.seed(self._words[1] % 2**32)  # noqa: NPY002 - the global one is what is used
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            torch.default_generator.manual_seed(self._words[2])
+        seed_imported(self._words)
         for seed in self._found:
             seed(self._words[3] % 2**32)
         for generator in self._handed:

@@ -55,6 +55,8 @@ class Job(NamedTuple):
     on_timeout : 'raise' or 'restart'
     memory_limit : int
         Bytes of shared memory that delivered batches may hold before copies are delivered.
+    seed_globals : bool
+        Seed the global generators before each batch.
     """
 
     worker: Any
@@ -73,6 +75,7 @@ class Job(NamedTuple):
     timeout: float | None
     on_timeout: str
     memory_limit: int
+    seed_globals: bool
 
     @property
     def room(self) -> int:

@@ -9,6 +9,7 @@ from cseq import context, failure, indexer
 from cseq._core import Solo
 from cseq.context import here
 from cseq.converter import Converter
+from cseq.seeding import Seeds
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class InlinePool:
         self._desk = context.Desk(0, 1, job.seed)
         convert = None if job.output.kind == "null" else Converter(job.output).convert
         self._solo = Solo(job.sampler, self._desk, here, self, convert, self._raised)
+        if job.seed_globals:
+            self._solo.seeds = Seeds(self._desk, self._is_making)
         self.epoch = 0
         self.skipped: list[tuple[int, int, str]] = []
 
@@ -58,12 +61,28 @@ class InlinePool:
         if self._solo.indexer is None:
             left = context.enter(self._desk)
             try:
-                self._solo.indexer = indexer.build(self._job.worker)
+                self._solo.indexer = self._build()
             finally:
                 context.leave(left)
         self._sampler.begin(epoch, consumed)
         self.epoch = epoch
         self._solo.begin()
+
+    def _is_making(self) -> bool:
+        """Whether the indexer is at a batch."""
+        return self._solo.making
+
+    def _build(self) -> Any:
+        """Make the indexer, as a worker process does: with the global generators seeded."""
+        seeds = self._solo.seeds
+        if seeds is None:
+            return indexer.build(self._job.worker)
+        seeds.open()
+        try:
+            seeds.begin()
+            return indexer.build(self._job.worker)
+        finally:
+            seeds.restore()
 
     def interrupt(self) -> None:
         """Nothing waits here: the batch in hand is finished."""
@@ -77,6 +96,8 @@ class InlinePool:
         """Raise, or note down, what the indexer raised."""
         solo = self._solo
         place = failure.where(self.epoch, self.batch, self._sampler.indices(solo.at).tolist())
+        if not solo.made:
+            indexer.advised(solo.indexer, error)
         if self._job.on_error == "raise":
             solo.at += 1
             try:
@@ -96,6 +117,8 @@ class InlinePool:
         """Close the indexer, if this pool made it."""
         made, self._solo.indexer = self._solo.indexer, None
         self._solo.batches = 0
+        if self._solo.seeds is not None:
+            self._solo.seeds.close()
         self._desk.rise()
         left = context.enter(self._desk)
         try:

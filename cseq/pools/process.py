@@ -35,6 +35,7 @@ from cseq.feed import Fed, Feed, wake_at
 from cseq.keeper import FAILED, READY, send_state
 from cseq.launcher import ENTRY
 from cseq.pools.thread import Crew, add_converters
+from cseq.seeding import Seeds
 from cseq.staff import Deaths, Held, Staff, enter
 from cseq.stage import CONVERTER, INDEXER, run
 
@@ -63,6 +64,7 @@ class Task(NamedTuple):
     num_workers: int
     last: bool
     seed: int
+    seed_globals: bool
     cast: np.dtype[Any] | None
     output: Output
 
@@ -98,7 +100,10 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     """Make the indexer and index until the ring is closed."""
     desk = context.Desk(task.number, task.num_workers, task.seed)
     context.enter(desk)
+    seeds = Seeds(desk) if task.seed_globals else None
     try:
+        if seeds is not None:
+            seeds.open()
         worker = entered.read(local)
         made = indexer.build(worker)
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -107,7 +112,8 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     send_state(sock, READY)
     desk.allocator = entered.writer
     place_arrays(entered.writer)
-    run(seat, indexer.Indexing(made, desk, SlotWriter(entered.writer, task.cast)))
+    inlet = SlotWriter(entered.writer, task.cast)
+    run(seat, indexer.Indexing(made, desk, inlet, seeds=seeds))
     desk.rise()
     indexer.dispose(worker, made, copied=True)
 
@@ -252,6 +258,7 @@ class ProcessPool(Fed):
             num_workers=job.num_workers,
             last=stage == CONVERTER or not job.num_converters,
             seed=job.seed,
+            seed_globals=job.seed_globals,
             cast=cast_dtype(job.output),
             output=job.output._replace(function=None),  # that is applied in the trainer
         )
@@ -276,7 +283,7 @@ class ProcessPool(Fed):
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
-        counted = self.feed.stats(self._job.num_workers)
+        counted = self.feed.stats(self._job.num_workers, self._job.num_converters)
         return replace(
             counted,
             restarts=self._staff.deaths.restarts,

@@ -171,7 +171,7 @@ class ThreadPool(Fed):
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
-        return self.feed.stats(self._job.num_workers)
+        return self.feed.stats(self._job.num_workers, self._job.num_converters, threads=HAS_GIL)
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""

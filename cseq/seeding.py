@@ -1,0 +1,274 @@
+"""The generators that a process shares, seeded for each batch: Python's, numpy's, torch's.
+
+They are seeded from the key of `cseq.rng` (seed, epoch, position of the batch), so what an indexer
+draws from them depends neither on the process that makes the batch nor on what that made before.
+Only generators whose modules are imported are seeded. A module that is imported while a batch is
+made is seeded at the end of its import (`Watch`), so that the first batch of a worker draws the
+same as any later one would.
+
+Threads of the trainer share these generators with the training loop; nothing is seeded there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cseq._core import derive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from cseq.context import Desk
+
+__all__ = ["Seeds", "seed_imported"]
+
+# docs/shuffle.md: 1 is the shuffle, 2 `cseq.rng`, 3 the adapters
+PURPOSE_BATCH = 4
+PURPOSE_INDEXER = 5
+
+
+class Generator:
+    """One of the generators: how it is seeded, saved and restored.
+
+    Attributes
+    ----------
+    name : str
+        The module that holds it.
+    word : int
+        Which of the batch's words is its seed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        word: int,
+        seed: Callable[[Any, int], object],
+        save: Callable[[Any], Any],
+        restore: Callable[[Any, Any], object],
+    ) -> None:
+        self.name = name
+        self.word = word
+        self._seed = seed
+        self._save = save
+        self._restore = restore
+
+    def seed(self, words: Sequence[int]) -> None:
+        """Seed it with its word of these."""
+        self._seed(sys.modules[self.name], words[self.word])
+
+    def save(self) -> Any:
+        """Return its state."""
+        return self._save(sys.modules[self.name])
+
+    def restore(self, state: Any) -> None:
+        """Set its state."""
+        self._restore(sys.modules[self.name], state)
+
+
+GENERATORS = (
+    Generator(
+        "random",
+        0,
+        lambda module, word: module.seed(word),
+        lambda module: module.getstate(),
+        lambda module, state: module.setstate(state),
+    ),
+    Generator(
+        "numpy.random",
+        1,
+        lambda module, word: module.seed(word % 2**32),
+        lambda module: module.get_state(),
+        lambda module, state: module.set_state(state),
+    ),
+    Generator(
+        "torch",
+        2,
+        # Not torch.manual_seed, which also seeds every device: 100 times as long.
+        lambda module, word: module.default_generator.manual_seed(word),
+        lambda module: module.default_generator.get_state(),
+        lambda module, state: module.default_generator.set_state(state),
+    ),
+)
+
+
+def is_imported(name: str) -> bool:
+    """Tell whether a module is imported to its end."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def seed_imported(words: Sequence[int]) -> None:
+    """Seed the generators whose modules are imported: three words, of 64 bits each."""
+    for generator in GENERATORS:
+        if is_imported(generator.name):
+            generator.seed(words)
+
+
+class Seeds:
+    """Seeds the process's generators for one batch after another.
+
+    Parameters
+    ----------
+    desk : Desk
+        Knows the seed and the batch in hand; without a batch, the indexer is being made.
+    is_making : callable, optional
+        Tells whether the indexer works now; the generators are the trainer's own otherwise, and
+        `begin` saves them. None: the whole process is a worker.
+
+    Attributes
+    ----------
+    loaded : list of Generator
+        Those whose modules are imported; the same list from the beginning.
+    """
+
+    def __init__(self, desk: Desk, is_making: Callable[[], bool] | None = None) -> None:
+        self._desk = desk
+        self._is_making = is_making
+        self._epoch = -1
+        self._key = 0  # of the epoch
+        self._building = False
+        self._saved: list[tuple[Generator, Any]] = []
+        self._watch: Watch | None = None
+        self.loaded: list[Generator] = []
+
+    def open(self) -> None:
+        """Find what is imported, seed it if this is a worker, and watch for the others."""
+        self.loaded[:] = [each for each in GENERATORS if is_imported(each.name)]
+        missing = {each.name: each for each in GENERATORS if each not in self.loaded}
+        if missing and self._watch is None:
+            self._watch = Watch(missing, self._arrived)
+            sys.meta_path.insert(0, self._watch)
+        if self._is_making is None:
+            self.seed()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        watch, self._watch = self._watch, None
+        if watch in sys.meta_path:
+            sys.meta_path.remove(watch)
+
+    def seed(self) -> None:
+        """Seed all that is imported for the batch in hand."""
+        words = self._words()
+        for generator in self.loaded:
+            generator.seed(words)
+
+    def begin(self) -> None:
+        """Save the trainer's generators, and seed them."""
+        self._building = self._desk.ticket is None
+        self._saved = [(generator, generator.save()) for generator in self.loaded]
+        self.seed()
+
+    def restore(self) -> None:
+        """Give the trainer its generators back."""
+        self._building = False
+        try:
+            self._restore()
+        except BaseException:  # a signal handler has raised in the middle
+            self._restore()
+            raise
+        self._saved = []
+
+    def _restore(self) -> None:
+        for generator, state in self._saved:
+            generator.restore(state)
+
+    def _words(self) -> tuple[int, ...]:
+        """Return the words of the batch in hand, or those of an indexer that is being made."""
+        ticket = self._desk.ticket
+        if ticket is None:
+            return derive(self._desk.seed, 0, PURPOSE_INDEXER, len(GENERATORS))
+        if ticket.epoch != self._epoch:
+            [self._key] = derive(self._desk.seed, ticket.epoch, PURPOSE_BATCH, 1)
+            self._epoch = ticket.epoch
+        return derive(self._key, ticket.start, PURPOSE_BATCH, len(GENERATORS))
+
+    def _arrived(self, generator: Generator) -> None:
+        """Take note of a generator whose module was just imported, and seed it if need be."""
+        if self._is_making is None:
+            generator.seed(self._words())
+        elif self._building or self._is_making():
+            self._saved.append((generator, generator.save()))
+            generator.seed(self._words())
+        self.loaded.append(generator)  # from now on `seed` includes it
+
+
+class Watch:
+    """Tells when one of some modules was imported; does nothing else to their imports.
+
+    Parameters
+    ----------
+    wanted : dict of str to Generator
+        By the name of the module.
+    arrived : callable
+        Called with the generator at the end of its module's import.
+    """
+
+    def __init__(self, wanted: dict[str, Generator], arrived: Callable[[Generator], None]) -> None:
+        self._wanted = wanted
+        self._arrived = arrived
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as it would be found without this, with a loader that tells."""
+        generator = self._wanted.pop(name, None)
+        if generator is None:
+            return None
+        spec = None
+        try:
+            spec = self._spec(name, path, target)
+        finally:
+            if spec is None:  # it may be there another time
+                self._wanted[name] = generator
+        if spec is not None and spec.loader is not None:
+            spec.loader = Telling(spec.loader, self, generator)  # type: ignore[assignment]
+        return spec
+
+    def _spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """Ask the other finders."""
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+    def loaded(self, generator: Generator) -> None:
+        """Tell of a module that was imported."""
+        self._arrived(generator)
+
+    def failed(self, generator: Generator) -> None:
+        """Watch for the module again: its import has raised."""
+        self._wanted[generator.name] = generator
+
+
+class Telling:
+    """The loader of one module, which tells its `Watch` how the import ended."""
+
+    def __init__(self, loader: Any, watch: Watch, generator: Generator) -> None:
+        self._loader = loader
+        self._watch = watch
+        self._generator = generator
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as its own loader does."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, which sees its own loader."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            self._watch.failed(self._generator)
+            raise
+        self._watch.loaded(self._generator)

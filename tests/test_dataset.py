@@ -1,0 +1,281 @@
+"""`from_dataset`: a map-style data set as a worker."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from kinds import FEW, INLINE, KINDS, Kind, assert_same, by_name, stream
+
+import cseq
+from cseq.dataset import default_collate
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+
+class Squares:
+    """A data set as most people write it: one plain int in, one sample out."""
+
+    def __init__(self, n: int = 10) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        assert type(index) is int
+        return np.full(3, index, np.float32), index * index, f"sample {index}"
+
+
+class Together(Squares):
+    """Fetches the samples of a batch together."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        assert {type(index) for index in indices} == {int}
+        return [("together", index) for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("not one by one")
+
+
+class Failing(Squares):
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise ValueError("bad sample")
+        return index
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+def total(samples: list[Any]) -> Any:
+    """Collate to a number."""
+    return sum(label for _, label, _ in samples)
+
+
+# -- in every kind of pool
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_every_kind(kind: Kind) -> None:
+    """The worker knows its length; its batches are the same in every kind of pool."""
+    worker = cseq.from_dataset(Squares())
+    with kind.start(worker, None, shuffle=False, batch_size=4) as m:
+        assert (m.dset_size, len(m)) == (10, 3)
+        batches = list(m)
+    numbers = np.concatenate([batch[1] for batch in batches])
+    assert numbers.dtype == np.int64
+    assert numbers.tolist() == [i * i for i in range(10)]
+    data, _, names = batches[2]
+    assert (data.dtype, data.tolist()) == (np.float32, [[8, 8, 8], [9, 9, 9]])
+    assert names == ["sample 8", "sample 9"]
+    assert_same(stream(kind, worker, None, batch_size=4), stream(INLINE, worker, None, batch_size=4))
+
+
+def test_without_dset_size() -> None:
+    """`dset_size` may be left out by position and by name; a part of the data set may be given."""
+    m = cseq.MPSequence(cseq.from_dataset(Squares(33)), batch_size=32, out_type="null")
+    assert (m.dset_size, len(m)) == (33, 2)
+    assert cseq.MTSequence(np.zeros((5, 2)), out_type="null").dset_size == 5
+    m = cseq.MTSequence(cseq.from_dataset(Squares()), [9, 1], shuffle=False, out_type="null")
+    with m.start() as batches:
+        assert [batch[1].tolist() for batch in batches] == [[81, 1]]
+
+
+@pytest.mark.parametrize("worker", [Squares, lambda: Squares(), object], ids=repr)
+def test_no_length(worker: Any) -> None:
+    """Where the worker has no length, the error says what to give."""
+    with pytest.raises(TypeError, match=r"dset_size is missing.*from_dataset"):
+        cseq.MPSequence(worker, batch_size=2)
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_getitems(kind: Kind) -> None:
+    """`__getitems__` is used where there is one."""
+    batches = stream(kind, cseq.from_dataset(Together()), None, shuffle=False, batch_size=5)
+    assert [batch[0] for batch in batches] == [["together"] * 5] * 2
+    assert [batch[1].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_collate(kind: Kind) -> None:
+    """The user's own function makes the batch of a list."""
+    worker = cseq.from_dataset(Squares(), total)
+    assert sum(stream(kind, worker, None, batch_size=3)) == sum(i * i for i in range(10))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_the_index_that_failed(kind: Kind) -> None:
+    """An exception names the sample, and not a remedy that was taken already."""
+    worker = cseq.from_dataset(Failing())
+    with kind.start(worker, None, batch_size=10) as m, pytest.raises(ValueError, match="bad") as at:
+        list(m)
+    notes = "\n".join(at.value.__notes__)
+    assert "sample 7 of Failing" in notes
+    assert "from_dataset" not in notes
+
+
+# -- what is refused
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_no_data_set() -> None:
+    """What gives no samples by index, or has no length, is refused at once."""
+    for dataset, text in (
+        (Squares, "give an object of it"),
+        (iter([1]), "__getitem__"),
+        (NoLength(), "__len__"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            cseq.from_dataset(dataset)
+    with pytest.raises(TypeError, match="collate=3"):
+        cseq.from_dataset(Squares(), collate=3)  # type: ignore[arg-type]
+
+
+def test_ragged_samples() -> None:
+    """Samples that cannot be stacked: the error says what differs, and what to give."""
+    for samples, error, text in (
+        ([np.zeros(3), np.zeros(4)], ValueError, r"shape.*\(3,\), \(4,\).*collate"),
+        ([(1, 2), (1,)], ValueError, "length, from 1 to 2"),
+        ([{"a": 1}, {"b": 1}], ValueError, "keys"),
+        ([object()], TypeError, "object.*collate"),
+        ([None], TypeError, "NoneType"),
+    ):
+        with pytest.raises(error, match=text):
+            default_collate(samples)
+
+
+# -- collating
+
+
+def test_collating_by_default() -> None:
+    """Every kind of value, nested."""
+    samples = [
+        {"pair": Pair(np.full((2, 2), k), k), "list": [k, 0.5], "text": "é", "bytes": b"x",
+         "flag": k > 0, "scalar": np.float32(k), "zero": np.array(k, np.int8)}
+        for k in range(3)
+    ]  # fmt: skip
+    batch = default_collate(samples)
+    assert type(batch["pair"]) is Pair
+    assert batch["pair"].image.shape == (3, 2, 2)
+    assert batch["pair"].label.tolist() == [0, 1, 2]
+    assert [part.dtype for part in batch["list"]] == [np.int64, np.float64]
+    assert (batch["text"], batch["bytes"]) == (["é"] * 3, [b"x"] * 3)
+    assert batch["flag"].tolist() == [False, True, True]
+    assert (batch["scalar"].dtype, batch["zero"].dtype) == (np.float32, np.int8)
+    assert batch["zero"].shape == (3,)
+    assert type(default_collate([OrderedDict(a=1)])) is OrderedDict
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_large_arrays(kind: Kind) -> None:
+    """Arrays that are stacked where the batch lies arrive as they are, also of mixed types."""
+
+    class Large(Squares):
+        def __getitem__(self, index: int) -> Any:
+            kind = np.float32 if index % 5 else np.float64
+            return np.full((50, 100), index, np.int16), np.full(4000, index, kind)
+
+    for whole, mixed in stream(kind, cseq.from_dataset(Large()), None, batch_size=5, shuffle=False):
+        assert (whole.dtype, whole.shape, mixed.dtype) == (np.int16, (5, 50, 100), np.float64)
+        assert (whole == whole[:, :1, :1]).all()
+        assert whole[:, 0, 0].tolist() == mixed[:, 3999].tolist()
+
+
+TORCH = """
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+import cseq
+
+class Images(Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        image = torch.full((3, 40, 40), index, dtype=torch.uint8)
+        half = torch.full((100, 100), index, dtype=torch.bfloat16)
+        return {"image": image, "half": half, "label": index, "small": torch.tensor(index),
+                "weight": index / 2, "array": np.full(2, index), "name": str(index)}
+
+def same(a, b):
+    if isinstance(b, dict):
+        return all(same(a[key], b[key]) for key in b) and a.keys() == b.keys()
+    if isinstance(b, (list, tuple)) and not isinstance(b, str):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(b, torch.Tensor):
+        a = torch.as_tensor(a)
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+tensors = TensorDataset(torch.arange(12.).reshape(6, 2), torch.arange(6))
+for dataset in (Images(), Subset(Images(), [3, 1, 4, 1, 5]), tensors):
+    numbers = list(range(len(dataset)))
+    want = [default_collate([dataset[k] for k in numbers[at:at + 4]])
+            for at in range(0, len(numbers), 4)]
+    for kind, out in ((cseq.MPSequence, "null"), (cseq.MTSequence, "null"), (cseq.MPSequence, "cpu")):
+        m = kind(cseq.from_dataset(dataset), num_workers=2, batch_size=4, shuffle=False,
+                 out_type=out, dtype=None)
+        for start in (m.start, m.start_test):
+            with start() as batches:
+                assert same(list(batches), want), (dataset, kind, out)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+try:
+    cseq.from_dataset(Stream())
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_torch_data_sets(run_script: RunScript) -> None:
+    """torch's data sets give the values and types of torch's `default_collate`."""
+    pytest.importorskip("torch")
+    done = run_script(TORCH)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dataset is a Stream, which gives no sample for an index")
+
+
+PICKLED = """
+import cseq
+
+class Counted:
+    pickled = 0
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index
+    def __reduce__(self):
+        Counted.pickled += 1
+        return Counted, ()
+
+dataset = Counted()
+worker = cseq.from_dataset(dataset)
+print(Counted.pickled, worker.dataset is dataset)
+for method in ("fork", "thread", "test"):
+    kind = cseq.MTSequence if method == "thread" else cseq.MPSequence
+    m = kind(worker, num_workers=2, out_type="null", start_method="fork")
+    with m.start_test() if method == "test" else m.start() as batches:
+        list(batches)
+print(Counted.pickled)
+"""
+
+
+def test_no_copies_where_none_are_needed(run_script: RunScript) -> None:
+    """Nothing is pickled for threads, forked workers and test mode."""
+    done = run_script(PICKLED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 True\n0\n"
