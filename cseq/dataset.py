@@ -1,4 +1,4 @@
-"""`from_dataset`: a map-style data set as a worker, its samples collated to batches."""
+"""`from_dataset`: a map-style data set as a worker, samples collated to batches."""
 
 from __future__ import annotations
 

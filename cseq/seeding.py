@@ -1,4 +1,4 @@
-"""The generators that a process shares, seeded for each batch: Python's, numpy's, torch's.
+"""Global generators, seeded for each batch: Python's, numpy's and torch's.
 
 They are seeded from the key of `cseq.rng` (seed, epoch, position of the batch), so what an indexer
 draws from them depends neither on the process that makes the batch nor on what that made before.

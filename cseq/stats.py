@@ -19,7 +19,7 @@ ENOUGH_BATCHES = 8  # to say anything
 LITTLE = 0.1  # part of the time that the loop may wait without the workers' being the bottleneck
 BOTH = 0.25  # part of the time that both sides must wait for their batches to be uneven
 SHORT = 50e-6  # seconds a batch that the loop may wait, whatever part that is
-ONE_CORE = (0.5, 1.3)  # cores that threads use which run in turns
+ONE_CORE = (0.4, 1.3)  # cores that threads use which run in turns
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,19 @@ class Stats:
         -------
         str
             ``'unknown'``: fewer than 8 batches were taken, or workers are not timed (test mode).
-            ``'loop'``: the loop itself; it waited less than a tenth of the time, or a smaller part
-            of it than the workers. ``'none'``: it waited more, but less than 50 µs for a batch,
-            which is what handing it over takes. ``'workers'``: more workers, or a faster indexer,
-            give more batches. ``'gil'``: worker threads are busy, but together they compute on one
-            core: use processes. ``'converters'``: indexers wait for them. ``'stragglers'``: the
+            ``'gil'``: worker threads are busy, but all threads of the process together compute on
+            one core: use processes. ``'loop'``: the loop itself; it waited less than a tenth of the
+            time, or a smaller part of it than the workers. ``'none'``: it waited more, but less
+            than 50 µs for a batch, which is what handing it over takes. ``'workers'``: more
+            workers, or a faster indexer, give more batches. ``'converters'``: indexers wait for them. ``'stragglers'``: the
             loop and the workers both wait, since single batches take much longer than others: a
             larger `buffer`, or ``ordered=False``.
         """
         if self.batches < ENOUGH_BATCHES or not self.num_workers or self.elapsed <= 0:
             return "unknown"
         loop, workers = self.loop_waiting, self.workers_waiting
+        if workers < BOTH and self._runs_in_turns():
+            return "gil"  # whatever the loop waited: it waits for the GIL, too
         if loop < LITTLE:
             return "loop"
         if self.loop_waited < SHORT * self.batches:
@@ -115,9 +117,7 @@ class Stats:
             return "converters"
         if min(loop, workers) >= BOTH:
             return "stragglers"
-        if loop < workers:
-            return "loop"
-        return "gil" if self._runs_in_turns() else "workers"
+        return "loop" if loop < workers else "workers"
 
     def _runs_in_turns(self) -> bool:
         """Tell whether several threads that are busy compute on no more than one core."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from indexers import Indices1, Lasting, NotAnIndexer, Rows
+from kinds import FEW, INLINE, Kind, by_name
 
 from cseq import context, indexer
 from cseq._core import Block, Ring, Seat, ring_bytes
@@ -66,6 +67,72 @@ def test_build_no_indexer(worker: Any) -> None:
     """A worker that makes something without __getitem__, even a class of indexers, is refused."""
     with pytest.raises(TypeError, match="__getitem__"):
         indexer.build(worker)
+
+
+def table(library: str, name: str) -> Any:
+    """Make an object of a type that looks like a library's table."""
+    kind = type(name, (), {"__getitem__": lambda self, key: key, "__len__": lambda self: 3})
+    kind.__module__ = f"{library}.core.frame"
+    return kind()
+
+
+@pytest.mark.parametrize(
+    ("library", "rows"), [("pandas", r"\.iloc\[indices\]"), ("polars", r"its \[indices\]")]
+)
+@pytest.mark.parametrize("name", ["DataFrame", "Series"])
+def test_tables_are_no_workers(library: str, rows: str, name: str) -> None:
+    """Tables of pandas and polars are refused with the remedy, also when a factory makes them."""
+    worker = table(library, name)
+    with pytest.raises(TypeError, match=rf"^worker is a {library} {name}.*to_numpy.*{rows}"):
+        indexer.check_worker(worker)
+    with pytest.raises(TypeError, match=rf"made a {library} {name}.*to_numpy"):
+        indexer.build(lambda: worker)
+    indexer.check_worker(table("mine", name))
+
+
+class OneByOne:
+    """A data set that cannot take an array of indices."""
+
+    def __init__(self, error: type[Exception] = TypeError, good: int = 0) -> None:
+        self.error = error
+        self.good = good  # calls that do not fail
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: Any) -> Any:
+        self.good -= 1
+        if self.good < 0:
+            raise self.error("only integer scalar arrays can be converted to a scalar index")
+        return index
+
+
+def hint_of(kind: Kind, worker: Any) -> str:
+    """Return what is said below the exception that a worker raises."""
+    with kind.start(worker, 20, num_workers=1, batch_size=2) as m, pytest.raises(Exception) as at:  # noqa: PT011
+        list(m)
+    return "\n".join([str(at.value), *getattr(at.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_a_data_set_as_worker(kind: Kind) -> None:
+    """The first exception of a data set says that it is to be wrapped; no other one does."""
+    for error in (TypeError, ValueError, KeyError, IndexError):
+        assert "cseq.from_dataset(dataset)" in hint_of(kind, OneByOne(error))
+    assert "cseq.from_dataset" not in hint_of(kind, OneByOne(OSError))
+    assert "cseq.from_dataset" not in hint_of(kind, OneByOne(good=1))
+    assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))  # an index out of range
+
+
+def test_a_torch_data_set_as_worker() -> None:
+    """Known as one though it has no length."""
+    data = pytest.importorskip("torch.utils.data")
+
+    class Streamed(data.Dataset):  # type: ignore[name-defined, misc]
+        def __getitem__(self, index: int) -> int:
+            raise TypeError("one")
+
+    assert "cseq.from_dataset(dataset)" in hint_of(INLINE, Streamed())
 
 
 def test_dispose() -> None:

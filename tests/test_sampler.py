@@ -7,6 +7,7 @@ import itertools
 import sys
 import types
 import weakref
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -419,6 +420,43 @@ def test_dset_size_of_another_type(given_: Any) -> None:
     """A dset_size that is neither an integer nor integers is a TypeError that names it."""
     with pytest.raises(TypeError, match="dset_size"):
         sampler(given_)
+
+
+class Endless:
+    """A data set whose __getitem__ never raises IndexError: numpy would read it for ever."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return np.ones(3) * index
+
+
+@pytest.mark.parametrize(
+    ("given_", "text"),
+    [
+        (Endless(), r"dset_size is a Endless; give len\(\.\.\.\) of it"),
+        ([Endless()], "dset_size is a list"),
+        ({1, 2}, "dset_size is a set; give"),
+        ({1: 2}, "dset_size is a dict; give"),
+        ((k for k in range(3)), "dset_size is a generator.*fromiter"),
+        (iter([1, 2]), "dset_size is a list_iterator"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_data_set_as_dset_size(given_: Any, text: str) -> None:
+    """A data set, or what has no length: a TypeError at once that says what to give."""
+    with pytest.raises(TypeError, match=text):
+        sampler(given_)
+
+
+def test_arrays_of_other_libraries_as_dset_size() -> None:
+    """What numpy can read as an array is one: buffers, and objects with __array__."""
+    for indices in (array("q", [3, 1]), memoryview(array("i", [3, 1])), [np.int32(3), np.array(1)]):
+        assert sampler(indices).dset_size == 2
+    torch = pytest.importorskip("torch")
+    assert sampler(torch.tensor([3, 1])).dset_size == 2
+    assert sampler(list(torch.tensor([3, 1]))).dset_size == 2
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def make_small(**options: Any) -> Any:
 
 POSITIONS = {
     "worker": inspect.Parameter.empty,
-    "dset_size": inspect.Parameter.empty,
+    "dset_size": None,
     "num_workers": 4,
     "num_converters": None,
     "batch_size": 32,
