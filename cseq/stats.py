@@ -99,9 +99,9 @@ class Stats:
             one core: use processes. ``'loop'``: the loop itself; it waited less than a tenth of the
             time, or a smaller part of it than the workers. ``'none'``: it waited more, but less
             than 50 µs for a batch, which is what handing it over takes. ``'workers'``: more
-            workers, or a faster indexer, give more batches. ``'converters'``: indexers wait for them. ``'stragglers'``: the
-            loop and the workers both wait, since single batches take much longer than others: a
-            larger `buffer`, or ``ordered=False``.
+            workers, or a faster indexer, give more batches. ``'converters'``: indexers wait for
+            them. ``'stragglers'``: the loop and the workers both wait, since single batches take
+            much longer than others: a larger `buffer`, or ``ordered=False``.
         """
         if self.batches < ENOUGH_BATCHES or not self.num_workers or self.elapsed <= 0:
             return "unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -75,7 +76,9 @@ def test_every_kind(kind: Kind) -> None:
     data, _, names = batches[2]
     assert (data.dtype, data.tolist()) == (np.float32, [[8, 8, 8], [9, 9, 9]])
     assert names == ["sample 8", "sample 9"]
-    assert_same(stream(kind, worker, None, batch_size=4), stream(INLINE, worker, None, batch_size=4))
+    assert_same(
+        stream(kind, worker, None, batch_size=4), stream(INLINE, worker, None, batch_size=4)
+    )
 
 
 def test_without_dset_size() -> None:
@@ -88,7 +91,7 @@ def test_without_dset_size() -> None:
         assert [batch[1].tolist() for batch in batches] == [[81, 1]]
 
 
-@pytest.mark.parametrize("worker", [Squares, lambda: Squares(), object], ids=repr)
+@pytest.mark.parametrize("worker", [Squares, partial(Squares, 3), object], ids=repr)
 def test_no_length(worker: Any) -> None:
     """Where the worker has no length, the error says what to give."""
     with pytest.raises(TypeError, match=r"dset_size is missing.*from_dataset"):
@@ -223,7 +226,8 @@ for dataset in (Images(), Subset(Images(), [3, 1, 4, 1, 5]), tensors):
     numbers = list(range(len(dataset)))
     want = [default_collate([dataset[k] for k in numbers[at:at + 4]])
             for at in range(0, len(numbers), 4)]
-    for kind, out in ((cseq.MPSequence, "null"), (cseq.MTSequence, "null"), (cseq.MPSequence, "cpu")):
+    process, thread = cseq.MPSequence, cseq.MTSequence
+    for kind, out in ((process, "null"), (thread, "null"), (process, "cpu")):
         m = kind(cseq.from_dataset(dataset), num_workers=2, batch_size=4, shuffle=False,
                  out_type=out, dtype=None)
         for start in (m.start, m.start_test):
@@ -242,7 +246,7 @@ except TypeError as error:
 
 
 def test_torch_data_sets(run_script: RunScript) -> None:
-    """torch's data sets give the values and types of torch's `default_collate`."""
+    """Data sets of torch give the values and types of torch's `default_collate`."""
     pytest.importorskip("torch")
     done = run_script(TORCH)
     assert done.returncode == 0, done.stderr

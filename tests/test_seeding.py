@@ -1,5 +1,7 @@
 """Global generators: `random`, numpy.random and torch draw the same whoever makes a batch."""
 
+# ruff: noqa: NPY002 - numpy's global generator is what this is about
+
 from __future__ import annotations
 
 import random
@@ -169,8 +171,8 @@ class Noise:
         return [random.random(), np.random.randn(), torch.randn(2).tolist(), torch.rand(1).item()]
 
 def run(num_workers, method=None):
-    m = cseq.MPSequence(Noise, 30, num_workers=num_workers or 1, batch_size=4, out_type="null", seed=3,
-                        start_method=method)
+    m = cseq.MPSequence(Noise, 30, num_workers=num_workers or 1, batch_size=4, out_type="null",
+                        seed=3, start_method=method)
     with m.start() if num_workers else m.start_test() as batches:
         return [batch for _ in range(2) for batch in batches]
 
@@ -189,7 +191,7 @@ print(before == states())
 
 
 def test_torch(run_script: RunScript) -> None:
-    """torch's CPU generator, too; the trainer's own are left as they were."""
+    """The CPU generator of torch, too; the trainer's own are left as they were."""
     pytest.importorskip("torch")
     done = run_script(TORCH)
     assert done.returncode == 0, done.stderr
@@ -238,7 +240,7 @@ def test_test_mode_restores_after_an_exception() -> None:
 
 
 def test_switched_off() -> None:
-    """seed_globals=False: test mode draws from the trainer's generators, a forked worker from copies."""
+    """With seed_globals=False, test mode draws from the trainer's, a forked worker from copies."""
     m = cseq.MPSequence(
         Drawing, 6, num_workers=1, batch_size=3, out_type="null", seed=1, start_method="fork",
         seed_globals=False,

@@ -138,9 +138,7 @@ def test_threads_bound_by_the_gil() -> None:
 
 def test_the_start_is_no_waiting() -> None:
     """What passes until the first batch is counted apart, and so are pauses between epochs."""
-    m = cseq.MPSequence(
-        SlowToMake, 30, num_workers=2, batch_size=1, out_type="null", shuffle=False
-    )
+    m = cseq.MPSequence(SlowToMake, 30, num_workers=2, batch_size=1, out_type="null", shuffle=False)
     with m.start():
         for _ in range(2):
             for _ in m:
@@ -189,4 +187,6 @@ def test_the_bottleneck() -> None:
     full = {"loop_waited": 9, "workers_waited": 30, "num_converters": 2}
     assert made(**full, converters_waited=1) == "converters"
     assert made(**full, converters_waited=15) == "stragglers"
-    assert made(loop_waited=9, workers_waited=2, num_converters=2, converters_waited=15) == "workers"
+    assert (
+        made(loop_waited=9, workers_waited=2, num_converters=2, converters_waited=15) == "workers"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import cseq
 import loaders
@@ -30,7 +31,7 @@ def pause(work: Work, loader: Iterable[Any]) -> float:
             pauses.append(arrivals[0] - last)
         last = arrivals[-1]
         times.append((last - arrivals[0]) / (len(arrivals) - 1))
-    return statistics.median(pauses) / statistics.median(times)
+    return float(np.median(pauses) / np.median(times))
 
 
 def boundary(name: str, title: str, work: Work, *, goal: bool = True) -> Case:
@@ -71,7 +72,7 @@ def first_batch(loader: Iterable[Any], repetitions: int) -> float:
         next(batches)
         times.append(time.perf_counter() - start)
         del batches
-    return statistics.median(times) * 1e6
+    return float(np.median(times) * 1e6)
 
 
 def firsts(_: Work, loader: Iterable[Any]) -> float:
