@@ -262,6 +262,7 @@ class Steps:
 class Solo:
     indexer: Any
     seeds: Any
+    loaded: list[Any]
     making: Final[bool]
     at: int
     done: int

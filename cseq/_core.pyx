@@ -1577,7 +1577,9 @@ cdef class Solo:
     ----------
     indexer : object
     seeds : Seeds or None
-        Global generators to be seeded for each batch and restored after it.
+        Seeds the global generators for each batch, and restores them after it.
+    loaded : list
+        Generators to be seeded: `seeds.loaded`.
     making : bool
         The indexer is at a batch.
     at : int
@@ -1595,6 +1597,7 @@ cdef class Solo:
     cdef uint64_t full, start, stride, size
     cdef public object indexer
     cdef public object seeds
+    cdef public list loaded
     cdef readonly bint making
     cdef public uint64_t at
     cdef public uint64_t done
@@ -1634,15 +1637,14 @@ cdef class Solo:
 
     cdef object seeded(self, indices):
         """Call the indexer with the global generators seeded; restore them."""
-        cdef list loaded = self.seeds.loaded
         self.making = True
         try:
-            if loaded:
+            if self.loaded:
                 self.seeds.begin()
             return self.indexer[indices]
         finally:
             self.making = False
-            if loaded:  # now: an import may have added one
+            if self.loaded:  # now: an import may have added one
                 self.seeds.restore()
 
     def next(self):

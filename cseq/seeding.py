@@ -12,6 +12,7 @@ Threads of the trainer share these generators with the training loop; nothing is
 from __future__ import annotations
 
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import derive
@@ -210,22 +211,26 @@ class Watch:
     def __init__(self, wanted: dict[str, Generator], arrived: Callable[[Generator], None]) -> None:
         self._wanted = wanted
         self._arrived = arrived
+        self._asking: set[tuple[int, str]] = set()  # threads, and what they ask the others for
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as it would be found without this, with a loader that tells."""
-        generator = self._wanted.pop(name, None)
-        if generator is None:
+        """Find the module as it would be found without this, with a loader that tells.
+
+        The search may end here (``importlib.util.find_spec``), so the name is wanted until its
+        module was executed.
+        """
+        asker = threading.get_ident(), name
+        if name not in self._wanted or asker in self._asking:  # another finder may ask this one
             return None
-        spec = None
+        self._asking.add(asker)
         try:
             spec = self._spec(name, path, target)
         finally:
-            if spec is None:  # it may be there another time
-                self._wanted[name] = generator
+            self._asking.remove(asker)
         if spec is not None and spec.loader is not None:
-            spec.loader = Telling(spec.loader, self, generator)  # type: ignore[assignment]
+            spec.loader = Telling(spec.loader, self)  # type: ignore[assignment]
         return spec
 
     def _spec(
@@ -239,22 +244,24 @@ class Watch:
                     return spec
         return None
 
-    def loaded(self, generator: Generator) -> None:
-        """Tell of a module that was imported."""
-        self._arrived(generator)
-
-    def failed(self, generator: Generator) -> None:
-        """Watch for the module again: its import has raised."""
-        self._wanted[generator.name] = generator
+    def executed(self, name: str) -> None:
+        """Tell of a module that was imported; the first time."""
+        generator = self._wanted.pop(name, None)
+        if generator is not None:
+            self._arrived(generator)
 
 
 class Telling:
-    """The loader of one module, which tells its `Watch` how the import ended."""
+    """The loader of one module, which tells its `Watch` of the end of the import."""
 
-    def __init__(self, loader: Any, watch: Watch, generator: Generator) -> None:
+    def __init__(self, loader: Any, watch: Watch) -> None:
         self._loader = loader
         self._watch = watch
-        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is not yet filled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Create the module as its own loader does."""
@@ -266,9 +273,5 @@ class Telling:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        try:
-            self._loader.exec_module(module)
-        except BaseException:
-            self._watch.failed(self._generator)
-            raise
-        self._watch.loaded(self._generator)
+        self._loader.exec_module(module)
+        self._watch.executed(module.__name__)

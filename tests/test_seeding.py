@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
 from typing import TYPE_CHECKING, Any
@@ -321,6 +322,10 @@ def test_an_import_that_fails_is_watched_again(
     assert arrived == []
     file.write_text("import sys\nseen = __loader__, __spec__.loader\n")
     sys.path_importer_cache.clear()
+    found = importlib.util.find_spec("cseq_seeding_late")  # a search is no import
+    assert found is not None
+    assert found.loader.get_filename("cseq_seeding_late") == str(file)  # type: ignore[union-attr]
+    assert arrived == []
     module = __import__("cseq_seeding_late")
     assert arrived == [generator]
     assert module.seen[0] is module.seen[1] is module.__loader__

@@ -35,6 +35,7 @@ class InlinePool:
         self._solo = Solo(job.sampler, self._desk, here, self, convert, self._raised)
         if job.seed_globals:
             self._solo.seeds = Seeds(self._desk, self._is_making)
+            self._solo.loaded = self._solo.seeds.loaded
         self.epoch = 0
         self.skipped: list[tuple[int, int, str]] = []
 
