@@ -2,6 +2,8 @@
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
+# make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
+#                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -20,6 +22,8 @@ SECONDS ?= 60
 SEED ?=
 TIMES ?= 1
 BENCH_VENV ?= .bench-venv
+FORMATS_VENV ?= .formats-venv
+FORMATS ?=
 CASES ?=
 ROUNDS ?= 5
 
@@ -29,7 +33,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test conformance bench measure stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance bench measure formats measure-formats stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -49,9 +53,14 @@ $(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
 	$(PIP) install --requirement $<
 	touch $@
 
+$(VENV)/.formats: benchmarks/formats/requirements.txt | $(VENV)/.test
+	$(PIP) install --requirement $<
+	$(PY) benchmarks/formats/torchvision_cpu.py
+	touch $@
+
 # cseq is there already; what its extra names is added.
 $(VENV)/.%: pyproject.toml | $(VENV)/.test
-	$(PIP) install 'cseq[$*]'
+	$(PIP) install 'cseq-loader[$*]'
 	touch $@
 
 # -- the verbs
@@ -76,6 +85,14 @@ bench:
 
 measure: build $(VENV)/.bench
 	$(PY) benchmarks/run.py --rounds $(ROUNDS) $(CASES)
+
+# In an environment of its own too, with the libraries of the formats.
+formats:
+	$(MAKE) VENV=$(FORMATS_VENV) measure-formats
+
+measure-formats: build $(VENV)/.formats
+	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or cookbook" $(ARGS)
+	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
@@ -139,4 +156,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV)

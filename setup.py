@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import PlatformError
 
 # CSEQ_DEBUG=1 checks bounds and invariants; each mode has its own C file, and a switch rebuilds.
 DEBUG = os.environ.get("CSEQ_DEBUG", "0") not in ("", "0")
@@ -21,12 +25,43 @@ WINDOWS_FLAGS = ["/std:c11"] + (["/Od"] if DEBUG else ["/O2"])
 
 
 def mode_file() -> str:
-    """Name a file that is as new as the last change between debug and release builds."""
+    """Name a file that is as new as the last change of the build mode or of numpy's headers."""
     path = Path("build", "mode")
     path.parent.mkdir(exist_ok=True)
-    if not path.exists() or path.read_text(encoding="ascii") != MODE:
-        path.write_text(MODE, encoding="ascii")
+    mode = f"{MODE}, numpy {np.__version__}"
+    if not path.exists() or path.read_text(encoding="ascii") != mode:
+        path.write_text(mode, encoding="ascii")
     return str(path)
+
+
+class BuildCore(build_ext):
+    """Compiles the core; if a tool for that is missing, one sentence names it."""
+
+    def build_extensions(self) -> None:
+        """Check for what the compiler's own message would not name, then compile."""
+        command = getattr(self.compiler, "compiler_so", None)  # MSVC has none; it is found later
+        headers = sysconfig.get_path("include")
+        if command and shutil.which(command[0]) is None:
+            raise PlatformError(
+                "cseq-loader is compiled when it is installed from source, and the C compiler "
+                f"{command[0]!r} was not found: install one (Debian, Ubuntu: apt install "
+                "build-essential; Fedora: dnf install gcc; macOS: xcode-select --install), "
+                "or set CC to yours"
+            )
+        if command and not Path(headers, "Python.h").exists():
+            raise PlatformError(
+                "cseq-loader is compiled when it is installed from source, and Python's headers "
+                f"are not in {headers}: install them (Debian, Ubuntu: apt install python3-dev; "
+                "Fedora: dnf install python3-devel)"
+            )
+        super().build_extensions()
+
+
+def of_this_project(extensions: list[Extension]) -> list[Extension]:
+    """Drop numpy's headers from the dependencies: setuptools has a warning for each of them."""
+    for extension in extensions:
+        extension.depends = [name for name in extension.depends if not Path(name).is_absolute()]
+    return extensions
 
 
 core = Extension(
@@ -45,19 +80,18 @@ core = Extension(
     extra_link_args=[] if WINDOWS else ["-pthread"],
 )
 
-setup(
-    ext_modules=cythonize(
-        [core],
-        build_dir=f"build/{MODE}",
-        compiler_directives={
-            "language_level": 3,
-            "freethreading_compatible": True,
-            "embedsignature": True,
-            "cdivision": True,
-            "boundscheck": DEBUG,
-            "wraparound": DEBUG,
-            "initializedcheck": DEBUG,
-            "nonecheck": DEBUG,
-        },
-    )
+modules = cythonize(
+    [core],
+    build_dir=f"build/{MODE}",
+    compiler_directives={
+        "language_level": 3,
+        "freethreading_compatible": True,
+        "embedsignature": True,
+        "cdivision": True,
+        "boundscheck": DEBUG,
+        "wraparound": DEBUG,
+        "initializedcheck": DEBUG,
+        "nonecheck": DEBUG,
+    },
 )
+setup(cmdclass={"build_ext": BuildCore}, ext_modules=of_this_project(modules))

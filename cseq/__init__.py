@@ -46,7 +46,19 @@ The modules; imports point down::
 
 from __future__ import annotations
 
-from cseq._core import permutation
+import sys
+
+try:
+    from cseq._core import permutation
+except ModuleNotFoundError as error:
+    if error.name != "cseq._core":
+        raise
+    raise ImportError(
+        f"cseq's compiled core is not built for this Python ({sys.version.split()[0]}) in "
+        f"{__path__[0]}: run `pip install .` or `make build` in the folder of the sources, or, if "
+        "cseq is installed elsewhere, start Python in another folder",
+        name=error.name,
+    ) from None
 from cseq.context import WorkerInfo, empty, rng, worker_info
 from cseq.dataset import from_dataset
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = ("README.md", "docs/from-mdnc.md", "docs/from-returnn.md", "docs/from-torchdata.md")
+PAGES = (
+    "README.md",
+    "docs/cookbook.md",
+    "docs/faq.md",
+    "docs/from-mdnc.md",
+    "docs/from-returnn.md",
+    "docs/from-torchdata.md",
+)
 
 # A block of Python, the heading it stands under, and the output that the page shows after it.
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -61,7 +68,7 @@ def imports_of(code: str) -> set[str]:
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).partition(".")[0])
     return found

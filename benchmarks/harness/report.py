@@ -25,15 +25,15 @@ HOLDINGS = ("peak_mb", "descriptors")
 # -- JSON
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine and the programs."""
+def machine(libraries: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Describe the machine and the programs, with the versions of further distributions."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_gib": memory_gib(),
         "system": platform.platform(),
-        "versions": versions(),
+        "versions": versions((*DISTRIBUTIONS, *libraries)),
         "commit": commit(),
     }
 
@@ -54,10 +54,10 @@ def memory_gib() -> float | None:
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, of cseq and of those peers that are installed."""
+def versions(distributions: tuple[str, ...]) -> dict[str, str]:
+    """Versions of Python, of cseq and of those distributions that are installed."""
     found = {"python": platform.python_version(), "cseq": cseq.__version__}
-    for name in DISTRIBUTIONS:
+    for name in distributions:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -166,14 +166,14 @@ def as_markdown(report: dict[str, Any]) -> str:
     )
 
 
-def head(about: dict[str, Any], rounds: int) -> str:
+def head(about: dict[str, Any], rounds: int, page: str = "../README.md") -> str:
     """Say what was measured where."""
     programs = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
     return (
         f"# Results\n\n"
         f"{about['date']}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB; "
         f"{about['system']}; {programs}; commit {about['commit']}. "
-        f"{rounds} rounds. How to read this: [README.md](../README.md)."
+        f"{rounds} rounds. How to read this: [README.md]({page})."
     )
 
 

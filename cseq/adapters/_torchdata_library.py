@@ -33,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "cseq.adapters.torchdata needs torch and torchdata 0.9, the last release with DataLoader2; "
-        "install them with: pip install 'cseq[torchdata]'"
+        "install them with: pip install 'cseq-loader[torchdata]'"
     ) from error
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ except ModuleNotFoundError as missing:
     if missing.name != "returnn":
         raise
     raise ModuleNotFoundError(
-        "cseq.adapters.returnn needs RETURNN; install it with: pip install 'cseq[returnn]'",
+        "cseq.adapters.returnn needs RETURNN; install it with: pip install 'cseq-loader[returnn]'",
         name="returnn",
     ) from missing
 

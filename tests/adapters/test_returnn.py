@@ -349,7 +349,7 @@ class Without:
 sys.meta_path.insert(0, Without())
 import cseq.adapters.returnn
 """
-    assert "pip install 'cseq[returnn]'" in run_script(script).stderr
+    assert "pip install 'cseq-loader[returnn]'" in run_script(script).stderr
 
 
 # ── 3: processes ───────────────────────────────────────────────────────────────────────────

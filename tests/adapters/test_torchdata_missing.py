@@ -15,4 +15,4 @@ def test_without_torchdata_the_import_says_what_to_install(run_script: RunScript
     )
     assert done.returncode == 1
     assert "ImportError: cseq.adapters.torchdata needs torch and torchdata 0.9" in done.stderr
-    assert "pip install 'cseq[torchdata]'" in done.stderr
+    assert "pip install 'cseq-loader[torchdata]'" in done.stderr

@@ -1,0 +1,225 @@
+"""What each script of this folder does with its format: make data, check what arrives, measure.
+
+A script is a user's program: it runs as `__main__`, and its classes travel to the workers from
+there. It hands its functions to `main`, whose command line is
+
+    SCRIPT make FOLDER           write the data
+    SCRIPT check FOLDER          compare what cseq's loaders give with what the data set holds
+    SCRIPT measure WAY FOLDER    one round of one way of loading; prints a line of JSON
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import cseq
+from harness import usage
+from harness.case import scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["THEIRS", "main", "scaled"]
+
+WORKERS = 2
+BUFFER = 4  # batches in readiness; the DataLoader has prefetch_factor=2 for each worker
+WARM_UP = 0.5  # seconds
+SECONDS = float(os.environ.get("CSEQ_FORMATS_SECONDS", "2"))
+
+# The options that both kinds of manager get.
+OURS = {"num_workers": WORKERS, "buffer": BUFFER, "out_type": "cpu", "dtype": None, "seed": 1}
+
+# Those that all DataLoaders get.
+THEIRS = {
+    "num_workers": WORKERS,
+    "prefetch_factor": BUFFER // WORKERS,
+    "shuffle": True,
+    "persistent_workers": True,
+    "multiprocessing_context": "fork",
+}
+
+
+def main(
+    make: Callable[[str], None],
+    ours: Callable[..., Any],
+    theirs: Callable[[str], Any],
+    *,
+    numbers: Callable[[Any], Iterable[int]] | None,
+    same: bool = True,
+) -> None:
+    """Do what the command line asks for.
+
+    Parameters
+    ----------
+    make : callable
+        folder → nothing: writes the data.
+    ours : callable
+        (class of manager, folder, options) → a manager that is not started.
+    theirs : callable
+        folder → a DataLoader.
+    numbers : callable or None
+        batch → the numbers of its samples; None where a sample has none, as it is drawn.
+    same : bool
+        Whether a sample's values are the same in each epoch, so that cseq's can be compared with
+        the DataLoader's. If not, they come from global generators, which threads share.
+    """
+    verb, *arguments = sys.argv[1:]
+    if verb == "make":
+        make(*arguments)
+    elif verb == "check":
+        check(arguments[0], ours, theirs, numbers, same=same)
+    elif verb == "measure":
+        way, folder = arguments
+        print(json.dumps(measure(ways(ours, theirs, folder)[way])))
+    else:
+        raise SystemExit(__doc__)
+
+
+# -- one round
+
+
+def ways(ours: Any, theirs: Any, folder: str) -> dict[str, Callable[[], Any]]:
+    """Name the ways of loading, as run.py does."""
+    forked = OURS | {"start_method": "fork"}
+    return {
+        "cseq": lambda: ours(cseq.MPSequence, folder, OURS).start(),
+        "cseq fork": lambda: ours(cseq.MPSequence, folder, forked).start(),
+        "cseq threads": lambda: ours(cseq.MTSequence, folder, OURS).start(),
+        "DataLoader": lambda: theirs(folder),
+    }
+
+
+def measure(make_loader: Callable[[], Any]) -> dict[str, float]:
+    """Time the start, then the stream; the memory is that of a loader whose buffer is full."""
+    begin = time.perf_counter()
+    loader = make_loader()
+    batches = endless(loader)
+    size = len(leaves(next(batches))[0])
+    first = time.perf_counter() - begin
+    take(batches, WARM_UP)
+    cpu = usage.cpu_seconds(os.getpid())
+    begin = time.perf_counter()
+    count = take(batches, SECONDS)
+    seconds = time.perf_counter() - begin
+    cpu = usage.cpu_seconds(os.getpid()) - cpu
+    memory = usage.memory_bytes(os.getpid())
+    batches.close()
+    if hasattr(loader, "finish"):
+        loader.finish()
+    else:
+        del loader, batches
+        gc.collect()  # the DataLoader's workers end with its iterator
+    return {
+        "first_ms": first * 1e3,
+        "samples_per_s": count / seconds,
+        "cpu_us": cpu / count * 1e6,
+        "memory_mb": memory / 1e6,
+        "batch_size": size,
+    }
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Go through one epoch after the other."""
+    while True:
+        yield from loader
+
+
+def take(batches: Iterator[Any], seconds: float) -> int:
+    """Take batches for so long, and count their samples."""
+    end = time.perf_counter() + seconds
+    count = 0
+    while time.perf_counter() < end:
+        count += len(leaves(next(batches))[0])
+    return count
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Return the arrays of a batch, in their order."""
+    if isinstance(batch, dict):
+        return [leaf for part in batch.values() for leaf in leaves(part)]
+    if isinstance(batch, (tuple, list)):
+        return [leaf for part in batch for leaf in leaves(part)]
+    return [batch]
+
+
+# -- what arrives
+
+
+def check(folder: str, ours: Any, theirs: Any, numbers: Any, *, same: bool) -> None:
+    """Every sample once, with the right values; the same for any workers, and after a resume."""
+    whole = epoch(ours(cseq.MPSequence, folder, OURS))
+    count = sum(len(leaves(batch)[0]) for batch in whole)
+    if numbers is not None:
+        found = sorted(int(number) for batch in whole for number in numbers(batch))
+        expect(found == list(range(count)), "each sample arrives once")
+    kinds = (cseq.MPSequence, cseq.MTSequence) if same else (cseq.MPSequence,)
+    for kind in kinds:
+        alone = epoch(ours(kind, folder, OURS | {"num_workers": 1}))
+        expect_alike(alone, whole, "one worker")
+        state = state_after(2, ours(kind, folder, OURS))
+        resumed = epoch(ours(kind, folder, OURS | {"seed": None}), state)
+        expect_alike(resumed, whole[2:], "a resume after two batches")
+    if numbers is not None and same:
+        expected = samples(theirs(folder), numbers)
+        found = samples(whole, numbers)
+        for number, values in expected.items():
+            expect_alike([found[number]], [values], f"sample {number}")
+    print(f"{count} samples, {len(whole)} batches, all right")
+
+
+def epoch(manager: Any, state: str = "null") -> list[Any]:
+    """Return the batches of an epoch, or what is left of it after a state."""
+    if state != "null":
+        manager.load_state_dict(json.loads(state))
+    with manager.start() as batches:
+        found = list(batches)
+    del manager, batches
+    gc.collect()  # an indexer that was given as it is may hold what can be open only once
+    return found
+
+
+def state_after(count: int, manager: Any) -> str:
+    """Take some batches and leave."""
+    with manager.start() as batches:
+        taken = iter(batches)
+        for _ in range(count):
+            next(taken)
+        state = json.dumps(manager.state_dict())
+    del manager, batches, taken
+    gc.collect()
+    return state
+
+
+def samples(batches: Iterable[Any], numbers: Any) -> dict[int, list[np.ndarray]]:
+    """Cut batches into samples, by number; what is padded with zeros at its end loses these."""
+    found = {}
+    for batch in batches:
+        arrays = [np.asarray(leaf) for leaf in leaves(batch)]
+        for row, number in enumerate(numbers(batch)):
+            found[int(number)] = [np.trim_zeros(np.ravel(array[row]), "b") for array in arrays]
+    return found
+
+
+def expect_alike(found: list[Any], expected: list[Any], what: str) -> None:
+    """Compare batches to the last bit."""
+    expect(len(found) == len(expected), f"{what}: {len(expected)} batches, not {len(found)}")
+    for one, other in zip(found, expected, strict=True):
+        pairs = list(zip(leaves(one), leaves(other), strict=True))
+        alike = all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+        expect(bool(pairs) and alike, f"{what}: the same values")
+
+
+def expect(condition: bool, what: str) -> None:
+    """Stop where the format's script does not do what it is to do."""
+    if not condition:
+        raise SystemExit(f"not true: {what}")

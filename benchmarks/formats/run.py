@@ -1,0 +1,159 @@
+"""Measure data formats and write the results: `run.py [--rounds N] [FORMAT …]`; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from harness.case import TINY
+from harness.report import head, machine, row
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER.parent / "results"
+WAYS = ("cseq", "cseq fork", "cseq threads", "DataLoader")
+SCRIPTS = (  # in the order of their numbers
+    "jpeg_folder",
+    "arrow_text",
+    "hdf5_images",
+    "zarr_images",
+    "parquet_table",
+    "lmdb_records",
+    "tar_shards",
+    "token_windows",
+    "wave_files",
+    "memory_table",
+    "map_dataset",
+    "sklearn_jax",
+)
+LIBRARIES = ("torchvision", "datasets", "h5py", "zarr", "pyarrow", "lmdb", "pillow", "jax")
+PATIENCE = 300  # seconds that a round may take
+FIGURES = {
+    "cpu_us": "CPU µs/sample",
+    "samples_per_s": "samples/s",
+    "first_ms": "first batch ms",
+    "memory_mb": "memory MB",
+}
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 if a script failed."""
+    options = parser().parse_args()
+    if options.tiny:
+        os.environ[TINY] = "1"
+        os.environ["CSEQ_FORMATS_SECONDS"] = "0.1"
+    names = options.formats or list(SCRIPTS)
+    unknown = [name for name in names if name not in SCRIPTS]
+    if unknown:
+        raise SystemExit(f"no format {', '.join(unknown)}; there are {', '.join(SCRIPTS)}")
+    about = machine(LIBRARIES)
+    report: dict[str, Any] = {"machine": about, "rounds": options.rounds, "formats": []}
+    for name in names:
+        report["formats"].append(measured(name, options.rounds))
+        write(report, options.output, "formats-partial" if options.formats else "formats")
+        print(*lines_of(report["formats"][-1]), sep="\n", flush=True)
+    return 1 if any(way["errors"] for one in report["formats"] for way in one["ways"]) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    result = argparse.ArgumentParser(description=__doc__)
+    result.add_argument("formats", nargs="*", help="names of scripts, without .py; all")
+    result.add_argument("--rounds", type=int, default=5, help="measured rounds of each way")
+    result.add_argument("--tiny", action="store_true", help="hardly any data: see that all runs")
+    result.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    return result
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    """Make a format's data, then let its ways do a round in turn, each in a fresh process."""
+    load = round(os.getloadavg()[0], 2)
+    ways: list[dict[str, Any]] = [{"way": way, "rounds": [], "errors": []} for way in WAYS]
+    with tempfile.TemporaryDirectory() as folder:
+        script(name, "make", folder)
+        for number in range(rounds):
+            first = number % len(ways)
+            for one in ways[first:] + ways[:first]:
+                try:
+                    output = script(name, "measure", one["way"], folder)
+                    one["rounds"].append(json.loads(output.splitlines()[-1]))
+                except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                    print(error.stderr, file=sys.stderr)
+                    one["errors"].append(str(error.stderr)[-1000:])
+    title = (FOLDER / f"{name}.py").read_text(encoding="utf-8").partition("\n")[0].strip('"')
+    return {"name": name, "title": title, "load_before": load, "ways": ways}
+
+
+def script(name: str, *arguments: str) -> str:
+    """Run a format's script and return what it printed."""
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    return done.stdout
+
+
+# -- the table
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The whole report: a line for each way of each format."""
+    lines = [head(report["machine"], report["rounds"], "../formats/README.md"), ""]
+    lines += [row(["format", "way", *FIGURES.values()])]
+    lines += [row(["---", "---", *["---:"] * len(FIGURES)])]
+    for one in report["formats"]:
+        lines += lines_of(one)
+    return "\n".join([*lines, ""])
+
+
+def lines_of(one: dict[str, Any]) -> list[str]:
+    """One format: a line for each way; behind cseq's start and memory, times the DataLoader's."""
+    ways = {way["way"]: medians(way["rounds"]) for way in one["ways"]}
+    theirs = ways["DataLoader"]
+    lines = []
+    for way, ours in ways.items():
+        cells = [cell(key, way, ours, theirs) for key in FIGURES]
+        title = one["title"].rstrip(".") if way == WAYS[0] else ""
+        lines.append(row([title, way, *cells]))
+    return lines
+
+
+def cell(key: str, way: str, ours: dict[str, float], theirs: dict[str, float]) -> str:
+    """One figure."""
+    if not ours:
+        return "failed"
+    value = figure(ours[key])
+    if key in ("first_ms", "memory_mb") and theirs and way != "DataLoader":
+        return f"{value} ({ours[key] / theirs[key]:.2f} ×)"
+    return value
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure; empty if all rounds failed."""
+    return {
+        key: statistics.median(one[key] for one in rounds) for key in (FIGURES if rounds else ())
+    }
+
+
+def figure(value: float) -> str:
+    """Three digits are enough."""
+    if value >= 10_000:
+        return f"{value / 1000:.3g} k" if value < 1e6 else f"{value / 1e6:.3g} M"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def write(report: dict[str, Any], folder: Path, name: str) -> None:
+    """Write what there is so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(as_markdown(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The data formats of the benchmark: what cseq delivers from each of them is right.
+
+Formats whose libraries are not installed are skipped; `make formats` has them all.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import import_path
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "formats"
+PROGRAMS = ("measuring", "run", "torchvision_cpu")
+SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in PROGRAMS)
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the benchmarks read /proc and fork"
+)
+
+
+def missing(script: Path) -> list[str]:
+    """Name the libraries that a script imports, anywhere in it, and that are not installed."""
+    nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    tops = {name.partition(".")[0] for name in names} - {"measuring"}
+    return sorted(name for name in tops if find_spec(name) is None)
+
+
+def run(script: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run a script on hardly any data."""
+    environment = {"PYTHONPATH": import_path(), "CSEQ_BENCHMARKS_TINY": "1"}
+    return subprocess.run(
+        [sys.executable, script, *map(str, args)],
+        env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": "", "CSEQ_FORMATS_SECONDS": "0.1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
+def test_every_sample_once_and_the_same_after_a_resume(script: Path, tmp_path: Path) -> None:
+    """Each sample arrives once, as the data set has it, for any workers and after a resume."""
+    if lacking := missing(script):
+        pytest.skip(f"not installed: {', '.join(lacking)}")
+    made = run(script, "make", tmp_path)
+    assert made.returncode == 0, made.stderr
+    done = run(script, "check", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("all right\n")
+
+
+def test_every_way_of_loading_is_measured(tmp_path: Path) -> None:
+    """A format that needs torch alone goes through the whole program and gives numbers."""
+    if lacking := missing(FOLDER / "token_windows.py"):
+        pytest.skip(f"not installed: {', '.join(lacking)}")
+    arguments = ("--tiny", "--rounds", "1", "--output", tmp_path, "token_windows")
+    done = run(FOLDER / "run.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "formats-partial.json").read_text(encoding="utf-8"))
+    [one] = report["formats"]
+    assert [way["way"] for way in one["ways"]] == [
+        "cseq",
+        "cseq fork",
+        "cseq threads",
+        "DataLoader",
+    ]
+    for way in one["ways"]:
+        [figures] = way["rounds"]
+        assert all(value > 0 for value in figures.values())
+    table = (tmp_path / "formats-partial.md").read_text(encoding="utf-8")
+    assert "| cseq threads |" in table
+    assert "failed" not in table
+
+
+def test_the_runner_knows_every_format() -> None:
+    """Each script of the folder is in the runner's list, and an unknown name is refused."""
+    done = run(FOLDER / "run.py", "no_such_format")
+    assert done.returncode == 1
+    listed = done.stderr.partition("there are ")[2].strip().split(", ")
+    assert sorted(listed) == [path.stem for path in SCRIPTS]

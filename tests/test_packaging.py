@@ -1,0 +1,126 @@
+"""How cseq is named, built and installed, and what is said where that cannot work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cseq
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(cseq.__file__).resolve().parent
+TEXTS = (".py", ".pyx", ".pyi", ".md", ".toml", ".yml", "Makefile")
+BUILD_TOOLS = [name for name in ("Cython", "setuptools") if find_spec(name) is None]
+
+needs_sources = pytest.mark.skipif(
+    not (ROOT / "cseq" / "_core.pyx").exists(), reason="the sources are not here"
+)
+needs_build_tools = pytest.mark.skipif(
+    bool(BUILD_TOOLS), reason=f"not installed: {', '.join(BUILD_TOOLS)}"
+)
+
+
+def texts() -> list[Path]:
+    """Every text of the project that may name the distribution."""
+    top = [path for path in ROOT.iterdir() if path.name.endswith(TEXTS)]
+    folders = [ROOT / name for name in ("cseq", "docs", "tests", "examples", "benchmarks")]
+    below = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    workflows = list((ROOT / ".github").rglob("*.yml"))
+    return [path for path in [*top, *below, *workflows] if path.name.endswith(TEXTS)]
+
+
+@needs_sources
+def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
+    """The project is cseq-loader; on the package index, cseq is the name of another one."""
+    assert re.search(r'^name = "cseq-loader"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    wrong = re.compile(r"\bcseq" + r"\[\w|pip install '?cseq" + r"\b(?!-loader)")
+    found = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in texts()
+        for match in wrong.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert found == set()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Copy what is needed to build, without what was built."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    ignored = shutil.ignore_patterns("*.so", "*.pyd", "*.c", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "cseq", ignore=ignored)
+    return tmp_path
+
+
+def setup(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run setup.py."""
+    return subprocess.run(
+        [sys.executable, "setup.py", *args],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "CC"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_sources
+@needs_build_tools
+@pytest.mark.skipif(sys.platform == "win32", reason="MSVC is not found by way of PATH")
+@pytest.mark.parametrize(
+    ("environment", "compiler"),
+    [
+        ({"CC": "/no/such/compiler -pthread"}, "/no/such/compiler"),
+        ({"PATH": "/no/such/folder"}, (sysconfig.get_config_var("CC") or "cc").split()[0]),
+    ],
+    ids=["CC", "PATH"],
+)
+def test_a_missing_compiler_is_named_in_one_sentence(
+    sources: Path, environment: dict[str, str], compiler: str
+) -> None:
+    """Without a C compiler, building ends with what to install, and with no traceback."""
+    done = setup(sources, "--quiet", "build_ext", "--inplace", **environment)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: cseq-loader is compiled when it is installed from source")
+    assert f"the C compiler {compiler!r} was not found: install one" in last
+    assert "Traceback" not in done.stderr
+
+
+@needs_sources
+@needs_build_tools
+def test_setuptools_has_nothing_to_say_of_numpys_headers(sources: Path) -> None:
+    """No header outside the project is offered to the manifest, which setuptools would refuse."""
+    done = setup(sources, "egg_info")
+    assert done.returncode == 0, done.stderr
+    assert "won't be automatically included" not in done.stdout + done.stderr
+    listed = (sources / "cseq_loader.egg-info" / "SOURCES.txt").read_text().splitlines()
+    assert "cseq/include/cseq_ring.h" in listed
+
+
+@needs_sources
+def test_sources_that_are_not_built_say_what_to_do(sources: Path) -> None:
+    """`import cseq` in a source tree without the core ends with the remedy."""
+    libraries = str(Path(np.__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import cseq"],  # without what an editable install finds
+        cwd=sources,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(sources), libraries])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: cseq's compiled core is not built for this Python")
+    assert str(sources / "cseq") in last
+    assert "`pip install .` or `make build`" in last
