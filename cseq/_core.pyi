@@ -265,6 +265,7 @@ class Solo:
     done: int
     batches: int
     made: Final[int]
+    ended: Final[bool]
     def __new__(
         cls,
         sampler: Any,

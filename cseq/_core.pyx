@@ -1516,6 +1516,7 @@ cdef class Steps:
     ----------
     run : object
         `present` is the same for as long as this iterator may go on; `turn` is held on the long way.
+        `asked` becomes True when it is first gone.
     exchange : Exchange or None
         The short way.
     long_way : callable
@@ -1525,6 +1526,7 @@ cdef class Steps:
     cdef readonly object present
     cdef object long_way
     cdef Exchange exchange
+    cdef bint asked
 
     def __cinit__(self, run, Exchange exchange, long_way, *args):
         self.run, self.present, self.long_way = run, run.present, long_way
@@ -1546,6 +1548,8 @@ cdef class Steps:
                 raise InterruptedError(
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
+            if not self.asked:
+                self.asked = self.run.asked = True
             if self.exchange is not None and not self.exchange.alone:
                 batch = self.exchange.swap()
                 if batch is not None:
@@ -1584,6 +1588,8 @@ cdef class Solo:
         Batches of this epoch.
     made : int
         Batches, over all epochs.
+    ended : bool
+        The caller was told that the epoch is over.
     """
 
     cdef object sampler, desk, here, ticket, convert, refuse
@@ -1594,6 +1600,7 @@ cdef class Solo:
     cdef public uint64_t done
     cdef public uint64_t batches
     cdef readonly uint64_t made
+    cdef readonly bint ended
 
     def __cinit__(self, sampler, desk, here, ticket, convert, refuse):
         self.sampler, self.order, self.convert = sampler, sampler.order, convert
@@ -1603,6 +1610,7 @@ cdef class Solo:
         """Go to the beginning of the sampler's epoch."""
         self.full, self.start, self.stride, self.size = self.sampler.cut
         self.at = self.done = 0
+        self.ended = False
         self.batches = len(self.sampler)
 
     cdef object make(self):
@@ -1639,6 +1647,7 @@ cdef class Solo:
                 return self.make()
             except Exception as error:
                 self.refuse(error)
+        self.ended = True
         raise StopIteration
 
 

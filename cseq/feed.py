@@ -83,6 +83,8 @@ class Feed:
         self._first = 0  # number of the first batch: above 0 if the epoch is resumed
         self._batches = 0
         self._goal: tuple[int, int] | None = None  # what is being begun
+        self._place: tuple[int, int] | None = None  # what was begun last
+        self._met = False  # the loop has had something that `exchange.taken` does not count
         self._hand: Taken | None = None  # taken out of the ring, and not yet out of its slot
         self._sweeping = False
         self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
@@ -95,10 +97,20 @@ class Feed:
         goal = self._goal
         return self._sampler.position(self.exchange.done) if goal is None else goal[1]
 
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
+        return self._met or self.exchange.taken > 0
+
     def begin(self, epoch: int, consumed: int = 0) -> None:
-        """Begin an epoch, wherever the last one stands; nothing of that one will be delivered."""
+        """Begin an epoch, wherever the last one stands; nothing of that one will be delivered.
+
+        If this very place was begun and the loop has had nothing of it, work on it goes on.
+        """
         self._interrupted = False
-        self._begin(epoch, consumed)
+        if self.begun or self.exchange.torn or self._place != (epoch, consumed):
+            self._met = False
+            self._begin(epoch, consumed)
 
     def _begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch, or go on with one, behind the samples that are consumed."""
@@ -120,7 +132,7 @@ class Feed:
         full, start, stride, size = self._sampler.cut
         exchange.begin(epoch, self._first, full if self._ordered else 0, start, stride, size)
         self._refill()
-        exchange.torn, self._goal = False, None
+        exchange.torn, self._goal, self._place = False, None, (epoch, consumed)
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
@@ -214,6 +226,8 @@ class Feed:
                 "nobody can say which ones are left; begin another epoch"
             )
         # In the middle of a beginning, the numbers are partly of before: its goal is known.
+        if self._goal is None:
+            self._met = self.begun
         self._begin(*(self._goal or (self._epoch, self.position)))
 
     def _refuse_interrupted(self) -> None:
@@ -237,7 +251,7 @@ class Feed:
             exchange.torn = True
             self._refill()
             if not ring.outstanding_count and exchange.posted == self._batches:
-                exchange.torn = False
+                exchange.torn, self._met = False, True
                 raise StopIteration
             taken = ring.take(self._ordered)
             if taken is not None:
@@ -314,6 +328,11 @@ class Fed:
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that were left out for an error: epoch, batch, what was raised."""
         return self.feed.skipped
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
+        return self.feed.begun
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError."""

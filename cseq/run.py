@@ -41,6 +41,7 @@ class Run(Generic[P]):
         self.pool = pool
         self.present = 0  # the generation of the one iterator that may go on
         self.turn = threading.RLock()  # around every use of the pool but `interrupt`
+        self.asked = False  # the present iterator was asked for a batch, the long way
         self._pid = os.getpid()
         _runs.add(self)
 

@@ -125,9 +125,13 @@ class Sampler:
         self._consumed = consumed
         self._full, tail = divmod(self.dset_size - consumed, self._stride)
         self._start = consumed + self.rank * self.batch_size  # our first sample
-        self._part = 0 if self.drop_last else -(-tail // self.world_size)  # our share of the tail
+        self._part = self._share(tail)
         self._batches = self._full + (self._part > 0)
         return self._batches
+
+    def _share(self, tail: int) -> int:
+        """Return how many of the last samples, fewer than a global batch, are ours."""
+        return 0 if self.drop_last else -(-tail // self.world_size)
 
     def position(self, batch: int) -> int:
         """Return how many samples of this epoch all ranks together had before a batch.
@@ -142,6 +146,12 @@ class Sampler:
         if not 0 <= batch <= self._batches:
             raise IndexError(f"batch {batch} is not one of {self._batches}")
         return min(self._consumed + batch * self._stride, self.dset_size)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch for this rank."""
+        full, tail = divmod(self.dset_size, self._stride)
+        return full * self.batch_size + self._share(tail)
 
     @property
     def order(self) -> Order:

@@ -99,6 +99,23 @@ class Epoch(Steps):
         self._manager = manager  # keeps it, and with it the pool, alive
 
 
+class RankSampler:
+    """What `MSequence.sampler` is: `set_epoch` and a length, for frameworks that ask for them."""
+
+    __slots__ = ("_manager",)
+
+    def __init__(self, manager: MSequence) -> None:
+        self._manager = manager
+
+    def __len__(self) -> int:
+        """Samples that this rank gets in an epoch."""
+        return self._manager._sampler.samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iterator, or of the latest one if it has given nothing yet."""
+        self._manager.set_epoch(epoch)
+
+
 class MSequence:
     """Feeds a training loop with batches: in order, each sample once an epoch.
 
@@ -236,11 +253,13 @@ class MSequence:
         self._run: Run[Pool] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._epoch = 0
-        self._begun = False  # _epoch has begun, so the next iter() takes the one after it
-        self._consumed = 0  # where in _epoch the next iter() begins, if it has not begun
+        self._consumed = 0  # where in _epoch the latest iter() began, or the next one does
+        self._opened = False  # the pool is at _epoch: there was an iter()
+        self._begun = False  # an earlier pool was, and the loop has had something of it
+        self._again = False  # the next iter() begins _epoch again, unless it is over by then
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
-        self._position = 0  # samples of _epoch so far, when it has begun and nothing runs
+        self._position = 0  # samples of _epoch that the loop had from that earlier pool
 
     @staticmethod
     def _count_converters(workers: int, converters: int | None) -> int:
@@ -288,14 +307,61 @@ class MSequence:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the latest ``iter()`` began, or else the one the next begins."""
+        """The epoch of the latest iterator.
+
+        Before the first ``iter()``, and after `set_epoch` and `load_state_dict`: the epoch that the
+        next one begins.
+        """
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next ``iter()`` begin this epoch, whatever the last one was."""
-        self._epoch = count("epoch", epoch, least=0, most=MOST_EPOCH)
-        self._begun = False
-        self._consumed = 0
+        """Set the epoch of the next ``iter()``, or of the latest one if it has given nothing yet.
+
+        The epoch whose place was loaded (`load_state_dict`) keeps that place. If the loop is in the
+        middle of this very epoch, it stays there, and `state_dict` goes on telling its place; the
+        next ``iter()`` then begins the epoch again from its start, unless it is over by then.
+        """
+        number = count("epoch", epoch, least=0, most=MOST_EPOCH)
+        with self._lock:
+            if number != self._epoch:
+                self._plan(number, 0)
+            elif self._is_begun():
+                if self._is_over():
+                    self._plan(number, 0)
+                else:
+                    self._again = True
+
+    def _plan(self, epoch: int, consumed: int) -> None:
+        """Let the next ``iter()`` begin there, and the latest one if it was not asked yet."""
+        run = self._run
+        if run is None or not run.is_ours or not self._opened or run.asked:
+            self._put(epoch, consumed)
+            return
+        with run.turn:
+            # An iterator that is not the present one gives nothing: not in a loop of another
+            # thread meanwhile, and not after a signal handler has raised here.
+            present = run.present
+            run.present = present + 1
+            fresh = not run.pool.begun
+            self._put(epoch, consumed)
+            if fresh:
+                run.pool.begin(epoch, consumed)
+                self._opened = True
+            run.present = present
+
+    def _put(self, epoch: int, consumed: int) -> None:
+        """Note where the next ``iter()`` begins."""
+        self._epoch, self._consumed = epoch, consumed
+        self._opened = self._begun = self._again = False
+
+    @property
+    def sampler(self) -> RankSampler:
+        """The samples of this rank, with the two methods of torch's ``DistributedSampler``.
+
+        ``len()`` counts the samples that this rank gets in an epoch; ``set_epoch`` is the
+        manager's own, for frameworks that look for it here.
+        """
+        return RankSampler(self)
 
     # -- start, iterate, finish
 
@@ -377,7 +443,8 @@ class MSequence:
         """End what runs, if anything does."""
         if self._run is not None:
             pool = self._run.pool
-            self._position = pool.position
+            self._position = self._loop_position()
+            self._begun, self._opened = self._is_begun(), False
             self._stats, self._skipped = pool.stats(), pool.skipped
             self._run.close()
             self._run = None
@@ -420,7 +487,12 @@ class MSequence:
             self._end()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch; an iterator of an earlier one is interrupted."""
+        """Return an iterator over the next epoch; earlier iterators are interrupted.
+
+        An epoch is begun when the loop gets its first batch (or an exception instead, or its end).
+        Until then, another ``iter()`` is one over the same epoch, and the work done ahead for
+        it is kept.
+        """
         with self._lock:
             if self._run is None:
                 warnings.warn(
@@ -437,13 +509,34 @@ class MSequence:
                     "this manager was started by the process that forked this one; call start() "
                     "here, or make a manager of its own"
                 )
-            epoch = self._epoch + 1 if self._begun else self._epoch
             run.interrupt()
-            self._epoch, self._begun = epoch, False  # until it has
-            with run.turn:
-                run.pool.begin(epoch, self._consumed)
-            self._begun, self._consumed = True, 0
+            with run.turn:  # from here on, no batch is delivered
+                epoch, consumed = self._next_place()
+                self._put(epoch, consumed)
+                run.asked = False
+                run.pool.begin(epoch, consumed)
+                self._opened = True
             return Epoch(run, run.pool.exchange, run.pool.next, self)
+
+    def _is_begun(self) -> bool:
+        """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""
+        return self._begun or (self._opened and self._run is not None and self._run.pool.begun)
+
+    def _is_over(self) -> bool:
+        """Whether the loop has had the last batch of an epoch that is begun."""
+        return self._loop_position() == self._sampler.position(len(self._sampler))
+
+    def _loop_position(self) -> int:
+        """Samples that all ranks together have had of an epoch that is begun."""
+        return self._run.pool.position if self._opened and self._run else self._position
+
+    def _next_place(self) -> tuple[int, int]:
+        """Return where the next ``iter()`` begins: an epoch, and the samples before that."""
+        if not self._is_begun():
+            return self._epoch, self._consumed
+        if self._again and not self._is_over():
+            return self._epoch, 0
+        return self._epoch + 1, 0
 
     # -- leave off and resume
 
@@ -475,11 +568,11 @@ class MSequence:
 
     def _place(self) -> tuple[int, int]:
         """Return the epoch, and the samples of it that all ranks together have had."""
-        if not self._begun:
+        if not self._is_begun():
             return self._epoch, self._consumed
-        position = self._position if self._run is None else self._run.pool.position
-        if position == self._sampler.position(len(self._sampler)):
+        if self._is_over():
             return self._epoch + 1, 0
+        position = self._loop_position()
         if position != self._sampler.position(0) and not self._job.ordered:
             raise ValueError(
                 "ordered=False delivers batches as they are finished, so a place in the middle of "
@@ -508,7 +601,7 @@ class MSequence:
                 self._sampler = self._sampler.reseeded(state["seed"])
                 self._job = self._job._replace(sampler=self._sampler, seed=state["seed"])
                 self._end()
-            self._epoch, self._consumed, self._begun = epoch, consumed, False
+            self._put(epoch, consumed)
 
     def _check_state(self, state: dict[str, Any]) -> tuple[int, int]:
         """Refuse a state of something else; return its epoch and its place in it."""

@@ -94,6 +94,10 @@ class Pool(Protocol):
         """Samples of this epoch that all ranks together have had, or left out for an error."""
 
     @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
+
+    @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that were left out for an error: epoch, batch, what was raised."""
 
@@ -101,7 +105,11 @@ class Pool(Protocol):
         """Count what this pool has done so far."""
 
     def begin(self, epoch: int, consumed: int) -> None:
-        """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered."""
+        """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered.
+
+        What was already made for an epoch of which the loop has had nothing yet is kept if that
+        very place is begun again.
+        """
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""

@@ -53,6 +53,11 @@ class InlinePool:
         """Samples delivered or skipped; those of a batch that raised, when the loop went on."""
         return self._sampler.position(self._solo.done)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
+        return self._solo.at > 0 or self._solo.ended
+
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
         if self._solo.indexer is None:
