@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3
 LENGTH = -(-SAMPLES // BATCH)  # batches in an epoch
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 class Interrupted(Exception):
@@ -63,10 +68,10 @@ def stream(*epochs: int, rank: int = 0, world_size: int = 1, **options: Any) -> 
 
 
 def record_torch(monkeypatch: Any, record: Record, held_out: Record | None = None) -> None:
-    """Take down what `data.Net` is called with while it trains, and while it does not."""
-    import data
+    """Take down what `net.Net` is called with while it trains, and while it does not."""
+    import net
 
-    forward = data.Net.forward
+    forward = net.Net.forward
 
     def recording(self: Any, x: Any) -> Any:
         if self.training:
@@ -75,7 +80,7 @@ def record_torch(monkeypatch: Any, record: Record, held_out: Record | None = Non
             held_out.add(x)
         return forward(self, x)
 
-    monkeypatch.setattr(data.Net, "forward", recording)
+    monkeypatch.setattr(net.Net, "forward", recording)
 
 
 def run(command: Sequence[str], folder: Path, recipes: Path) -> str:
@@ -102,4 +107,32 @@ def run(command: Sequence[str], folder: Path, recipes: Path) -> str:
     return done.stdout
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def on_two_ranks(
+    module: str,
+    arguments: dict[str, Any],
+    folder: Path,
+    recipes: Path,
+    launcher: Sequence[str] = TORCHRUN,
+) -> list[list[list[int]]]:
+    """Run a recipe's `train` in a group of two, and return what each rank was trained with."""
+    script = str(Path(__file__).with_name("two_ranks.py"))
+    results = [folder / f"rank{rank}.json" for rank in range(2)]
+    for path in results:
+        path.unlink(missing_ok=True)
+    run([*launcher, script, module, json.dumps(arguments)], folder, recipes)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in results]
+
+
+def recorded(
+    monkeypatch: Any, train: Callable[..., Any], stop_after: int | None = None, **options: Any
+) -> Record:
+    """Call a recipe's `train`, to its end or to an interruption; return what it trained with."""
+    record = Record(stop_after)
+    with monkeypatch.context() as patch:
+        record_torch(patch, record)
+        if stop_after is None:
+            train(**options)
+        else:
+            with pytest.raises(Interrupted):
+                train(**options)
+    return record

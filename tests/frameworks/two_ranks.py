@@ -11,21 +11,21 @@ import os
 import sys
 from pathlib import Path
 
-import data
+import net
 import recipes
 
 
 def main(module: str, arguments: str) -> None:
     """Train, and write."""
     record = recipes.Record()
-    forward = data.Net.forward
+    forward = net.Net.forward
 
     def recording(self, x):
         if self.training:
             record.add(x)
         return forward(self, x)
 
-    data.Net.forward = recording
+    net.Net.forward = recording
     if module == "with_ddp":
         import torch.distributed as dist
 
