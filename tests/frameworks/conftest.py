@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import recipes as page
+
+with contextlib.suppress(ImportError):
+    import tqdm
+
+    # Its monitor is a thread, and its lock a semaphore, which the check for leaks would find.
+    tqdm.tqdm.monitor_interval = 0
+    tqdm.tqdm.get_lock()
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"restore_callback_states_from_checkpoint": True}])
-@pytest.mark.parametrize("taken", [5, 20, LENGTH, 2 * LENGTH])
+@pytest.mark.parametrize("taken", [5, 20, LENGTH])
 def test_a_resume_gives_the_rest(
     monkeypatch: pytest.MonkeyPatch, taken: int, options: dict[str, bool]
 ) -> None:
