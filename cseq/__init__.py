@@ -24,6 +24,7 @@ The modules; imports point down::
     ├── indexer.py      stage 1: indices → batch, by the user's worker
     ├── converter.py    stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches
+    ├── shard.py        which rank this process is, and of how many
     ├── edge.py         how a batch crosses: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them

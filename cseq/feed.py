@@ -85,6 +85,7 @@ class Feed:
         self._goal: tuple[int, int] | None = None  # what is being begun
         self._place: tuple[int, int] | None = None  # what was begun last
         self._met = False  # the loop has had something that `exchange.taken` does not count
+        self.ended = False  # the loop was told that this epoch is over
         self._hand: Taken | None = None  # taken out of the ring, and not yet out of its slot
         self._sweeping = False
         self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
@@ -109,7 +110,7 @@ class Feed:
         """
         self._interrupted = False
         if self.begun or self.exchange.torn or self._place != (epoch, consumed):
-            self._met = False
+            self._met = self.ended = False
             self._begin(epoch, consumed)
 
     def _begin(self, epoch: int, consumed: int) -> None:
@@ -251,7 +252,7 @@ class Feed:
             exchange.torn = True
             self._refill()
             if not ring.outstanding_count and exchange.posted == self._batches:
-                exchange.torn, self._met = False, True
+                exchange.torn, self._met, self.ended = False, True, True
                 raise StopIteration
             taken = ring.take(self._ordered)
             if taken is not None:
@@ -333,6 +334,11 @@ class Fed:
     def begun(self) -> bool:
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
         return self.feed.begun
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop was told that this epoch is over."""
+        return self.feed.ended
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError."""

@@ -12,13 +12,12 @@ The tail is left out if `drop_last`. Otherwise its ``m`` samples are cut into `w
 contiguous parts of ``ceil(m / world_size)``; samples that are missing there come from the beginning
 of the epoch's order. So every rank has the same number of batches and of samples, and a batch has
 the same size on all ranks. This is the only padding: it repeats at most ``world_size - 1`` samples
-of an epoch, and none on one rank.
+of an epoch, and none on one rank. Without `pad`, the parts of the tail differ by one sample, and
+ranks may have one batch less than others.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -29,7 +28,7 @@ from cseq.check import count
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Sampler", "resolve_shard"]
+__all__ = ["Sampler"]
 
 Indices: TypeAlias = "NDArray[np.int64]"
 
@@ -55,6 +54,8 @@ class Sampler:
         Leave out the last batch if it is short.
     rank, world_size : int
         Which part of every global batch is ours, and how many parts there are.
+    pad : bool
+        False: no sample is repeated, so that ranks may have unequal parts of the tail.
 
     Raises
     ------
@@ -72,6 +73,7 @@ class Sampler:
         drop_last: bool,
         rank: int = 0,
         world_size: int = 1,
+        pad: bool = True,
     ) -> None:
         self.dset_size, indices = _samples(dset_size)
         self.batch_size = count("batch_size", batch_size)
@@ -79,21 +81,25 @@ class Sampler:
         self.seed = _within("seed", seed, 0, MOST_SEED)
         self.drop_last = drop_last
         self.rank, self.world_size = _shard(rank, world_size)
+        self.pad = pad
         self._stride = self.batch_size * self.world_size  # samples of a global batch
         self._order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
         self.length = self._cut(0)
 
-    def reseeded(self, seed: int) -> Sampler:
-        """Return the same with another seed."""
+    def changed(
+        self, *, seed: int | None = None, rank: int | None = None, world_size: int | None = None
+    ) -> Sampler:
+        """Return the same with another seed, or another part of the global batches."""
         indices = self._order.indices
         return Sampler(
             self.dset_size if indices is None else indices,
             batch_size=self.batch_size,
             shuffle=self.shuffle,
-            seed=seed,
+            seed=self.seed if seed is None else seed,
             drop_last=self.drop_last,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.rank if rank is None else rank,
+            world_size=self.world_size if world_size is None else world_size,
+            pad=self.pad,
         )
 
     def __len__(self) -> int:
@@ -131,12 +137,17 @@ class Sampler:
 
     def _share(self, tail: int) -> int:
         """Return how many of the last samples, fewer than a global batch, are ours."""
-        return 0 if self.drop_last else -(-tail // self.world_size)
+        if self.drop_last:
+            return 0
+        if self.pad:
+            return -(-tail // self.world_size)
+        return tail // self.world_size + (self.rank < tail % self.world_size)
 
     def position(self, batch: int) -> int:
         """Return how many samples of this epoch all ranks together had before a batch.
 
-        Padding does not count. ``position(len(sampler))`` is what they have had in the end.
+        Padding does not count. ``position(len(sampler))`` is what they have had when this rank
+        has had its last batch; without `pad`, others may then have one more to come: see `end`.
 
         Raises
         ------
@@ -146,6 +157,12 @@ class Sampler:
         if not 0 <= batch <= self._batches:
             raise IndexError(f"batch {batch} is not one of {self._batches}")
         return min(self._consumed + batch * self._stride, self.dset_size)
+
+    @property
+    def end(self) -> int:
+        """Samples of this epoch that all ranks together have had when it is over."""
+        left_out = (self.dset_size - self._consumed) % self._stride if self.drop_last else 0
+        return self.dset_size - left_out
 
     @property
     def samples(self) -> int:
@@ -172,7 +189,10 @@ class Sampler:
         """Return the position of a batch's first sample in the order of the epoch."""
         if batch < self._full:
             return self._start + batch * self._stride
-        return self.position(batch) + self.rank * self._part
+        if self.pad:
+            return self.position(batch) + self.rank * self._part
+        size, more = divmod(self.dset_size - self.position(batch), self.world_size)
+        return self.position(batch) + self.rank * size + min(self.rank, more)
 
     def size(self, batch: int) -> int:
         """Return the number of samples of a batch; nothing is shuffled for it.
@@ -219,7 +239,7 @@ class Sampler:
         size = self.size(batch)
         if size > len(out):
             raise ValueError(f"out has room for {len(out)} samples, batch {batch} has {size}")
-        self._fill_tail(self.position(batch) + self.rank * size, out[:size])
+        self._fill_tail(self.start(batch), out[:size])
         return size
 
     def _fill_tail(self, start: int, out: Indices) -> None:
@@ -231,48 +251,6 @@ class Sampler:
             self._order.read_into(start, size, out[done:])
             done += size
             start += size
-
-
-def resolve_shard(shard: object) -> tuple[int, int]:
-    """Return (rank, world_size) as the argument `shard` means it.
-
-    Parameters
-    ----------
-    shard : None, (int, int) or 'auto'
-        None: all is ours. 'auto': those of the initialised process group of torch, else those of
-        torchrun's environment (``RANK``, ``WORLD_SIZE``), else all is ours.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is something else, or rank is not in [0, world_size).
-    """
-    if shard is None:
-        return 0, 1
-    if isinstance(shard, str):
-        if shard != "auto":
-            raise ValueError(f"shard={shard!r} is unknown; give (rank, world_size), 'auto' or None")
-        return _automatic_shard()
-    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
-        raise TypeError(f"shard={shard!r} is not a pair; give (rank, world_size), 'auto' or None")
-    return _shard(*shard)
-
-
-def _automatic_shard() -> tuple[int, int]:
-    """Ask torch if it is here, else the environment."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or world_size is None:
-        return 0, 1
-    try:
-        return _shard(int(rank), int(world_size))
-    except ValueError as error:
-        raise ValueError(
-            f"shard='auto' finds RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment; "
-            "set them as torchrun does, or give shard=(rank, world_size)"
-        ) from error
 
 
 def _shard(rank: object, world_size: object) -> tuple[int, int]:

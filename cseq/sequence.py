@@ -12,13 +12,14 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cseq import converter, indexer, payload
+from cseq import shard as shards
 from cseq._core import ALGORITHM, Steps
 from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, seconds
 from cseq.launcher import start_methods
 from cseq.pools import Job, pool_of
 from cseq.run import Run
-from cseq.sampler import Sampler, resolve_shard
+from cseq.sampler import Sampler
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         timeout: float | None
         on_timeout: str
         memory_limit: int | str | None
+        pad: bool
 
 
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
@@ -109,7 +111,9 @@ class RankSampler:
 
     def __len__(self) -> int:
         """Samples that this rank gets in an epoch."""
-        return self._manager._sampler.samples
+        manager = self._manager
+        manager._settle_shard()
+        return manager._sampler.samples
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, or of the latest one if it has given nothing yet."""
@@ -160,7 +164,8 @@ class MSequence:
         This rank's part of every global batch of ``batch_size * world_size`` samples. The tail,
         too, gives every rank equally many: up to ``world_size - 1`` samples from the beginning of
         the epoch are repeated in it. 'auto' asks an initialised torch process group, else
-        torchrun's environment.
+        what a launcher has set: torchrun, Lightning, Open MPI, MPICH or srun. It is asked when the
+        manager is started or its length is; what it says later must be the same.
     on_error : 'raise' or 'skip'
         What an exception in the indexer does: comes out of the loop, or is logged and its batch
         left out.
@@ -174,6 +179,9 @@ class MSequence:
     memory_limit : int, str or None
         Most shared memory that batches in the user's hands may hold ('2GiB'; None: a quarter of
         the machine's or the container's); beyond it, batches are copied out of it.
+    pad : bool
+        False: ranks repeat no sample of the tail, so that each sample comes once over all ranks;
+        some ranks may then have one batch, or one sample, less than others.
 
     Raises
     ------
@@ -204,6 +212,7 @@ class MSequence:
         timeout: float | None = None,
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
+        pad: bool = True,
     ) -> None:
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
@@ -211,13 +220,11 @@ class MSequence:
         self._processes = thread_type == "proc"
         workers = count("num_workers", num_workers, most=MOST_WORKERS)
         converters = self._count_converters(workers, num_converters)
-        rank, world_size = resolve_shard(shard)
-        if seed is None and world_size > 1 and shuffle:
-            raise ValueError(
-                f"shard={shard!r} needs a seed: ranks that draw their own would go through "
-                "different orders; give all of them the same one"
-            )
         self._drawn = seed is None
+        self._own_seed = self._drawn  # other ranks know nothing of it
+        self._shard = shards.given(shard)
+        self._automatic = self._shard is None
+        rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
             dset_size,
             batch_size=count("batch_size", batch_size, most=MOST_BATCH),
@@ -226,7 +233,9 @@ class MSequence:
             drop_last=flag("drop_last", drop_last),
             rank=rank,
             world_size=world_size,
+            pad=flag("pad", pad),
         )
+        self._check_seed(self._shard or shards.ALONE)
         self._output = converter.parse(out_type, dtype)
         self._job = Job(
             worker=worker,
@@ -260,6 +269,35 @@ class MSequence:
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
         self._position = 0  # samples of _epoch that the loop had from that earlier pool
+        self._ended = False  # ... and whether that pool has told it the end
+
+    def _check_seed(self, shard: shards.Shard) -> None:
+        """Refuse ranks that each draw a seed of their own."""
+        if self._own_seed and shard.world_size > 1 and self._sampler.shuffle:
+            raise ValueError(
+                f"{shard} needs a seed: ranks that draw their own would go through different "
+                "orders; give all of them the same one"
+            )
+
+    def _settle_shard(self) -> None:
+        """Find out what shard='auto' is; the first answer holds, another one is an error."""
+        if not self._automatic:
+            return
+        with self._lock:
+            found = shards.agree(self._shard)
+            if found is self._shard:
+                return
+            self._check_seed(found)
+            if found.world_size > 1:
+                self._take_sampler(
+                    self._sampler.changed(rank=found.rank, world_size=found.world_size)
+                )
+            self._shard = found
+
+    def _take_sampler(self, sampler: Sampler) -> None:
+        """Replace the sampler; nothing runs."""
+        job = self._job._replace(sampler=sampler, seed=sampler.seed)
+        self._sampler, self._job = sampler, job
 
     @staticmethod
     def _count_converters(workers: int, converters: int | None) -> int:
@@ -278,11 +316,12 @@ class MSequence:
 
     def __len__(self) -> int:
         """Batches in an epoch, for this rank."""
-        return self._sampler.length
+        return self.length
 
     @property
     def length(self) -> int:
         """Batches in an epoch, for this rank."""
+        self._settle_shard()
         return self._sampler.length
 
     @property
@@ -413,6 +452,7 @@ class MSequence:
         with self._lock:
             self._refuse_inside_with(verb)
             make = pool_of(kind)
+            self._settle_shard()
             self._end()
             resolved = converter.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0
@@ -443,7 +483,7 @@ class MSequence:
         """End what runs, if anything does."""
         if self._run is not None:
             pool = self._run.pool
-            self._position = self._loop_position()
+            self._position, self._ended = self._loop_position(), self._told_end()
             self._begun, self._opened = self._is_begun(), False
             self._stats, self._skipped = pool.stats(), pool.skipped
             self._run.close()
@@ -509,6 +549,7 @@ class MSequence:
                     "this manager was started by the process that forked this one; call start() "
                     "here, or make a manager of its own"
                 )
+            self._settle_shard()
             run.interrupt()
             with run.turn:  # from here on, no batch is delivered
                 epoch, consumed = self._next_place()
@@ -524,7 +565,11 @@ class MSequence:
 
     def _is_over(self) -> bool:
         """Whether the loop has had the last batch of an epoch that is begun."""
-        return self._loop_position() == self._sampler.position(len(self._sampler))
+        return self._told_end() or self._loop_position() == self._sampler.end
+
+    def _told_end(self) -> bool:
+        """Whether the loop was told that an epoch that is begun is over."""
+        return self._run.pool.ended if self._opened and self._run else self._ended
 
     def _loop_position(self) -> int:
         """Samples that all ranks together have had of an epoch that is begun."""
@@ -560,7 +605,7 @@ class MSequence:
                 "shuffle": self._sampler.shuffle,
                 "dset_size": self.dset_size,
                 "batch_size": job.batch_size,
-                "world_size": self._sampler.world_size,
+                "world_size": (self._shard or shards.resolve()).world_size,
                 "drop_last": self._sampler.drop_last,
                 "epoch": epoch,
                 "consumed": consumed,
@@ -598,9 +643,9 @@ class MSequence:
             if self._run is not None:
                 self._run.interrupt()  # what is under way is not the place any more
             if state["seed"] != self._job.seed:
-                self._sampler = self._sampler.reseeded(state["seed"])
-                self._job = self._job._replace(sampler=self._sampler, seed=state["seed"])
                 self._end()
+                self._take_sampler(self._sampler.changed(seed=state["seed"]))
+            self._own_seed = False
             self._put(epoch, consumed)
 
     def _check_state(self, state: dict[str, Any]) -> tuple[int, int]:

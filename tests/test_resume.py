@@ -98,6 +98,35 @@ def test_the_rest_is_dealt_anew(
     assert len(rest) - len(left) < new_ranks  # the padding of the tail
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_the_rest_without_padding(steps: int) -> None:
+    """Ranks in step with one another have one state, also where some have no last batch."""
+    first = [manager(n=18, shard=(r, 4), batch_size=2, pad=False) for r in range(4)]
+    assert [len(m) for m in first] == [3, 3, 2, 2]
+    had, states = [], []
+    for m in first:
+        with m.start_test():
+            iterator = iter(m)
+            batches = [next(iterator, None) for _ in range(steps)]
+            states.append(m.state_dict())
+        assert m.state_dict() == states[-1]
+        had += [i for batch in batches if batch is not None for i in batch[0].tolist()]
+    assert states == [states[0]] * 4
+    assert (states[0]["epoch"], states[0]["consumed"]) == ((0, 8 * steps) if steps < 3 else (1, 0))
+    if steps == 3:
+        assert sorted(had) == list(range(18))
+        return
+    for world in (4, 3, 1):
+        rest = []
+        for rank in range(world):
+            m = manager(n=18, shard=(rank, world), batch_size=2, pad=False)
+            m.load_state_dict(states[0])
+            with m.start_test():
+                rest += [i for indices, _ in stream(m) for i in indices]
+                assert m.state_dict()["epoch"] == 1
+        assert sorted(had + rest) == list(range(18))
+
+
 def test_ranks_draw_differently_and_alike_after_a_resume() -> None:
     """cseq.rng belongs to the batch's place in the epoch, whoever makes it."""
     parts = []

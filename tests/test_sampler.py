@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
-import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cseq
-from cseq.sampler import Sampler, resolve_shard
+from cseq.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -190,6 +188,26 @@ def test_padding_is_the_beginning() -> None:
     assert dealt(ranks(5, 2, batch_size=4, shuffle=False)) == [[0, 1, 0, 1, 0]]
 
 
+@given(n=sizes, size=batch_sizes, world=worlds, consumed=st.integers(0, 300), seed=seeds)
+def test_without_padding(n: int, size: int, world: int, consumed: int, seed: int) -> None:
+    """Over all ranks each sample comes once, in the order's parts; tails differ by one sample."""
+    assume(consumed <= n)
+    every = ranks(world, n, batch_size=size, seed=seed, pad=False)
+    parts = [epoch(one, 1, consumed) for one in every]
+    longest = max(map(len, parts))
+    assert min(map(len, parts)) >= longest - 1
+    globally = [flat(p[k] for p in parts if k < len(p)) for k in range(longest)]
+    assert flat(globally) == cseq.permutation(n, seed, 1).tolist()[consumed:]
+    tail = [len(p[-1]) if p and len(p) == longest else 0 for p in parts]
+    assert max(tail) - min(tail) <= 1
+    for one, part in zip(every, parts, strict=True):
+        assert one.end == n
+        starts = [one.start(k) for k in range(len(one))]
+        assert [cseq.permutation(n, seed, 1)[s] for s in starts] == [b[0] for b in part]
+    left_out = [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True, pad=False)]
+    assert left_out == [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True)]
+
+
 def test_fewer_samples_than_a_batch() -> None:
     """One short batch has all of them, and none is left with `drop_last`."""
     assert epoch(sampler(3, batch_size=10, shuffle=False)) == [[0, 1, 2]]
@@ -314,82 +332,6 @@ def test_array_is_let_go() -> None:
 
 
 # ── the shard ─────────────────────────────────────────────────────────────────────────────────
-
-
-def environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    """Set RANK and WORLD_SIZE, and nothing else, without torch."""
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    for key in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in values.items():
-        monkeypatch.setenv(key, value)
-
-
-def process_group(monkeypatch: pytest.MonkeyPatch, *, initialised: bool) -> None:
-    """Put a torch in place that is, or is not, rank 2 of 3."""
-    distributed = types.SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: initialised,
-        get_rank=lambda: 2,
-        get_world_size=lambda: 3,
-    )
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(distributed=distributed))
-
-
-def test_shard_given() -> None:
-    """None is everything; a pair is itself."""
-    assert resolve_shard(None) == (0, 1)
-    assert resolve_shard((1, 3)) == (1, 3)
-    assert resolve_shard([np.int64(0), np.uint8(1)]) == (0, 1)
-
-
-def test_shard_auto_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'auto' is everything where nothing says otherwise."""
-    environment(monkeypatch)
-    assert resolve_shard("auto") == (0, 1)
-    environment(monkeypatch, RANK="1")
-    assert resolve_shard("auto") == (0, 1)
-
-
-def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'auto' takes torchrun's environment, also beside a torch without a process group."""
-    environment(monkeypatch, RANK="1", WORLD_SIZE="4")
-    assert resolve_shard("auto") == (1, 4)
-    process_group(monkeypatch, initialised=False)
-    assert resolve_shard("auto") == (1, 4)
-
-
-def test_shard_auto_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'auto' takes an initialised process group before the environment."""
-    environment(monkeypatch, RANK="1", WORLD_SIZE="4")
-    process_group(monkeypatch, initialised=True)
-    assert resolve_shard("auto") == (2, 3)
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0"), ("", "1")]
-)
-def test_shard_auto_with_a_bad_environment(
-    monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str
-) -> None:
-    """An environment that makes no sense is an error that shows it."""
-    environment(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
-    with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
-        resolve_shard("auto")
-
-
-@pytest.mark.parametrize("shard", [3, (1,), (0, 1, 2), {0, 1}, 1.5, (0.0, 1), (True, 2), (0, "2")])
-def test_shard_of_another_type(shard: Any) -> None:
-    """A shard that is no pair of integers is a TypeError."""
-    with pytest.raises(TypeError, match=r"shard|rank|world_size"):
-        resolve_shard(shard)
-
-
-@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0, -1), "mine"])
-def test_shard_out_of_range(shard: Any) -> None:
-    """A rank that is not in [0, world_size), or an unknown word, is a ValueError."""
-    with pytest.raises(ValueError, match=r"shard|rank|world_size"):
-        resolve_shard(shard)
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────

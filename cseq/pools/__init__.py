@@ -98,6 +98,10 @@ class Pool(Protocol):
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
 
     @property
+    def ended(self) -> bool:
+        """Whether the loop was told that this epoch is over."""
+
+    @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that were left out for an error: epoch, batch, what was raised."""
 

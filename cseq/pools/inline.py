@@ -58,6 +58,11 @@ class InlinePool:
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
         return self._solo.at > 0 or self._solo.ended
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loop was told that this epoch is over."""
+        return self._solo.ended
+
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
         if self._solo.indexer is None:
