@@ -2,6 +2,7 @@
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
+# make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -20,6 +21,7 @@ SECONDS ?= 60
 SEED ?=
 TIMES ?= 1
 BENCH_VENV ?= .bench-venv
+FRAMEWORKS_VENV ?= .frameworks-venv
 CASES ?=
 ROUNDS ?= 5
 
@@ -29,7 +31,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test conformance bench measure stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance bench measure frameworks recipes stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -47,6 +49,13 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 
 $(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
 	$(PIP) install --requirement $<
+	touch $@
+
+# fastai and Composer ask for a torchvision that fits the torch here, or for an older torch. Neither is
+# needed by the recipes, so these two come without what they ask for; requirements.txt has the rest.
+$(VENV)/.frameworks: tests/frameworks/requirements.txt tests/frameworks/alone.txt | $(VENV)/.test
+	$(PIP) install --requirement tests/frameworks/requirements.txt
+	$(PIP) install --no-deps --requirement tests/frameworks/alone.txt
 	touch $@
 
 # cseq is there already; what its extra names is added.
@@ -76,6 +85,13 @@ bench:
 
 measure: build $(VENV)/.bench
 	$(PY) benchmarks/run.py --rounds $(ROUNDS) $(CASES)
+
+# In an environment of its own, too: the frameworks at the versions of tests/frameworks.
+frameworks:
+	$(MAKE) VENV=$(FRAMEWORKS_VENV) recipes
+
+recipes: build $(VENV)/.frameworks
+	$(PY) -m pytest tests/frameworks $(ARGS)
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
@@ -138,4 +154,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FRAMEWORKS_VENV)

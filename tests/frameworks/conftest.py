@@ -42,9 +42,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def folder(
-    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def folder(recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run each test in an empty folder, on the CPU, without a look at the network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -1,4 +1,4 @@
-"""accelerate saves and loads cseq's state with its own: in mid-epoch, between epochs, on two ranks."""
+"""accelerate saves and loads cseq's state with its own, in mid-epoch, between epochs, on ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(monkeypatch, with_accelerate.train) == stream(0, 1, 2)
 
 
-@pytest.mark.parametrize(("taken", "path"), [(10, "checkpoints/0-10"), (LENGTH + 5, "checkpoints/1-5"), (LENGTH, "checkpoints/0-end")])
+@pytest.mark.parametrize(
+    ("taken", "path"),
+    [(10, "checkpoints/0-10"), (LENGTH + 5, "checkpoints/1-5"), (LENGTH, "checkpoints/0-end")],
+)
 def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, taken: int, path: str) -> None:
     """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
     import with_accelerate

@@ -1,17 +1,20 @@
 """Composer trains on cseq's batches, and its checkpoints hold cseq's state.
 
-In a process of its own: Composer imports torchvision, of which this recipe uses nothing, and which must
-be built for the torch that is there; what Composer imports of it is made up.
+In a process of its own: Composer imports torchvision, of which this recipe uses nothing and which
+must be built for the torch that is there. What Composer imports of it is made up.
 """
 
 from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from recipes import LENGTH, run, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 if find_spec("composer") is None:
     pytest.skip("composer is not installed", allow_module_level=True)

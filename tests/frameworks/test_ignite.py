@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from recipes import LENGTH, recorded, stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("ignite")
 
@@ -27,6 +22,6 @@ def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, taken: int) ->
 
     first = recorded(monkeypatch, with_ignite.train, stop_after=taken + 2, every=taken)
     assert first == stream(0, 1, 2)[: taken + 2]
-    rest = recorded(monkeypatch, with_ignite.train, resume=f"checkpoints/checkpoint_{taken}.pt", every=taken)
+    path = f"checkpoints/checkpoint_{taken}.pt"
+    rest = recorded(monkeypatch, with_ignite.train, resume=path, every=taken)
     assert rest == stream(0, 1, 2)[taken:]
-

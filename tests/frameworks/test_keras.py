@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from recipes import LENGTH, run, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 if find_spec("keras") is None:
     pytest.skip("keras is not installed", allow_module_level=True)

@@ -28,16 +28,17 @@ def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{}, {"restore_callback_states_from_checkpoint": True}])
 @pytest.mark.parametrize("taken", [5, 20, LENGTH])
 def test_a_resume_gives_the_rest(
-    monkeypatch: pytest.MonkeyPatch, taken: int, options: dict[str, bool]
+    monkeypatch: pytest.MonkeyPatch, taken: int, options: dict[str, object]
 ) -> None:
     """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
     import with_transformers
 
-    save = {"save_steps": taken, **options} if taken % LENGTH else {"save_strategy": "epoch", **options}
-    first = recorded(monkeypatch, with_transformers.train, stop_after=taken + 2, **save)
+    save = {"save_steps": taken} if taken % LENGTH else {"save_strategy": "epoch"}
+    options = {**save, **options}
+    first = recorded(monkeypatch, with_transformers.train, stop_after=taken + 2, **options)
     assert first == stream(0, 1, 2)[: taken + 2]
     path = f"checkpoints/checkpoint-{taken}"
-    rest = recorded(monkeypatch, with_transformers.train, resume=path, **save)
+    rest = recorded(monkeypatch, with_transformers.train, resume=path, **options)
     assert rest == stream(0, 1, 2)[taken:]
 
 

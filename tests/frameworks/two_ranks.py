@@ -1,6 +1,7 @@
 """Run a recipe in a process group, and write what each rank's network was trained with.
 
-``two_ranks.py MODULE ARGUMENTS``: calls ``MODULE.train(**ARGUMENTS)``; writes ``rank0.json`` and so on.
+``two_ranks.py MODULE ARGUMENTS`` calls ``MODULE.train(**ARGUMENTS)`` and writes ``rank0.json``,
+``rank1.json``.
 """
 
 from __future__ import annotations
