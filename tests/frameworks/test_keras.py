@@ -24,19 +24,19 @@ from recipes import Interrupted, Record
 
 class Recording(keras.Sequential):
     def train_step(self, *args):
-        self.record.add(args[-1][0])  # torch's backend has the data alone, JAX's a state before it
+        record.add(args[-1][0])  # torch's backend has the data alone, JAX's a state before it
         return super().train_step(*args)
 
 
 for options in json.loads(sys.argv[1]):
     net = Recording([keras.Input((2,)), keras.layers.Dense(3, activation="softmax")])
     net.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True, jit_compile=False)
-    net.record = Record(options.pop("stop_after", None))
+    record = Record(options.pop("stop_after", None))
     try:
         with_keras.train(net, verbose=0, **options)
     except Interrupted:
         pass
-    print("trained:", list(net.record))
+    print("trained:", list(record))
 """
 
 
