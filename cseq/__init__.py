@@ -42,11 +42,10 @@ The modules; imports point down::
 
 from __future__ import annotations
 
-import logging
-
 from cseq._core import permutation
 from cseq.context import WorkerInfo, empty, rng, worker_info
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
+from cseq.indexer import Indexer
 from cseq.sequence import MPSequence, MSequence, MTSequence
 from cseq.stats import Stats
 
@@ -54,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CseqError",
+    "Indexer",
     "MPSequence",
     "MSequence",
     "MTSequence",
@@ -68,5 +68,3 @@ __all__ = [
     "rng",
     "worker_info",
 ]
-
-logging.getLogger("cseq").addHandler(logging.NullHandler())

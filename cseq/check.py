@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["choice", "count", "flag", "seconds"]
+__all__ = ["choice", "count", "flag", "seconds", "unexpected"]
+
+# Keywords of torch's DataLoader that have another name here, or none.
+ELSEWHERE = {
+    "batch_sampler": "batches are cut from the order of the epoch: give batch_size, shuffle, "
+    "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
+    "collate_fn": "the worker's __getitem__(indices) gets the indices of a whole batch and returns "
+    "the batch: collate there",
+    "dataset": "give `worker`, a class that makes an object with __getitem__(indices) -> batch, "
+    "and `dset_size`, the number of samples",
+    "generator": "give seed, an integer: generator.initial_seed()",
+    "in_order": "that is `ordered` here",
+    "multiprocessing_context": "that is `start_method` here: 'forkserver', 'spawn' or 'fork'",
+    "persistent_workers": "leave it out: workers stay from start() to finish()",
+    "pin_memory": "leave it out: with out_type='cuda' batches arrive on the device",
+    "pin_memory_device": "leave it out: with out_type='cuda:1' batches arrive on that device",
+    "prefetch_factor": "that is `buffer` here: batches in flight or waiting, over all workers",
+    "sampler": "give shuffle, shard and seed; samples of your own choice go into dset_size, as an "
+    "array of indices",
+    "worker_init_fn": "give a class as `worker`: its __init__ runs once in every worker",
+}
+
+
+def unexpected(caller: str, name: str, known: Iterable[str]) -> TypeError:
+    """Say that a function has no such keyword, and what to write instead."""
+    instead = ELSEWHERE.get(name)
+    if instead is None:
+        near = difflib.get_close_matches(name, known, n=1)
+        instead = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return TypeError(f"{caller}() got an unexpected keyword argument {name!r}: {instead}")
 
 
 def count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +29,13 @@ log = logging.getLogger("cseq")
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 
 
-class Indexer(Protocol):
-    """What makes batches."""
+B_co = TypeVar("B_co", covariant=True)
 
-    def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
+
+class Indexer(Protocol[B_co]):
+    """What makes batches of the type `B`: any object with this method."""
+
+    def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
         """Return the batch of these indices (one-dimensional, the indexer's own to change)."""
 
 
@@ -55,7 +58,7 @@ def check_worker(worker: object) -> None:
         )
 
 
-def build(worker: Any) -> Indexer:
+def build(worker: Any) -> Indexer[Any]:
     """Make the indexer of one runner.
 
     Raises
@@ -64,7 +67,7 @@ def build(worker: Any) -> Indexer:
         What the worker made has no ``__getitem__``.
     """
     if is_indexer(worker):
-        indexer: Indexer = worker
+        indexer: Indexer[Any] = worker
         return indexer
     indexer = worker()
     if not hasattr(type(indexer), "__getitem__"):
@@ -75,7 +78,7 @@ def build(worker: Any) -> Indexer:
     return indexer
 
 
-def dispose(worker: object, indexer: Indexer | None, *, copied: bool) -> None:
+def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
     """Call the indexer's ``close()`` when its runner ends, if it has one and it is ours to close.
 
     An object that the user handed in whole stays open, unless this process has its own copy.
@@ -98,7 +101,7 @@ class Indexing:
 
     def __init__(
         self,
-        indexer: Indexer,
+        indexer: Indexer[Any],
         desk: Desk,
         inlet: Inlet,
         convert: Callable[[Any], Any] | None = None,

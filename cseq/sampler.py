@@ -78,6 +78,8 @@ class Sampler:
         self.dset_size, indices = _samples(dset_size)
         self.batch_size = count("batch_size", batch_size)
         self.shuffle = shuffle
+        if hasattr(seed, "initial_seed"):
+            raise TypeError(f"seed={seed!r} is a generator; give an integer: initial_seed() of it")
         self.seed = _within("seed", seed, 0, MOST_SEED)
         self.drop_last = drop_last
         self.rank, self.world_size = _shard(rank, world_size)

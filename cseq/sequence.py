@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import enum
+import html
 import inspect
 import logging
 import os
 import threading
+import typing
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 
 from cseq import converter, indexer, payload
 from cseq import shard as shards
 from cseq._core import ALGORITHM, Steps
 from cseq.arena import memory_limit_of
-from cseq.check import choice, count, flag, seconds
+from cseq.check import choice, count, flag, seconds, unexpected
 from cseq.launcher import start_methods
 from cseq.pools import Job, pool_of
 from cseq.run import Run
@@ -25,10 +27,13 @@ from cseq.stats import Stats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
+    from typing import TypeAlias
 
-    from typing_extensions import Self, TypedDict, Unpack
+    from numpy.typing import NDArray
+    from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
     from cseq._core import Exchange
+    from cseq.indexer import Indexer
     from cseq.pools import Pool
 
     class Options(TypedDict, total=False):
@@ -37,15 +42,49 @@ if TYPE_CHECKING:
         dtype: Any
         drop_last: bool
         ordered: bool
-        start_method: str | None
-        shard: tuple[int, int] | str | None
-        on_error: str
+        start_method: StartMethod | None
+        shard: tuple[int, int] | Literal["auto"] | None
+        on_error: OnError
         max_restarts: int
         timeout: float | None
-        on_timeout: str
+        on_timeout: OnTimeout
         memory_limit: int | str | None
         pad: bool
 
+    class Keywords(Options, total=False):
+        """All keywords of `MSequence` but `num_workers`, `out_type` and `thread_type`."""
+
+        num_converters: int | None
+        batch_size: int
+        buffer: int
+        shuffle: bool
+        seed: int | None
+
+    # A worker is given by two overloads, for pyright resolves no type variable in this union.
+    Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
+    ThreadType: TypeAlias = Literal["proc", "thread"]
+    StartMethod: TypeAlias = Literal["forkserver", "spawn", "fork"]
+    OnError: TypeAlias = Literal["raise", "skip"]
+    OnTimeout: TypeAlias = Literal["raise", "restart"]
+    TestMode: TypeAlias = Literal["default", "cpu", "numpy"]
+
+    class Device(Protocol):
+        """A torch.device."""
+
+        type: str
+        index: int
+
+    # Any text, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
+    OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
+else:
+
+    def TypeVar(name, *, covariant, default):  # noqa: ANN001, ANN202, ARG001, N802
+        """Make a type variable; the default is for type checkers."""
+        return typing.TypeVar(name, covariant=covariant)
+
+
+# What the loop gets; anything where that is not known.
+B_co = TypeVar("B_co", covariant=True, default=Any)
 
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
 
@@ -57,6 +96,7 @@ MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 
 MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
 MOST_BUFFER = 2**20
 MOST_EPOCH = 2**64 - 1
+THREAD_TYPE_AT = 7  # its place among the arguments
 
 
 class State(enum.Enum):
@@ -95,7 +135,7 @@ class Epoch(Steps):
         run: Run[Pool],
         exchange: Exchange | None,
         long_way: Callable[[], Any],
-        manager: MSequence,
+        manager: MSequence[Any],
     ) -> None:
         del run, exchange, long_way  # are the base class's
         self._manager = manager  # keeps it, and with it the pool, alive
@@ -106,7 +146,7 @@ class RankSampler:
 
     __slots__ = ("_manager",)
 
-    def __init__(self, manager: MSequence) -> None:
+    def __init__(self, manager: MSequence[Any]) -> None:
         self._manager = manager
 
     def __len__(self) -> int:
@@ -120,7 +160,7 @@ class RankSampler:
         self._manager.set_epoch(epoch)
 
 
-class MSequence:
+class MSequence(Generic[B_co]):
     """Feeds a training loop with batches: in order, each sample once an epoch.
 
     Parameters
@@ -134,7 +174,7 @@ class MSequence:
     dset_size : int or one-dimensional array or list of int
         Number of samples, or the samples' indices themselves (never written to).
     num_workers : int
-        Workers that index.
+        Workers that index. 0: none, `start` then does what `start_test` does.
     num_converters : int, optional
         Workers that convert, where CUDA is in use. None: ``max(num_workers // 4,
         min(num_workers, 4))``.
@@ -189,36 +229,81 @@ class MSequence:
         An argument is wrong: which one, its value, and what to do.
     """
 
+    @overload
     def __init__(
         self,
-        worker: Any,
+        worker: Callable[[], Indexer[B_co]],
+        dset_size: Any,
+        num_workers: int = ...,
+        *,
+        out_type: Literal["null"],
+        thread_type: ThreadType = ...,
+        **options: Unpack[Keywords],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        worker: Indexer[B_co],
+        dset_size: Any,
+        num_workers: int = ...,
+        *,
+        out_type: Literal["null"],
+        thread_type: ThreadType = ...,
+        **options: Unpack[Keywords],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        worker: Worker,
+        dset_size: Any,
+        num_workers: int = ...,
+        num_converters: int | None = ...,
+        batch_size: int = ...,
+        buffer: int = ...,
+        shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
+        thread_type: ThreadType = ...,
+        out_type: OutType = ...,
+        seed: int | None = ...,
+        **options: Unpack[Options],
+    ) -> None: ...
+
+    def __init__(
+        self,
+        worker: Worker,
         dset_size: Any,
         num_workers: int = 4,
         num_converters: int | None = None,
         batch_size: int = 32,
         buffer: int = 10,
         shuffle: bool = True,  # noqa: FBT001, FBT002 - the position is fixed
-        thread_type: str = "proc",
-        out_type: Any = "cuda",
+        thread_type: ThreadType = "proc",
+        out_type: OutType = "cuda",
         seed: int | None = None,
         *,
         dtype: Any = "float32",
         drop_last: bool = False,
         ordered: bool = True,
-        start_method: str | None = None,
-        shard: tuple[int, int] | str | None = None,
-        on_error: str = "raise",
+        start_method: StartMethod | None = None,
+        shard: tuple[int, int] | Literal["auto"] | None = None,
+        on_error: OnError = "raise",
         max_restarts: int = 100,
         timeout: float | None = None,
-        on_timeout: str = "raise",
+        on_timeout: OnTimeout = "raise",
         memory_limit: int | str | None = None,
         pad: bool = True,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            known = inspect.signature(type(self)).parameters
+            raise unexpected(type(self).__name__, next(iter(unknown)), known)
+
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
         indexer.check_worker(worker)
         self._processes = thread_type == "proc"
-        workers = count("num_workers", num_workers, most=MOST_WORKERS)
+        workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
         converters = self._count_converters(workers, num_converters)
         self._drawn = seed is None
         self._own_seed = self._drawn  # other ranks know nothing of it
@@ -227,7 +312,7 @@ class MSequence:
         rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
             dset_size,
-            batch_size=count("batch_size", batch_size, most=MOST_BATCH),
+            batch_size=self._count_batch(batch_size),
             shuffle=flag("shuffle", shuffle),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
@@ -255,7 +340,7 @@ class MSequence:
             on_timeout=choice("on_timeout", on_timeout, ("raise", "restart")),
             memory_limit=memory_limit_of(memory_limit),
         )
-        if self._processes and start_method != "fork":
+        if self._processes and workers and start_method != "fork":
             payload.check(worker)
         self._state = State.IDLE
         self._lock = threading.RLock()  # around changes of state
@@ -300,11 +385,23 @@ class MSequence:
         self._sampler, self._job = sampler, job
 
     @staticmethod
+    def _count_batch(batch_size: Any) -> int:
+        """Check `batch_size`."""
+        if batch_size is None:
+            raise TypeError(
+                "batch_size=None is not an integer: the indexer always gets an array of indices; "
+                "give 1 for samples one by one"
+            )
+        return count("batch_size", batch_size, most=MOST_BATCH)
+
+    @staticmethod
     def _count_converters(workers: int, converters: int | None) -> int:
-        """Check `num_converters`."""
+        """Check `num_converters`; without workers there are none."""
         if converters is None:
-            return converter.default_converters(workers)
+            return converter.default_converters(workers) if workers else 0
         number = count("num_converters", converters)
+        if not workers:
+            return 0
         if number > workers:
             raise ValueError(
                 f"num_converters={number} exceeds num_workers={workers}; give at most as many, "
@@ -323,6 +420,43 @@ class MSequence:
         """Batches in an epoch, for this rank."""
         self._settle_shard()
         return self._sampler.length
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            value if name in ("shard", "place", "state") else f"{name}={value}"
+            for name, value in self._facts()
+        )
+        return f"{type(self).__name__}({shown})"
+
+    def _repr_html_(self) -> str:
+        """Show in a notebook what `repr` shows, as a table."""
+        rows = [(type(self).__name__, ""), *self._facts()]
+        cells = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in rows
+        )
+        return f"<table>{cells}</table>"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """Name what it has been given, and where it stands; nothing is found out for this."""
+        with self._lock:
+            yield "samples", f"{self.dset_size:,}"
+            if self._shard is not None:
+                yield "batches", f"{self._sampler.length:,}"
+            yield "batch_size", f"{self.batch_size:,}"
+            kind = "processes" if self._processes else "threads"
+            workers = self._job.num_workers
+            yield "workers", f"{workers} {kind}" if workers else "0"
+            yield "seed", f"{self.seed} (drawn)" if self._own_seed else f"{self.seed}"
+            if self._shard is None:
+                yield "shard", "shard='auto'"
+            elif self._shard.world_size > 1:
+                yield "shard", f"rank {self._shard.rank} of {self._shard.world_size}"
+            yield "epoch", f"{self._epoch}"
+            position = self._loop_position() if self._is_begun() else self._consumed
+            if position:
+                yield "place", f"{position:,} samples in"
+            yield "state", self._state.value
 
     @property
     def dset_size(self) -> int:
@@ -419,11 +553,12 @@ class MSequence:
         """
         if compat is not None:
             compat = flag("compat", compat)
+        kind = "process" if self._processes else "thread"
         return self._start(
-            "start", self._output, "process" if self._processes else "thread", compat
+            "start", self._output, kind if self._job.num_workers else "inline", compat
         )
 
-    def start_test(self, test_mode: str = "default") -> Self:
+    def start_test(self, test_mode: TestMode = "default") -> Self:
         """Make every batch in the loop itself: same order, same results, nothing in parallel.
 
         Parameters
@@ -526,7 +661,7 @@ class MSequence:
         with self._lock:
             self._end()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B_co]:
         """Return an iterator over the next epoch; earlier iterators are interrupted.
 
         An epoch is begun when the loop gets its first batch (or an exception instead, or its end).
@@ -687,63 +822,97 @@ class MSequence:
             return list(self._skipped if self._run is None else self._run.pool.skipped)
 
 
-class MPSequence(MSequence):
+class _Kind(MSequence[B_co]):
+    """An `MSequence` whose `thread_type` is fixed: the arguments behind it move up."""
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self,
+            worker: Callable[[], Indexer[B_co]],
+            dset_size: Any,
+            num_workers: int = ...,
+            *,
+            out_type: Literal["null"],
+            **options: Unpack[Keywords],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self,
+            worker: Indexer[B_co],
+            dset_size: Any,
+            num_workers: int = ...,
+            *,
+            out_type: Literal["null"],
+            **options: Unpack[Keywords],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self,
+            worker: Worker,
+            dset_size: Any,
+            num_workers: int = ...,
+            num_converters: int | None = ...,
+            batch_size: int = ...,
+            buffer: int = ...,
+            shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
+            out_type: OutType = ...,
+            seed: int | None = ...,
+            **options: Unpack[Options],
+        ) -> None: ...
+
+        def __init__(
+            self, worker: Any, dset_size: Any, *positions: Any, **options: Any
+        ) -> None: ...
+
+
+class MPSequence(_Kind[B_co]):
     """An `MSequence` of worker processes: for indexers that compute in Python.
 
     Takes the parameters of `MSequence` but ``thread_type``.
     """
 
-    def __init__(
-        self,
-        worker: Any,
-        dset_size: Any,
-        num_workers: int = 4,
-        num_converters: int | None = None,
-        batch_size: int = 32,
-        buffer: int = 10,
-        shuffle: bool = True,  # noqa: FBT001, FBT002 - the position is fixed
-        out_type: Any = "cuda",
-        seed: int | None = None,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(
-            worker, dset_size, num_workers, num_converters, batch_size, buffer, shuffle,
-            "proc", out_type, seed, **options,
-        )  # fmt: skip
+    if not TYPE_CHECKING:
+
+        def __init__(self, worker: Any, dset_size: Any, *rest: Any, **options: Any) -> None:
+            _init(self, "proc", worker, dset_size, *rest, **options)
 
 
-class MTSequence(MSequence):
+class MTSequence(_Kind[B_co]):
     """An `MSequence` of threads: for indexers that read, wait, or compute without the GIL.
 
     Takes the parameters of `MSequence` but ``thread_type``.
     """
 
-    def __init__(
-        self,
-        worker: Any,
-        dset_size: Any,
-        num_workers: int = 4,
-        num_converters: int | None = None,
-        batch_size: int = 32,
-        buffer: int = 10,
-        shuffle: bool = True,  # noqa: FBT001, FBT002 - the position is fixed
-        out_type: Any = "cuda",
-        seed: int | None = None,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(
-            worker, dset_size, num_workers, num_converters, batch_size, buffer, shuffle,
-            "thread", out_type, seed, **options,
-        )  # fmt: skip
+    if not TYPE_CHECKING:
+
+        def __init__(self, worker: Any, dset_size: Any, *rest: Any, **options: Any) -> None:
+            _init(self, "thread", worker, dset_size, *rest, **options)
 
 
-def _signature_without(name: str) -> inspect.Signature:
-    """Return the signature of `MSequence` without one parameter, for help and completion."""
+def _init(made: MSequence[Any], fixed: str, /, *positions: Any, **options: Any) -> None:
+    """Initialise a sequence with a fixed `thread_type`, which others take as their eighth."""
+    if "thread_type" in options:
+        name = type(made).__name__
+        raise TypeError(f"{name}() has no argument 'thread_type', which is {fixed!r} there")
+    before, behind = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
+    initialise: Callable[..., None] = MSequence.__init__
+    if behind:
+        initialise(made, *before, fixed, *behind, **options)
+    else:
+        initialise(made, *before, thread_type=fixed, **options)
+
+
+def _sign() -> None:
+    """Give the classes the signatures that help and completion show."""
     signature = inspect.signature(MSequence)
-    return signature.replace(
-        parameters=[p for p in signature.parameters.values() if p.name != name]
-    )
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    others = [p for p in parameters if p.name != "thread_type"]
+    for kind, shown in ((MSequence, parameters), (MPSequence, others), (MTSequence, others)):
+        setattr(kind, "__signature__", signature.replace(parameters=shown))  # noqa: B010
 
 
-for _kind in (MPSequence, MTSequence):
-    setattr(_kind, "__signature__", _signature_without("thread_type"))  # noqa: B010 - for mypy
+_sign()

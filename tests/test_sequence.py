@@ -110,10 +110,127 @@ def test_unknown_arguments(make: Any, name: str) -> None:
         make(Indices1, 10, **{name: "thread"})
 
 
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("collate_fn", "collate there"),
+        ("sampler", "dset_size"),
+        ("batch_sampler", "batch_size"),
+        ("prefetch_factor", "`buffer`"),
+        ("pin_memory", "out_type='cuda'"),
+        ("pin_memory_device", "out_type='cuda:1'"),
+        ("persistent_workers", "leave it out"),
+        ("worker_init_fn", "__init__"),
+        ("generator", "seed"),
+        ("dataset", "`worker`"),
+        ("multiprocessing_context", "`start_method`"),
+        ("in_order", "`ordered`"),
+        ("num_worker", "did you mean 'num_workers'"),
+        ("batchsize", "did you mean 'batch_size'"),
+        ("zzz", "there are worker, dset_size, num_workers"),
+    ],
+)
+@every_class
+def test_what_to_write_instead(make: Any, keyword: str, hint: str) -> None:
+    """A keyword of DataLoader's, or a misspelled one, says what to use; the class is the user's."""
+    with pytest.raises(TypeError, match=re.escape(hint)) as caught:
+        make(Indices1, 10, **{keyword: 1})
+    assert str(caught.value).startswith(f"{make.__name__}() got an unexpected keyword")
+    assert keyword in str(caught.value)
+
+    class Mine(make):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(TypeError, match=r"^Mine\(\) got an unexpected"):
+        Mine(Indices1, 10, **{keyword: 1})
+
+
+def test_a_generator_for_a_seed() -> None:
+    """It says where the number is."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"seed=.*initial_seed\(\)"):
+        make_small(seed=torch.Generator())
+
+
+def test_no_batch_size() -> None:
+    """batch_size=None says what single samples are here."""
+    with pytest.raises(TypeError, match=r"batch_size=None.*give 1"):
+        make_small(batch_size=None)
+
+
+def test_no_workers() -> None:
+    """num_workers=0 makes every batch in the loop itself, whatever else is asked for."""
+
+    class Where:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot travel, and need not
+
+        def __getitem__(self, indices: Any) -> Any:
+            return indices, threading.get_ident(), cseq.worker_info()
+
+    before = threading.active_count()
+    for make in (MPSequence, MTSequence):
+        manager = make(
+            Where, 10, 0, num_converters=2, batch_size=4, out_type="null", seed=42, timeout=1.0
+        )
+        with manager.start(compat=True) as m:
+            got = list(m)
+            assert threading.active_count() == before
+            assert m.stats().batches == 3
+        assert {ident for _, ident, _ in got} == {threading.get_ident()}
+        assert [info.num_workers for *_, info in got] == [1, 1, 1]
+        indices = [int(i) for batch, *_ in got for i in batch]
+        assert indices == cseq.permutation(10, 42, 0).tolist()
+        assert manager.state_dict()["epoch"] == 1
+    with pytest.raises(ValueError, match="num_workers=-1 is below 0"):
+        make_small(num_workers=-1)
+
+
+def test_warnings_reach_everyone(run_script: RunScript) -> None:
+    """Where no logging is configured, warnings of 'cseq' go to stderr, and nothing below them."""
+    done = run_script("""
+import cseq, numpy as np
+class W:
+    def __getitem__(self, indices):
+        if 3 in indices:
+            raise OSError("unreadable")
+        return indices
+with cseq.MTSequence(W, 4, 1, batch_size=1, out_type="null", on_error="skip").start() as m:
+    print(len(list(m)))
+""")
+    assert (done.returncode, done.stdout) == (0, "3\n")
+    assert re.fullmatch(r"skipped .*unreadable.*\n", done.stderr)
+
+
+# -- what it shows
+
+
+def test_repr() -> None:
+    """It shows samples, batches, workers, seed and state, and finds nothing out for that."""
+    manager = MTSequence(Indices1, 10, 3, batch_size=4, out_type="null", seed=7, shard="auto")
+    assert repr(manager) == (
+        "MTSequence(samples=10, batch_size=4, workers=3 threads, seed=7, shard='auto', "
+        "epoch=0, not started)"
+    )
+    manager = MPSequence(Indices1, 10**7, 0, batch_size=4, out_type="null", shard=(1, 2), seed=3)
+    with manager.start_test() as m:
+        next(iter(m))
+        assert repr(m) == (
+            "MPSequence(samples=10,000,000, batches=1,250,000, batch_size=4, workers=0, seed=3, "
+            "rank 1 of 2, epoch=0, 8 samples in, in its own 'with')"
+        )
+    drawn = make_small()
+    assert f"seed={drawn.seed} (drawn)" in repr(drawn)
+    html = drawn._repr_html_()
+    assert html.startswith("<table>")
+    for text in ("MTSequence", "samples", "10", "not started", f"{drawn.seed} (drawn)"):
+        assert text in html
+
+
 # -- bad input
 
 BAD = [
-    ("num_workers", 0, ValueError),
+    ("batch_size", None, TypeError),
     ("num_workers", -2, ValueError),
     ("num_workers", 2.0, TypeError),
     ("num_workers", True, TypeError),
@@ -721,7 +838,8 @@ def test_the_documented_examples(run_script: RunScript) -> None:
     if torch.cuda.is_available():
         pytest.skip("with CUDA they are on the device")
     done = run_script("import sys\n" + EXAMPLES, "", "numpy")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert re.fullmatch("CUDA is not available: .*\n", done.stderr)  # once, and no word more
     want = [f"tensor([{i}.])" for i in range(512)] + [f"[{i}]" for i in range(512)]
     assert done.stdout.splitlines() == want
 
