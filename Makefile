@@ -4,6 +4,7 @@
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
 #                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
+# make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -24,6 +25,7 @@ TIMES ?= 1
 BENCH_VENV ?= .bench-venv
 FORMATS_VENV ?= .formats-venv
 FORMATS ?=
+FRAMEWORKS_VENV ?= .frameworks-venv
 CASES ?=
 ROUNDS ?= 5
 
@@ -33,7 +35,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test conformance bench measure formats measure-formats stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance bench measure formats measure-formats frameworks recipes stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -56,6 +58,13 @@ $(VENV)/.bench: benchmarks/requirements.txt | $(VENV)/.test
 $(VENV)/.formats: benchmarks/formats/requirements.txt | $(VENV)/.test
 	$(PIP) install --requirement $<
 	$(PY) benchmarks/formats/torchvision_cpu.py
+	touch $@
+
+# fastai and Composer ask for a torchvision that fits the torch here, or for an older torch. Neither is
+# needed by the recipes, so these two come without what they ask for; requirements.txt has the rest.
+$(VENV)/.frameworks: tests/frameworks/requirements.txt tests/frameworks/alone.txt | $(VENV)/.test
+	$(PIP) install --requirement tests/frameworks/requirements.txt
+	$(PIP) install --no-deps --requirement tests/frameworks/alone.txt
 	touch $@
 
 # cseq is there already; what its extra names is added.
@@ -93,6 +102,13 @@ formats:
 measure-formats: build $(VENV)/.formats
 	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or cookbook" $(ARGS)
 	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
+
+# In an environment of its own, too: the frameworks at the versions of tests/frameworks.
+frameworks:
+	$(MAKE) VENV=$(FRAMEWORKS_VENV) recipes
+
+recipes: build $(VENV)/.frameworks
+	$(PY) -m pytest tests/frameworks $(ARGS)
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
@@ -156,4 +172,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(FRAMEWORKS_VENV)

@@ -1,0 +1,50 @@
+"""What the tests of the recipes get: the page's files, on the path and in a folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import recipes as page
+
+with contextlib.suppress(ImportError):
+    import tqdm
+
+    # Its monitor is a thread, and its lock a semaphore, which the check for leaks would find.
+    tqdm.tqdm.monitor_interval = 0
+    tqdm.tqdm.get_lock()
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Frameworks warn of much; what cseq warns of stays an error."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        item.add_marker(pytest.mark.filterwarnings("error:iterating a manager"))
+
+
+@pytest.fixture(scope="session")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write the recipes once, and let them be imported."""
+    folder = tmp_path_factory.mktemp("recipes")
+    page.write(folder)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(autouse=True)
+def folder(recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run each test in an empty folder, on the CPU, without a look at the network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path

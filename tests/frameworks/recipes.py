@@ -1,0 +1,138 @@
+"""The recipes of docs/frameworks.md as files, and what their networks were trained with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SAMPLES, BATCH, EPOCHS = 103, 8, 3
+LENGTH = -(-SAMPLES // BATCH)  # batches in an epoch
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+class Interrupted(Exception):
+    """Ends a training at a step, as an accident would."""
+
+
+class Record(list[list[int]]):
+    """The samples of each batch that a network was trained with; interrupts after some."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.stop_after = stop_after
+
+    def add(self, x: Any) -> None:
+        """Take down a batch; its first column has the samples' numbers."""
+        if len(self) == self.stop_after:
+            raise Interrupted
+        self.append([int(number) for number in x[:, 0]])
+
+
+def write(folder: Path) -> list[str]:
+    """Write the page's blocks into files; return their names."""
+    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    blocks = BLOCK.findall(text)
+    for name, code in blocks:
+        (folder / name).write_text(code, encoding="utf-8")
+    assert len(blocks) == text.count("```python")
+    return [name for name, _ in blocks]
+
+
+def stream(*epochs: int, rank: int = 0, world_size: int = 1, **options: Any) -> list[list[int]]:
+    """Return the samples of each batch of these epochs, as cseq's test mode has them."""
+    import data
+
+    shard = (rank, world_size) if world_size > 1 else None
+    found = []
+    with data.batches(shard=shard, out_type="null", **options).start_test() as batches:
+        for epoch in epochs:
+            batches.set_epoch(epoch)
+            found += [x[:, 0].astype(np.int64).tolist() for x, _ in batches]
+    return found
+
+
+def record_torch(monkeypatch: Any, record: Record, held_out: Record | None = None) -> None:
+    """Take down what `net.Net` is called with while it trains, and while it does not."""
+    import net
+
+    forward = net.Net.forward
+
+    def recording(self: Any, x: Any) -> Any:
+        if self.training:
+            record.add(x)
+        elif held_out is not None:
+            held_out.add(x)
+        return forward(self, x)
+
+    monkeypatch.setattr(net.Net, "forward", recording)
+
+
+def run(command: Sequence[str], folder: Path, recipes: Path) -> str:
+    """Run a script in a folder, the recipes importable, the network the loopback alone."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(recipes), str(ROOT), str(Path(__file__).parent)]),
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def on_two_ranks(
+    module: str,
+    arguments: dict[str, Any],
+    folder: Path,
+    recipes: Path,
+    launcher: Sequence[str] = TORCHRUN,
+) -> list[list[list[int]]]:
+    """Run a recipe's `train` in a group of two, and return what each rank was trained with."""
+    script = str(Path(__file__).with_name("two_ranks.py"))
+    results = [folder / f"rank{rank}.json" for rank in range(2)]
+    for path in results:
+        path.unlink(missing_ok=True)
+    run([*launcher, script, module, json.dumps(arguments)], folder, recipes)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in results]
+
+
+def recorded(
+    monkeypatch: Any, train: Callable[..., Any], stop_after: int | None = None, **options: Any
+) -> Record:
+    """Call a recipe's `train`, to its end or to an interruption; return what it trained with."""
+    record = Record(stop_after)
+    with monkeypatch.context() as patch:
+        record_torch(patch, record)
+        if stop_after is None:
+            train(**options)
+        else:
+            with pytest.raises(Interrupted):
+                train(**options)
+    return record

@@ -1,0 +1,74 @@
+"""Composer trains on cseq's batches, and its checkpoints hold cseq's state.
+
+In a process of its own: Composer imports torchvision, of which this recipe uses nothing and which
+must be built for the torch that is there. What Composer imports of it is made up.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+from recipes import LENGTH, run, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+if find_spec("composer") is None:
+    pytest.skip("composer is not installed", allow_module_level=True)
+
+DRIVER = """
+import importlib.machinery, json, sys
+from unittest import mock
+
+
+class Vision(mock.MagicMock):
+    VisionDataset = type("VisionDataset", (), {})
+    __spec__ = importlib.machinery.ModuleSpec("torchvision", None)
+    __path__ = []
+
+
+sys.modules["torchvision"] = vision = Vision()
+for name in ("datasets", "models", "models.resnet", "ops", "transforms",
+             "transforms.functional", "utils"):
+    sys.modules["torchvision." + name] = vision
+vision.datasets = vision
+
+import net
+import with_composer
+from recipes import Interrupted, Record
+
+forward = net.Net.forward
+
+
+def recording(self, x):
+    record.add(x)
+    return forward(self, x)
+
+
+net.Net.forward = recording
+for options in json.loads(sys.argv[1]):
+    record = Record(options.pop("stop_after", None))
+    try:
+        with_composer.train(**options)
+    except Interrupted:
+        pass
+    print("trained:", list(record))
+"""
+
+
+def test_its_epochs_and_its_resumes(recipes: Path, folder: Path) -> None:
+    """Three epochs are ours; interrupted in mid-epoch and after one, training goes on exactly."""
+    expected = stream(0, 1, 2)
+    runs, batches = [{}], [expected]
+    for taken, interval in [(5, "5ba"), (20, "20ba"), (LENGTH, f"{LENGTH}ba"), (LENGTH, "1ep")]:
+        options = {"interval": interval}
+        runs += [{**options, "stop_after": taken + 2}]
+        runs += [{**options, "load_path": f"checkpoints/{taken}.pt"}]
+        batches += [expected[: taken + 2], expected[taken:]]
+    output = run(["-c", DRIVER, json.dumps(runs)], folder, recipes)
+    prefix = "trained: "
+    found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
+    assert [json.loads(line) for line in found] == batches

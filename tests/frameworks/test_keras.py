@@ -1,0 +1,59 @@
+"""Keras trains on cseq's batches, with torch's and JAX's backends: its epochs, its resumes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+from recipes import LENGTH, run, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+if find_spec("keras") is None:
+    pytest.skip("keras is not installed", allow_module_level=True)
+# A process for each backend, since Keras chooses it when it is imported.
+DRIVER = """
+import json, sys
+import keras
+import with_keras
+from recipes import Interrupted, Record
+
+
+class Recording(keras.Sequential):
+    def train_step(self, *args):
+        record.add(args[-1][0])  # torch's backend has the data alone, JAX's a state before it
+        return super().train_step(*args)
+
+
+for options in json.loads(sys.argv[1]):
+    net = Recording([keras.Input((2,)), keras.layers.Dense(3, activation="softmax")])
+    net.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True, jit_compile=False)
+    record = Record(options.pop("stop_after", None))
+    try:
+        with_keras.train(net, verbose=0, **options)
+    except Interrupted:
+        pass
+    print("trained:", list(record))
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_its_epochs_and_its_resumes(
+    backend: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three epochs are ours; interrupted in mid-epoch and after one, training goes on exactly."""
+    pytest.importorskip(backend)
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    expected = stream(0, 1, 2)
+    runs, batches = [{}], [expected]
+    for every, stop_after, taken in [(5, 17, 10), (5, 20, LENGTH + 5), (LENGTH, 17, LENGTH)]:
+        options = {"folder": f"{every}-{stop_after}", "every": every}
+        runs += [{**options, "stop_after": stop_after}, options]
+        batches += [expected[:stop_after], expected[taken:]]
+    output = run(["-c", DRIVER, json.dumps(runs)], folder, recipes)
+    prefix = "trained: "
+    found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
+    assert [json.loads(line) for line in found] == batches

@@ -1,0 +1,70 @@
+"""Lightning trains on cseq's batches: its epochs, its resumes, its validation, its ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from recipes import EPOCHS, LENGTH, Interrupted, Record, on_two_ranks, record_torch, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("lightning")
+
+
+def fit(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, **options: Any) -> Any:
+    """Run the recipe; return what it trained with and what it held out."""
+    import with_lightning
+
+    record, held_out = Record(stop_after), Record()
+    with monkeypatch.context() as patch:
+        record_torch(patch, record, held_out)
+        options = {"logger": False, "enable_progress_bar": False, **options}
+        if stop_after is None:
+            with_lightning.train(**options)
+        else:
+            with pytest.raises(Interrupted):
+                with_lightning.train(**options)
+    return record, held_out
+
+
+def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three epochs train on ours 0, 1 and 2; a look (two batches) and three epochs are held out."""
+    record, held_out = fit(monkeypatch)
+    order = stream(0, shuffle=False)
+    assert record == stream(0, 1, 2)
+    assert held_out == order[:2] + order * 3
+
+
+@pytest.mark.parametrize("taken", [5, 15, LENGTH, 2 * LENGTH])
+def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    """Interrupted after a checkpoint in mid-epoch or with an epoch's last batch, it goes on."""
+    every = taken if taken % LENGTH == 0 else 5
+    first, _ = fit(monkeypatch, stop_after=taken + 2, every=every)
+    assert first == stream(0, 1, 2)[: taken + 2]
+    rest, _ = fit(monkeypatch, ckpt_path=f"checkpoints/step={taken}.ckpt", every=every)
+    assert rest == stream(0, 1, 2)[taken:]
+
+
+def test_a_limit_ends_epochs_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`limit_train_batches` trains on the beginning of each of our epochs, also after a resume."""
+    limits = {"limit_train_batches": 7, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    record, held_out = fit(monkeypatch, every=3, **limits)
+    expected = [batch for epoch in range(EPOCHS) for batch in stream(epoch)[:7]]
+    assert record == expected
+    assert held_out == stream(0, shuffle=False)[:2] * 3
+    for taken in (9, 15):
+        rest, _ = fit(monkeypatch, ckpt_path=f"checkpoints/step={taken}.ckpt", every=3, **limits)
+        assert rest == expected[taken:]
+
+
+def test_two_ranks(recipes: Path, folder: Path) -> None:
+    """With `strategy="ddp"` each rank trains on its own shard, at first and after a resume."""
+    ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
+    arguments = {"strategy": "ddp", "devices": 2, "every": 1, "logger": False}
+    assert on_two_ranks("with_lightning", arguments, folder, recipes, launcher=()) == ranks
+    for taken in (9, 14):  # in mid-epoch, and after two epochs of seven batches each
+        arguments["ckpt_path"] = f"checkpoints/step={taken}.ckpt"
+        rest = on_two_ranks("with_lightning", arguments, folder, recipes, launcher=())
+        assert rest == [rank[taken:] for rank in ranks]

@@ -1,0 +1,42 @@
+"""The recipes run as a user runs them: each file of the page as a script, to its end."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+from recipes import TORCHRUN, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The script, the library that it needs, and what runs it. Composer needs a torchvision that fits.
+SCRIPTS = [
+    ("with_accelerate", "accelerate", ()),
+    ("with_accelerate", "accelerate", TORCHRUN),
+    ("with_ddp", "torch", TORCHRUN),
+    ("with_fastai", "fastai", ()),
+    ("with_ignite", "ignite", ()),
+    ("with_jax", "flax", ()),
+    ("with_keras", "keras", ()),
+    ("with_lightning", "lightning", ()),
+    ("with_skorch", "skorch", ()),
+    ("with_transformers", "transformers", ()),
+]
+
+
+@pytest.mark.parametrize(("name", "library", "launcher"), SCRIPTS)
+def test_script(
+    name: str,
+    library: str,
+    launcher: tuple[str, ...],
+    recipes: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends well, its resume included."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    run([*launcher, str(recipes / f"{name}.py")], folder, recipes)
