@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -107,7 +108,10 @@ def _drop(run: Run[Any]) -> None:
             closed.set()
 
     # Not a `threading.Thread`: its start takes locks that this very thread may hold.
-    _thread.start_new_thread(close, ())
+    try:
+        _thread.start_new_thread(close, ())
+    except RuntimeError:  # the system has no more threads
+        close()
 
 
 @atexit.register
@@ -116,8 +120,9 @@ def _close_all() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
     for closing in list(_closings):
         closing.wait(max(0.0, deadline - time.monotonic()))
-    for run in list(_runs):
-        run.close()
+    with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+        for run in list(_runs):
+            stack.callback(run.close)
 
 
 def _interrupt_all() -> None:
