@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cseq.threads import Latch
 
-__all__ = ["Run", "close_with"]
+__all__ = ["Run", "await_closings", "close_with"]
 
 EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
 TURN_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
@@ -108,17 +109,26 @@ def _drop(run: Run[Any]) -> None:
             closed.set()
 
     # Not a `threading.Thread`: its start takes locks that this very thread may hold.
-    _thread.start_new_thread(close, ())
+    try:
+        _thread.start_new_thread(close, ())
+    except RuntimeError:  # the system has no more threads
+        close()
+
+
+def await_closings(seconds: float) -> None:
+    """Wait until the runs of dropped owners are closed, at most so long."""
+    deadline = time.monotonic() + seconds
+    for closing in list(_closings):
+        closing.wait(max(0.0, deadline - time.monotonic()))
 
 
 @atexit.register
 def _close_all() -> None:
     """Close all runs at the interpreter's end, and wait for those that are being closed."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    for closing in list(_closings):
-        closing.wait(max(0.0, deadline - time.monotonic()))
-    for run in list(_runs):
-        run.close()
+    await_closings(EXIT_SECONDS)
+    with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+        for run in list(_runs):
+            stack.callback(run.close)
 
 
 def _interrupt_all() -> None:

@@ -190,6 +190,8 @@ def settled_leaks(before: Census) -> Leaks:
         leaks = leaks_since(before)
     if leaks:
         let_end(leaks, time.monotonic() + GRACE)
+        if "cseq.run" in sys.modules:
+            sys.modules["cseq.run"].await_closings(GRACE)  # what was dropped, and is being closed
         gc.collect()
         leaks = leaks_since(before)
     return leaks

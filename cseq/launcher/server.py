@@ -274,6 +274,7 @@ class ForkServerLauncher:
         self._modules: list[str] = []  # that a server has imported before its first fork
         self._cancelled = False
         self._seconds = FOREVER  # that this may take
+        self._suspects: set[str] = set()  # modules in whose import a server has ended
         self._importer: _Server | None = None  # the server that is importing something
         self.importing = ""
         self._children = Children()
@@ -305,19 +306,28 @@ class ForkServerLauncher:
             server = self._start()
             fault = self._furnish(server)
             if fault is None:
-                return server
+                return self._start()  # the same one, unless it has ended
             name, reason = fault
             log.info("module %s is imported by each worker, not by their server: %s", name, reason)
             _unfit[name] = reason
             self._modules.remove(name)
-            server.kill()
-            server.lost = True
+            self._give_up()
         log.info("all modules are imported by each worker: too many are unfit for their server")
         self._modules = []
         return self._start()
 
+    def _give_up(self) -> None:
+        """Let the server end; another one takes its place."""
+        with self._lock:
+            if self._server is not None:
+                self._server.kill()
+                self._server.lost = True
+
     def _furnish(self, server: _Server) -> tuple[str, str] | None:
-        """Have a server import what it lacks; return what it must not have, if so, and why."""
+        """Have a server import what it lacks; return what it must not have, if so, and why.
+
+        If it ends meanwhile, it is another one that has all of it.
+        """
         deadline = time.monotonic() + self._seconds
         while server.has < len(self._modules):
             name = self._modules[server.has]
@@ -331,8 +341,13 @@ class ForkServerLauncher:
             if outcome is None:
                 if self._cancelled:
                     return None
-                late = not server.lost
-                return name, f"it takes more than {self._seconds:g} s" if late else "it ended it"
+                if not server.lost:
+                    return name, f"it takes more than {self._seconds:g} s"
+                if name in self._suspects:
+                    return name, "it ended two of them"
+                self._suspects.add(name)  # the server may have ended for another reason
+                server = self._start()
+                continue
             if outcome == FAILED:
                 log.warning("module %s was to be imported for all workers: it cannot be", name)
             elif outcome != KEPT:
