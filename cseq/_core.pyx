@@ -447,7 +447,6 @@ cdef enum:
     FREE = 0
     TAKEN = 1
     LEASED = 2
-    OWNED = 3
     NOWHERE = 0xFFFFFFFF  # the slot of a ticket whose batch lies in none
     CHUNK = 1024    # slots
     CHUNKS = 4096
@@ -455,26 +454,22 @@ cdef enum:
 
 cdef struct slot_entry:
     uint64_t nbytes   # committed, as far as the trainer knows
-    uint32_t owner    # of an OWNED one
+    int64_t owned     # the number of the worker that owns it, by the books; 0: the trainer's
     uint8_t state
 
 
 @cython.no_gc
 cdef class Slots:
-    """Which slots are free, taken, leased or owned by a worker, and how large they are.
+    """Which slots are free, taken or leased, which a worker owns, and how large they are.
 
     In private memory of the trainer. FREE → TAKEN and TAKEN → LEASED or FREE are the trainer's;
     LEASED → FREE is the lease's, which may be dropped by any thread, also inside garbage
-    collection: a store, no lock. What a worker owns changes in `settle` and `bury`, under `lock`:
-    a spin lock, held for a few instructions. The entries lie in chunks that never move.
+    collection: a store, no lock. The entries lie in chunks that never move.
 
-    ::
-
-        FREE ── acquire ──► TAKEN ── lease ──► LEASED ──► FREE
-                             │  ▲
-                       grant,│  │ settle, bury
-                      settle ▼  │
-                            OWNED
+    A slot that a worker owns is TAKEN. `settle` books that a worker has published a ticket in a slot
+    of its own: it adds the worker's number to the one slot and takes it off the other. So tickets may be
+    settled in any order; in between, `owned` can be negative. Under `lock`: a spin lock, held for a
+    few instructions.
     """
 
     cdef slot_entry* chunk[CHUNKS]
@@ -561,7 +556,7 @@ cdef class Slots:
     def is_taken(self, Py_ssize_t slot):
         """Whether a slot is neither free nor leased nor a worker's."""
         self.check(slot)
-        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN
+        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and self.at(slot).owned <= 0
 
     def release(self, Py_ssize_t slot):
         """Give a taken slot back."""
@@ -573,7 +568,8 @@ cdef class Slots:
     def reclaim(self, Py_ssize_t slot):
         """Give a slot back if it is taken, and neither leased nor owned nor free."""
         self.check(slot)
-        cseq_cas_sc_u8(&self.at(slot).state, TAKEN, FREE)
+        if self.at(slot).owned <= 0:
+            cseq_cas_sc_u8(&self.at(slot).state, TAKEN, FREE)
 
     def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
         """Hand a taken slot out: a `Lease` that gives it back when the last view is gone.
@@ -606,44 +602,33 @@ cdef class Slots:
         self.check(slot)
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        self.at(slot).owner = owner
-        cseq_store_rel_u8(&self.at(slot).state, OWNED)
+        self.at(slot).owned = owner
 
     cdef void seize(self) noexcept nogil:
         while not cseq_cas_sc_u32(&self.lock, 0, 1):
             pass
 
-    cdef void settle(self, uint32_t home, uint32_t slot, uint64_t nbytes) noexcept nogil:
-        """Learn that a ticket posted with slot `home` was published in `slot`, of `nbytes`.
-
-        If they differ, the worker that owned `slot` owns `home` now. Twice is fine.
-        """
-        cdef slot_entry* to
-        cdef slot_entry* back
-        if slot >= self.made or home >= self.made:
+    cdef void settle(self, cseq_cell* c) noexcept nogil:
+        """Book where a ticket lies that was published; once, whoever comes first."""
+        if c.slot >= self.made:  # in none
             return
-        to = self.at(slot)
-        if slot != home:
-            back = self.at(home)
+        if c.slot != c.home:
             self.seize()
-            if cseq_load_acq_u8(&to.state) == OWNED:
-                back.owner = to.owner
-                cseq_store_rel_u8(&back.state, OWNED)
-                cseq_store_rel_u8(&to.state, TAKEN)
+            if c.slot != c.home and c.home < self.made:
+                self.at(c.home).owned += c.by
+                self.at(c.slot).owned -= c.by
+            c.home = c.slot
             cseq_store_rel_u32(&self.lock, 0)
-        to.nbytes = nbytes
+        self.at(c.slot).nbytes = c.capacity
 
     def bury(self, uint32_t owner):
-        """Take what a worker owned that is gone for certain: a list of slots."""
+        """Take what a worker owned that is gone for certain: a list of slots. All that it has
+        published must be settled."""
         cdef Py_ssize_t slot
         taken = []
         for slot in range(self.made):
-            self.seize()
-            mine = cseq_load_acq_u8(&self.at(slot).state) == OWNED and self.at(slot).owner == owner
-            if mine:
-                cseq_store_rel_u8(&self.at(slot).state, TAKEN)
-            cseq_store_rel_u32(&self.lock, 0)
-            if mine:
+            if self.at(slot).owned == owner:
+                self.at(slot).owned = 0
                 taken.append(slot)
         return taken
 
@@ -1231,7 +1216,7 @@ cdef class Ring:
     cdef inline void settle(self, cseq_cell* c) noexcept:
         """Note in which slot a ticket lies that was published."""
         if self.arena is not None:
-            self.arena.settle(c.home, c.slot, c.capacity)
+            self.arena.settle(c)
 
     def alarms(self):
         """How often the trainer was woken: for `wait`, taken before looking for failures."""
@@ -1351,27 +1336,18 @@ cdef class Ring:
     cdef void settle_all(self) noexcept:
         """Note where all published tickets lie, before a dead worker's slots are taken.
 
-        A cell may change meanwhile: its word says so, and whoever takes a ticket settles it first.
+        One that is taken out meanwhile was settled before that.
         """
         cdef uint32_t k
         cdef cseq_cell* c
-        cdef uint64_t word, capacity
-        cdef uint32_t home, slot
+        cdef uint64_t word
         cdef int state
-        if self.arena is None:
-            return
         for k in range(self.r.capacity):
             c = cseq_ring_cell(self.r, k)
-            while True:
-                word = cseq_load_acq_u64(&c.word)
-                state = CSEQ_STATE(word)
-                home, slot, capacity = c.home, c.slot, c.capacity
-                if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
-                    break
-                if cseq_load_acq_u64(&c.word) == word:
-                    if home != slot:
-                        self.arena.settle(home, slot, capacity)
-                    break
+            word = cseq_load_acq_u64(&c.word)
+            state = CSEQ_STATE(word)
+            if state == CSEQ_INDEXED or state == CSEQ_CONVERTING or state == CSEQ_READY:
+                self.settle(c)
 
     def alarm(self):
         """Wake the trainer, whatever it waits for."""
@@ -1513,6 +1489,7 @@ cdef class Seat:
             fields[i] = (<tuple>record)[i]
         if slot >= 0 and slot != c.slot:
             CSEQ_POINT("move")
+            c.by = self.owner
             c.slot = <uint32_t>slot
             c.capacity = capacity
             CSEQ_POINT("moved")

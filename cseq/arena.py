@@ -13,8 +13,8 @@ when the last of them is gone.
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
                                           in a worker: Writer         └─ copied ──────────► free
 
-A worker owns a few slots besides that of its ticket, its *spares*. If arrays in the ticket's slot are
-still alive when the batch is published, the worker keeps that slot and publishes a copy of the batch
+A worker owns a few slots besides that of its ticket, its *spares*. If arrays in the ticket's slot
+are still alive when the batch is published, the worker keeps it and publishes a copy of the batch
 in a spare, which is the trainer's from then on (`Slots.settle`). A kept slot is a spare again when
 nothing in it is alive. Arrays are made in a slot only while there is a spare.
 
@@ -189,7 +189,7 @@ class Need:
         return True
 
     def excess(self, width: int) -> tuple[int, int]:
-        """Tell which slots are too large, those of more than so many bytes; and to what they shrink."""
+        """Tell from how many bytes on a slot is too large, and to how many it shrinks."""
         if self._count < 2 * WINDOW:
             return width, width
         room = _room(max(self._now, self._before), 0, width)
@@ -758,7 +758,7 @@ class Arena:
             self.slots.release(slot)
 
     def _shrink(self, slot: int, nbytes: int) -> None:
-        """Give the pages of a slot back but for the first `nbytes`, where the system can do that."""
+        """Give the pages of a slot back but for the first `nbytes`, if the system can do that."""
         width = self.segment.width
         self._unmap(slot)
         if punch(self.segment.fd, slot * width + nbytes, width - nbytes):

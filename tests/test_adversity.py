@@ -836,7 +836,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool, ahead:
         # Small batches go a way without such places, while there are more to come.
         assert hits >= 5 or (kind == "thread" and ahead == 1)
         if kind == "proc":
-            assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]
+            assert m._run.pool._arena.slots.capacity == 16  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bad", [True, False])
@@ -1410,12 +1410,12 @@ def test_epochs_leave_nothing() -> None:
         for _ in range(2):
             list(m)
         before = census()
-        slots = m._run.pool._arena._slots.capacity  # type: ignore[union-attr]
+        slots = m._run.pool._arena.slots.capacity  # type: ignore[union-attr]
         for _ in range(20):
             for _ in m:
                 pass
         assert census()[:2] == before[:2]
-        assert m._run.pool._arena._slots.capacity == slots  # type: ignore[union-attr]
+        assert m._run.pool._arena.slots.capacity == slots  # type: ignore[union-attr]
 
 
 # -- many at once

@@ -106,17 +106,16 @@ def test_only_what_is_used_is_copied() -> None:
 def test_a_window_is_private_in_a_child() -> None:
     """Arrays of `cseq.empty` are, too; when the last is gone, nothing is copied any more."""
     segment, mapping, through = parts(PAGE)
-    window = Window(mapping)
-    array = window.view(0, np.dtype("u1"), (PAGE,))
+    held = [Window(mapping).view(0, np.dtype("u1"), (PAGE,))]
     whole = mapping.view(0, np.dtype("u1"), (PAGE,))
 
     def act() -> bool:
-        array[:] = 1
-        return bool(array.min() == 1)
+        held[0][:] = 1
+        return bool(held[0].min() == 1)
 
     assert in_child(act)
     assert through.max() == 0
-    del array, window
+    held.clear()
 
     def act_again() -> bool:
         whole[:] = 2

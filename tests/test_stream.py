@@ -959,7 +959,7 @@ def test_epochs_take_no_more_memory() -> None:
             list(itertools.islice(s, epoch % 20))
             s.ask("add", 1, 1)
         # Ten for items, two in work on what was given up, letters and calls; made by the dozen.
-        assert s._run.pool._arena._slots.capacity <= 32  # type: ignore[attr-defined]
+        assert s._run.pool._arena.slots.capacity <= 32  # type: ignore[attr-defined]
 
 
 # -- the end, from any state
@@ -1265,7 +1265,7 @@ class Reading:
 def lost_slots(s: Streams) -> set[int]:
     """Slots that are in use for nothing."""
     pool: Any = s._run.pool
-    slots = pool._arena._slots
+    slots = pool._arena.slots
     free = list(iter(slots.acquire, -1))
     for slot in free:
         slots.release(slot)

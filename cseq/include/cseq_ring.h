@@ -93,8 +93,9 @@ typedef struct {
     uint64_t record[CSEQ_FIELDS];
     /* written at the post; a repost restores `slot` and `capacity` from them */
     uint64_t home_capacity;
-    uint32_t home; /* the slot it was posted with */
-    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS - 12];
+    uint32_t home; /* the slot it was posted with; the trainer writes `slot` here when it has booked
+                      that the two differ */
+    uint32_t by;   /* written by an owner that put the batch into another slot: its number */
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
     char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];

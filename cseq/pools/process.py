@@ -125,7 +125,7 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
 def place_arrays(writer: Writer) -> None:
     """Let numpy make large arrays where the batch is going to lie.
 
-    Only where the system lets its pages be private after a fork, and one thread allocates at a time.
+    Only on Linux, and where one thread allocates at a time.
     """
     if sys.platform == "linux" and HAS_GIL:
         writer.placement = Placement()
