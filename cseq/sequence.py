@@ -887,7 +887,7 @@ class _Kind(MSequence[B_co]):
         ) -> None: ...
 
         def __init__(
-            self, worker: Any, dset_size: Any, *positions: Any, **options: Any
+            self, worker: Any, dset_size: Any = ..., *positions: Any, **options: Any
         ) -> None: ...
 
 
