@@ -44,8 +44,8 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
     """
     if hasattr(os, "memfd_create"):
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        # Kernels with vm.memfd_noexec=1 warn of files without this flag, with 2 they refuse them;
-        # kernels before 6.3 do not know it.
+        # With vm.memfd_noexec=1, kernels warn of files without this flag; with 2, some refuse them
+        # (6.3 to 6.5). Kernels before these do not know it.
         for extra in (NOEXEC_SEAL, 0):
             try:
                 return Descriptor(os.memfd_create, name, flags | extra), True
