@@ -556,6 +556,11 @@ class MSequence(Generic[B_co]):
         """
         return RankSampler(self)
 
+    @property
+    def batch_sampler(self) -> None:
+        """None, as where a DataLoader does not batch: frameworks then look at `sampler`."""
+        return
+
     # -- start, iterate, finish
 
     def start(self, compat: bool | None = None) -> Self:  # noqa: FBT001 - its position is fixed
