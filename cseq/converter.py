@@ -341,6 +341,36 @@ class _Host:
         )
 
 
+def explain_cast(batch: Batch, output: Output) -> str | None:
+    """Say which arrays of a batch look like labels and are about to become floats; None: none do.
+
+    Those are integer arrays beside other arrays, but for images: bytes in more than one dimension.
+    """
+    dtype = output.dtype
+    if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
+        return None
+    arrays: list[Any] = []
+
+    def leaf(value: object) -> object:
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            arrays.append(value)
+        return value
+
+    map_leaves(leaf, batch)
+    labels = []
+    for array in arrays if len(arrays) > 1 else ():
+        name = str(array.dtype).removeprefix("torch.")
+        if name.startswith(("int", "uint")) and (name != "uint8" or len(array.shape) < 2):
+            labels.append(f"{name} of shape {tuple(array.shape)}")
+    if not labels:
+        return None
+    return (
+        f"integer arrays of the first batch ({', '.join(labels)}) become {dtype} on their way to "
+        f"the loop, as dtype={dtype.name!r} says: labels and indices need dtype=None, which keeps "
+        "the type of each array"
+    )
+
+
 # -- at once ------------------------------------------------------------------------------------
 
 

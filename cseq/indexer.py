@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from cseq.edge import Inlet
     from cseq.seeding import Seeds
 
-__all__ = ["Indexer", "Indexing", "advised", "build", "check_worker", "dispose", "length_of"]
+__all__ = [
+    "FirstBatch",
+    "Indexer",
+    "Indexing",
+    "advised",
+    "build",
+    "check_worker",
+    "dispose",
+    "length_of",
+]
 
 log = logging.getLogger("cseq")
 
@@ -147,6 +156,29 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
         log.exception("close() of an indexer raised; it was made by %r", worker)
 
 
+class FirstBatch:
+    """In the place of an indexer until it was called once: shows its first batch to `look`.
+
+    Parameters
+    ----------
+    owner : object
+        Its attribute `indexer` is this, and becomes the indexer.
+    look : callable
+    """
+
+    def __init__(self, owner: Any, look: Callable[[Any], None]) -> None:
+        self._owner = owner
+        self._indexer = owner.indexer
+        self._look = look
+
+    def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
+        """Return the indexer's batch, and leave its place."""
+        self._owner.indexer = self._indexer
+        batch = self._indexer[indices]
+        self._look(batch)
+        return batch
+
+
 class Indexing:
     """The first stage's work: the batch of a ticket's indices, put on the next edge."""
 
@@ -158,7 +190,7 @@ class Indexing:
         convert: Callable[[Any], Any] | None = None,
         seeds: Seeds | None = None,
     ) -> None:
-        self._indexer = indexer
+        self.indexer = indexer
         self._seeds = seeds
         self._loaded = [] if seeds is None else seeds.loaded
         self._desk = desk
@@ -174,7 +206,7 @@ class Indexing:
             if self._loaded:
                 self._seeds.seed()  # type: ignore[union-attr]
             inlet.begin(seat)
-            batch = self._indexer[seat.indices()]
+            batch = self.indexer[seat.indices()]
             if self._convert is not None:
                 batch = self._convert(batch)
             if inlet.give(seat, batch):
@@ -184,4 +216,4 @@ class Indexing:
             inlet.publish(seat, record)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
             first = not seat.ring.batches()[seat.owner - 1]
-            inlet.fail(seat, advised(self._indexer, error) if first else error)
+            inlet.fail(seat, advised(self.indexer, error) if first else error)

@@ -39,6 +39,7 @@ __all__ = [
     "ENTERED",
     "FAILED",
     "LAST_GRACE",
+    "NOTED",
     "READY",
     "STACK_SIGNAL",
     "Keeper",
@@ -48,7 +49,7 @@ __all__ = [
 
 log = logging.getLogger("cseq")
 
-ENTERED, READY, FAILED = b"E", b"R", b"F"
+ENTERED, READY, FAILED, NOTED = b"E", b"R", b"F", b"N"
 HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 
 # Makes a worker write its stacks to the file that it got for them.
@@ -63,7 +64,7 @@ STACK_QUIET = 0.1  # a stack is complete when nothing more has come for so long
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the trainer a message: ENTERED, then READY or FAILED."""
+    """Send the trainer a message: ENTERED, then READY or FAILED; NOTED, a warning, at any time."""
     sock.sendall(HEADER.pack(state, len(body)) + body)
 
 
@@ -94,23 +95,25 @@ class _Ward:
         self.stacks: Descriptor | None = anonymous_file("cseq-stacks")[0]
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> bytes | None:
-        """Take in what came; return the body of FAILED when it is complete."""
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Take in what came; return the complete messages that say more than a state."""
+        messages = []
         buffer = self._buffer
         buffer += data
         while len(buffer) >= HEADER.size:
             state, length = HEADER.unpack_from(buffer)
             end = HEADER.size + length
             if len(buffer) < end:
-                return None
+                break
             body = bytes(buffer[HEADER.size : end])
             del buffer[:end]
             if state == ENTERED:
                 self.entered = now_ns()
-            self.state = state
-            if state == FAILED:
-                return body
-        return None
+            if state != NOTED:
+                self.state = state
+            if body:
+                messages.append((state, body))
+        return messages
 
     @property
     def stacks_fd(self) -> int:
@@ -174,6 +177,7 @@ class Keeper:
         self._owners = owners
         self._local = local if launcher.takes_objects else None
         self._wards: dict[int, _Ward] = {}
+        self._noted = False
         self._lock = threading.Lock()  # around _wards and _closing
         self._closing = False
         self._prepared = Latch()  # the launcher is
@@ -306,9 +310,12 @@ class Keeper:
         if not data:
             self._bury(ward)
             return
-        body = ward.feed(data)
-        if body is not None:
-            self._steward.failed(ward.owner, body)
+        for state, body in ward.feed(data):
+            if state == FAILED:
+                self._steward.failed(ward.owner, body)
+            elif not self._noted:  # one worker speaks for all
+                self._noted = True
+                log.warning("%s", body.decode())
 
     def _bury(self, ward: _Ward) -> None:
         """Make certain that a worker is gone; replace it if the steward says so."""

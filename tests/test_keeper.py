@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cseq import keeper as keeper_module
-from cseq.keeper import ENTERED, FAILED, HEADER, READY, Keeper, _Ward, send_state
+from cseq.keeper import ENTERED, FAILED, HEADER, NOTED, READY, Keeper, _Ward, send_state
 from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
@@ -278,10 +278,12 @@ def test_messages_arrive_in_any_pieces(size: int) -> None:
     """Whatever the pieces are that arrive, also with the bytes of a message in another's body."""
     body = b"why\0\0E" * 3
     for last, told in ((READY, b""), (FAILED, body)):
-        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(last, len(told)) + told
+        noted = HEADER.pack(NOTED, 4) + b"look"
+        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(last, len(told)) + told + noted
         ward = _Ward(1, None)  # type: ignore[arg-type]
-        bodies = [ward.feed(sent[k : k + size]) for k in range(0, len(sent), size)]
-        assert [each for each in bodies if each is not None] == ([body] if last == FAILED else [])
+        pieces = [ward.feed(sent[k : k + size]) for k in range(0, len(sent), size)]
+        failed = [(FAILED, body)] if last == FAILED else []
+        assert [each for piece in pieces for each in piece] == [*failed, (NOTED, b"look")]
         assert ward.state == last
         assert ward.entered > 0
 

@@ -981,3 +981,42 @@ def test_bad_threads_and_preloads(
     """They are refused where the manager is made."""
     with pytest.raises(error, match=re.escape(text)):
         make_small(**options)
+
+
+class Labelled:
+    """Images, and labels of a type."""
+
+    def __init__(self, dtype: str = "i8", images: str = "f4") -> None:
+        self.dtype, self.images = dtype, images
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.zeros((len(indices), 2, 2), self.images), {"y": indices.astype(self.dtype)}
+
+
+HINTED = [
+    (Labelled("i8"), {}, True),
+    (Labelled("u1"), {}, True),
+    (Labelled("f8"), {}, False),
+    (Labelled("i8"), {"dtype": None}, False),
+    (Labelled("i8"), {"dtype": "int64"}, False),
+    (Labelled("i8"), {"out_type": "null"}, False),
+    (Labelled("f4", "u1"), {}, False),  # images
+    (np.arange(8), {}, False),  # alone: perhaps all that there is to learn from
+]
+
+
+@pytest.mark.parametrize("start", ["start", "start_test"])
+@pytest.mark.parametrize("kind", ["MPSequence", "MTSequence"])
+def test_labels_that_become_floats(kind: str, start: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning a start, which names dtype=None, where labels lose their type."""
+    for worker, options, hinted in HINTED:
+        caplog.clear()
+        m = getattr(cseq, kind)(
+            worker, 8, num_workers=2, batch_size=2, **({"out_type": "cpu"} | options)
+        )
+        with getattr(m, start)():
+            for _ in range(2):
+                assert len(list(m)) == 4
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == hinted, (worker, options, told)
+        assert all("dtype=None" in text and "shape (2,)" in text for text in told)

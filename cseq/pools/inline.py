@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cseq import context, failure, indexer
 from cseq._core import Solo
 from cseq.context import here
-from cseq.converter import Converter
+from cseq.converter import Converter, explain_cast
 from cseq.seeding import Seeds
 from cseq.stats import Stats
 
@@ -36,6 +36,7 @@ class InlinePool:
         if job.seed_globals:
             self._solo.seeds = Seeds(self._desk, self._is_making)
             self._solo.loaded = self._solo.seeds.loaded
+        self._made: Any = None  # the indexer
         self.epoch = 0
         self.skipped: list[tuple[int, int, str]] = []
 
@@ -72,12 +73,19 @@ class InlinePool:
         if self._solo.indexer is None:
             left = context.enter(self._desk)
             try:
-                self._solo.indexer = self._build()
+                self._solo.indexer = self._made = self._build()
+                self._solo.indexer = indexer.FirstBatch(self._solo, self._look)
             finally:
                 context.leave(left)
         self._sampler.begin(epoch, consumed)
         self.epoch = epoch
         self._solo.begin()
+
+    def _look(self, batch: Any) -> None:
+        """Warn of labels that become floats."""
+        note = explain_cast(batch, self._job.output)
+        if note is not None:
+            log.warning("%s", note)
 
     def _is_making(self) -> bool:
         """Whether the indexer is at a batch."""
@@ -126,7 +134,7 @@ class InlinePool:
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""
-        made, self._solo.indexer = self._solo.indexer, None
+        made, self._made, self._solo.indexer = self._made, None, None
         self._solo.batches = 0
         if self._solo.seeds is not None:
             self._solo.seeds.close()

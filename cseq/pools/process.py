@@ -30,11 +30,12 @@ from cseq.converter import (
     Receiver,
     cast_dtype,
     converter_kind,
+    explain_cast,
     receive,
 )
 from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.feed import Fed, Feed, wake_at
-from cseq.keeper import FAILED, READY, send_state
+from cseq.keeper import FAILED, NOTED, READY, send_state
 from cseq.launcher import ENTRY
 from cseq.pools.thread import Crew, add_converters
 from cseq.seeding import Seeds
@@ -117,7 +118,15 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     # In a process that the indexer forks, `cseq.empty` is numpy's.
     os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
     inlet = SlotWriter(entered.writer, task.cast)
-    run(seat, indexer.Indexing(made, desk, inlet, seeds=seeds))
+    indexing = indexer.Indexing(made, desk, inlet, seeds=seeds)
+
+    def look(batch: Any) -> None:
+        note = explain_cast(batch, task.output)
+        if note is not None:
+            send_state(sock, NOTED, note.encode())
+
+    indexing.indexer = indexer.FirstBatch(indexing, look)
+    run(seat, indexing)
     desk.rise()
     indexer.dispose(worker, made, copied=True)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
 from cseq._core import HAS_GIL, Block, Ring, Seat, now_ns, ring_bytes
-from cseq.converter import Converter, CudaConverter, receive
+from cseq.converter import Converter, CudaConverter, explain_cast, receive
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Fed, Feed, wake_at
@@ -115,6 +115,7 @@ class ThreadPool(Fed):
         self._edge = Objects(job.buffer)
         self._crew = Crew(self._ring)
         self._closed = False
+        self._noted = False  # one thread speaks for all
         self._starting: dict[int, int] = {}  # owners, and since when they make an indexer
         self.feed = Feed(
             self._ring,
@@ -142,11 +143,20 @@ class ThreadPool(Fed):
         self._starting[seat.owner] = now_ns()
         made = indexer.build(job.worker)
         del self._starting[seat.owner]
+        indexing = indexer.Indexing(made, desk, self._edge, convert=self._converter())
+        indexing.indexer = indexer.FirstBatch(indexing, self._look)
         try:
-            run(seat, indexer.Indexing(made, desk, self._edge, convert=self._converter()))
+            run(seat, indexing)
         finally:
             desk.rise()
             indexer.dispose(job.worker, made, copied=False)
+
+    def _look(self, batch: Any) -> None:
+        """Warn of labels that become floats."""
+        note = explain_cast(batch, self._job.output)
+        if note is not None and not self._noted:
+            self._noted = True
+            log.warning("%s", note)
 
     def _converter(self) -> Callable[[Any], Any] | None:
         """Return what an indexing thread does to its batches itself."""
