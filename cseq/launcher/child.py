@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from cseq.launcher.record import Record
 
 
+# Threads, by name, that a library starts again in a forked process: jemalloc's (in pyarrow).
+FORKING = ("jemalloc_bg_thd",)
+
+
 def begin(start: Start) -> NoReturn:
     """Be what a new interpreter was started for; its garbage collector is off so far."""
     _shield()
@@ -312,10 +316,17 @@ class _Forker:
 
 
 def _tasks() -> set[str]:
-    """List the threads of this process, where the system does."""
+    """List the threads of this process that a fork would lose, where the system lists threads."""
+    found = set()
     with contextlib.suppress(OSError):
-        return set(os.listdir("/proc/self/task"))
-    return set()
+        for task in os.listdir("/proc/self/task"):
+            with (
+                contextlib.suppress(OSError),  # one that has just ended
+                open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file,
+            ):
+                if file.read().strip() not in FORKING:
+                    found.add(task)
+    return found
 
 
 def _files() -> set[tuple[str, str]]:
