@@ -166,7 +166,8 @@ class Ring:
     def awaited(self, ordered: bool = True) -> list[int]: ...
     def ticket(self, cell: int) -> tuple[int, int, int]: ...
     def slots(self) -> list[int]: ...
-    def left_in(self, cell: int) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]: ...
+    def token(self, cell: int) -> int: ...
+    def left_in(self, cell: int) -> tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]: ...
     def abandon(self, cell: int = -1) -> None: ...
     def sweep(self) -> list[tuple[int, int]]: ...
     def held(self, owner: int) -> list[int]: ...
@@ -228,32 +229,58 @@ class Hand:
     def give(self, seat: Seat, batch: Any) -> bool: ...
 
 @final
-class Exchange:
-    ticket: int
-    posted: int
-    taken: int
-    done: int
-    failed: Exception | None
-    torn: bool
+class Consumer:
+    ring: Final[Ring]
     alone: Final[bool]
+    skipped: Final[list[Any]]
+    ticket: Final[int]
+    posted: Final[int]
+    taken: Final[int]
+    done: Final[int]
+    batches: Final[int]
     def __new__(
         cls,
         ring: Ring,
         order: Order,
-        source: list[Any] | tuple[dict[int, Mapping], dict[bytes, Any], int] | None,
+        fill: Callable[[int, NDArray[np.int64]], tuple[int, int]],
+        read: Callable[[], tuple[int, int, Any, BaseException | None]],
+        describe: Callable[[int, BaseException], tuple[BaseException, Any]],
+        *,
+        ordered: bool = True,
+        skip_errors: bool = False,
+        objects: list[Any] | None = None,
+        slots: Slots | None = None,
+        extend: Callable[[], None] | None = None,
+        discard: Callable[[int], None] | None = None,
+        small: tuple[dict[int, Mapping], dict[bytes, Any], int] | None = None,
         convert: Callable[[Any], Any] | None = None,
     ) -> Self: ...
     def begin(
-        self, epoch: int, first: int, full: int, start: int, stride: int, size: int
+        self,
+        epoch: int,
+        first: int,
+        batches: int,
+        full: int,
+        start: int,
+        stride: int,
+        size: int,
     ) -> None: ...
-    def swap(self) -> Any: ...
+    def end(self) -> None: ...
+    @property
+    def over(self) -> bool: ...
+    def refill(self) -> None: ...
+    def peek(
+        self,
+    ) -> tuple[int, int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
+    def step(self) -> Any: ...
+    def next(self) -> Any: ...
 
 @disjoint_base
-class Steps:
+class BatchIterator:
     run: Final[Any]
     present: Final[int]
     def __new__(
-        cls, run: Any, exchange: Exchange | None, long_way: Callable[[], Any], *args: Any
+        cls, run: Any, consumer: Consumer | None, next: Callable[[], Any], *args: Any
     ) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...

@@ -71,12 +71,13 @@ cdef extern from *:
     int CSEQ_POISON
 
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
+cdef uint32_t NO_SLOT = 0xFFFFFFFF  # of a ticket whose batch lies in no slot
 
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies from here on let the GIL go
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
-
+    
 FIELDS = CSEQ_FIELDS
 SMALL = MOST_COPIED
 DEBUG = bool(CSEQ_POISON)
@@ -391,19 +392,24 @@ cdef class Slots:
     """
 
     cdef uint8_t* chunk[CHUNKS]
+    cdef uint64_t* sizes[CHUNKS]  # bytes that are committed; the trainer's
     cdef Py_ssize_t made
     cdef uint64_t held        # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
+    cdef dict lent            # by slot: leases of tickets that are still in the ring
 
     def __cinit__(self, Py_ssize_t capacity=0):
         memset(self.chunk, 0, sizeof(self.chunk))
+        memset(self.sizes, 0, sizeof(self.sizes))
         self.made = 0
         self.held = self.held_bytes = 0
+        self.lent = {}
         self.extend(capacity)
 
     def __dealloc__(self):
         for i in range(CHUNKS):
             PyMem_RawFree(self.chunk[i])
+            PyMem_RawFree(self.sizes[i])
 
     cdef inline uint8_t* at(self, Py_ssize_t slot) noexcept nogil:
         return self.chunk[slot // CHUNK] + slot % CHUNK
@@ -428,54 +434,109 @@ cdef class Slots:
         """Bytes of the slots under lease."""
         return cseq_load_acq_u64(&self.held_bytes)
 
-    def extend(self, Py_ssize_t count):
-        """Make `count` more slots, free."""
+    def extend(self, Py_ssize_t count, uint64_t nbytes=0):
+        """Make `count` more slots, free, each with so many bytes committed."""
         cdef Py_ssize_t upto = self.made + count
         cdef Py_ssize_t i
         if count < 0 or upto > CHUNK * CHUNKS:
             raise ValueError(f"cannot make {count} slots more than {self.made}: "
                              f"at most {CHUNK * CHUNKS} are possible")
         for i in range((upto + CHUNK - 1) // CHUNK):
+            if self.sizes[i] == NULL:
+                self.sizes[i] = <uint64_t*>PyMem_RawCalloc(CHUNK, 8)
             if self.chunk[i] == NULL:
                 self.chunk[i] = <uint8_t*>PyMem_RawCalloc(CHUNK, 1)
-                if self.chunk[i] == NULL:
-                    raise MemoryError("no memory for the table of slots")
+            if self.chunk[i] == NULL or self.sizes[i] == NULL:
+                raise MemoryError("no memory for the table of slots")
+        for i in range(self.made, upto):
+            self.sizes[i // CHUNK][i % CHUNK] = nbytes
         self.made = upto
 
-    def acquire(self):
-        """Take the lowest free slot: its number, or -1 when none is free."""
+    cpdef uint64_t committed(self, Py_ssize_t slot) except? 0:
+        """Bytes that are committed in a slot."""
+        self.check(slot)
+        return self.sizes[slot // CHUNK][slot % CHUNK]
+
+    cpdef int grow(self, Py_ssize_t slot, uint64_t nbytes) except -1:
+        """Learn that so many bytes are committed in a slot, at least."""
+        self.check(slot)
+        cdef uint64_t* size = &self.sizes[slot // CHUNK][slot % CHUNK]
+        size[0] = max(size[0], nbytes)
+        return 0
+
+    cdef Py_ssize_t find_free(self) noexcept:
+        """The lowest free slot, or -1 when none is free."""
         cdef Py_ssize_t slot
         for slot in range(self.made):
             if cseq_load_acq_u8(self.at(slot)) == FREE:  # SYNC: last view of slot is gone
-                cseq_store_rel_u8(self.at(slot), TAKEN)
                 return slot
         return -1
 
-    def release(self, Py_ssize_t slot):
+    cdef void take(self, Py_ssize_t slot) noexcept:
+        """Take a free slot."""
+        cseq_store_rel_u8(self.at(slot), TAKEN)
+
+    def acquire(self):
+        """Take the lowest free slot: its number, or -1 when none is free."""
+        cdef Py_ssize_t slot = self.find_free()
+        if slot >= 0:
+            self.take(slot)
+        return slot
+
+    cpdef int release(self, Py_ssize_t slot) except -1:
         """Give a taken slot back."""
         self.check(slot)
         if cseq_load_acq_u8(self.at(slot)) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
         cseq_store_rel_u8(self.at(slot), FREE)
+        return 0
 
     def reclaim(self, Py_ssize_t slot):
         """Give a slot back if it is taken, and neither leased nor free."""
         self.check(slot)
         cseq_cas_sc_u8(self.at(slot), TAKEN, FREE)
 
-    def lease(self, Py_ssize_t slot, Mapping mapping not None):
-        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
+    def lend(self, Py_ssize_t slot, Mapping mapping not None):
+        """The memory of a taken slot, for a batch that is being decoded.
+
+        Always the same `Lease` until `settle`: what a decode that was interrupted has left behind
+        and the batch of the next one share it.
+        """
         self.check(slot)
-        if not cseq_cas_sc_u8(self.at(slot), TAKEN, LEASED):
+        cdef Lease lease = self.lent.get(slot)
+        if lease is not None:
+            return lease
+        if cseq_load_acq_u8(self.at(slot)) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        cdef Lease lease = Lease.__new__(Lease)
+        lease = Lease.__new__(Lease)
         lease.data = mapping.data
         lease.size = mapping.size
         lease.mapping = mapping
-        lease.slots = self
         lease.slot = slot
+        self.lent[slot] = lease
+        return lease
+
+    cpdef bint settle(self, Py_ssize_t slot) except -1:
+        """The ticket of a taken slot has left the ring. True: the slot is still taken, for the next
+        ticket; False: a `Lease` has it, and frees it when its last view is gone."""
+        cdef Lease lease
+        if not self.lent:
+            return True
+        lease = self.lent.pop(slot, None)
+        if lease is None:
+            return True
+        self.check(slot)
+        if not cseq_cas_sc_u8(self.at(slot), TAKEN, LEASED):
+            raise RuntimeError(f"slot {slot} is not taken")
         cseq_add_sc_u64(&self.held, 1)
-        cseq_add_sc_u64(&self.held_bytes, <uint64_t>mapping.size)
+        cseq_add_sc_u64(&self.held_bytes, <uint64_t>lease.size)
+        lease.slots = self
+        return False
+
+    def lease(self, Py_ssize_t slot, Mapping mapping not None):
+        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
+        lease = self.lend(slot, mapping)
+        self.settle(slot)
         return lease
 
 
@@ -485,7 +546,7 @@ cdef class Lease(Memory):
     """A slot in the user's hands. Its end, on whatever thread, frees the slot."""
 
     cdef Mapping mapping
-    cdef Slots slots
+    cdef Slots slots  # None: the slot still belongs to its ticket
     cdef Py_ssize_t slot
 
     def __dealloc__(self):
@@ -944,11 +1005,15 @@ cdef class Ring:
 
     def vacant(self):
         """A free cell, or -1."""
+        return self.find_vacant()
+
+    cdef int find_vacant(self) noexcept:
+        """A free cell, or -1."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
         for k in range(self.r.capacity):
             if cseq_ring_state(self.r, c) == CSEQ_FREE:
-                return c
+                return <int>c
             c = 0 if c + 1 == self.r.capacity else c + 1
         return -1
 
@@ -1014,6 +1079,10 @@ cdef class Ring:
             k -= 1
         self.first = 0 if self.first + 1 == n else self.first + 1
         self.outstanding -= 1
+
+    cdef uint32_t outstanding_cell(self, uint32_t k) noexcept:
+        """The cell of the ticket at a position of `order`."""
+        return self.order[(self.first + k) % self.r.capacity]
 
     cdef int find(self, bint ordered, int cell) noexcept:
         """Position in `order` of a ticket that can be taken, or -1."""
@@ -1102,6 +1171,10 @@ cdef class Ring:
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
+    def token(self, uint32_t cell):
+        """A number that no other ticket has, nor this one before it is finished."""
+        return cseq_load_acq_u64(&self.at(cell).word)
+
     def slots(self):
         """The slots of all tickets in the ring."""
         cdef uint32_t c
@@ -1110,11 +1183,11 @@ cdef class Ring:
 
     def left_in(self, uint32_t cell):
         """What the runners have left in a cell that is the trainer's, until the next `post` there:
-        (stage that wrote last, status, capacity, the indexer's record, the converter's)."""
+        (stage that wrote last, status, slot, capacity, the indexer's record, the converter's)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
-        return (c.stage, c.status, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
+        return (c.stage, c.status, c.slot, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
                 (f[0], f[1], f[2], f[3], f[4], f[5]))
 
     # -- give up
@@ -1315,60 +1388,92 @@ cdef class Seat:
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
 
 
-# ── the trainer's short way ────────────────────────────────────────────────────────────────
+# ── the trainer's end of the ring ──────────────────────────────────────────────────────────
 
 
 @cython.final
-cdef class Exchange:
-    """The batches of an epoch, counted; and the short way for most of them.
+cdef class Consumer:
+    """The trainer's end of a ring: posts the tickets of an epoch, and takes its batches out.
 
-    `swap` takes the oldest batch out of the ring and posts the next ticket in its cell, in one step:
-    no signal handler comes in between, and (where there is a GIL) no other thread.
+    A ticket leaves the ring in three steps::
+
+        peek     find a ticket that is READY; nothing changes
+        decode   make the batch from what the ticket says; may call anything, may be interrupted
+        commit   free the cell, count the batch, post the next ticket in its place: C alone
+
+    An exception before the commit leaves the ticket where it is: the next call finds it again.
+    No Python code runs between the commit and the return to the caller of `BatchIterator`.
+
+    One thread at a time, but for `step`.
 
     Parameters
     ----------
     ring : Ring
     order : Order
-    source : list, tuple or None
-        Where batches are. A list: the objects, by cell. A tuple ``(mapped, known, most)``: in slots;
-        `Mapping` by slot, and see `copy_array`. None: somewhere else, there is no short way.
-    convert : callable or None
-        Applied to the batch.
+    fill : callable
+        ``fill(k, out)`` writes the indices of batch k of the epoch, where `order` alone does not
+        say them, and returns how many there are and the position of the first one.
+    read : callable
+        Waits for the next batch and decodes it: ``(token, cell, batch, error)``, where `token` is
+        that of `peek`, and `error` is None or what was raised instead of the batch.
+    describe : callable
+        ``describe(cell, error)``: the exception to be raised in the loop, and the entry of
+        `skipped` for it.
+    ordered : bool
+        Batches come out in the order of their tickets, not in that of completion.
+    skip_errors : bool
+        Leave out a batch whose indexer raised, instead of raising.
+    objects : list, optional
+        What threads have made, by cell.
+    slots : Slots, optional
+        Where processes lay their batches; without them, tickets have no slot.
+    extend : callable, optional
+        Makes more slots.
+    discard : callable, optional
+        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
+    small : tuple, optional
+        ``(mapped, known, most)``: one small array is decoded in C; `Mapping` by slot, and see
+        `copy_array`.
+    convert : callable, optional
+        Applied to the batch as the last part of decoding it; `read` does so itself.
 
     Attributes
     ----------
-    ticket : int
-        Number of the next ticket.
     posted, taken : int
         Batches of this epoch.
     done : int
         The same as `taken`, but a batch that raised counts only when the loop went on.
-    failed : Exception or None
-        What `convert` has raised, for the long way to raise; nothing was done then.
-    torn : bool
-        The caller is in the middle of something: there is no short way now.
+    skipped : list
+        What `describe` said of the batches left out.
     """
 
-    cdef Ring ring
+    cdef readonly Ring ring
     cdef Order order
+    cdef object fill, read, describe, extend, discard, convert
+    cdef bint ordered, skip_errors
     cdef list objects
+    cdef Slots slots
     cdef dict mapped
     cdef dict known
     cdef Py_ssize_t most
-    cdef object convert
-    cdef readonly bint alone  # it may be called without a lock: it calls nothing
-    cdef public object failed
-    cdef public bint torn
-    cdef public uint64_t ticket
-    cdef public uint64_t posted
-    cdef public uint64_t taken
-    cdef public uint64_t done
-    cdef uint64_t begun  # how often an epoch was
-    # The epoch: batch k is that of number `first` + k, for k < `full` of `size` samples, from
+    cdef readonly bint alone  # `step` needs no lock: it calls no Python code, and there is a GIL
+    cdef readonly list skipped
+    cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
+    cdef readonly uint64_t ticket  # number of the next one
+    cdef readonly uint64_t posted
+    cdef readonly uint64_t taken
+    cdef readonly uint64_t done
+    # The epoch: batch k has the number `first` + k; for k < `full` it is `size` samples from
     # position `start` + k * `stride` on.
+    cdef readonly uint64_t batches
     cdef uint64_t epoch, first, full, start, stride
     cdef uint32_t size
-    # The latest layout: that of an array of `nbytes`, which lies at `at`.
+    # The indices of the ticket to be posted next, if `next_for` is `posted` + 1.
+    cdef Block next_memory
+    cdef object next_indices
+    cdef uint64_t next_for, next_start
+    cdef uint32_t next_count
+    # The latest layout of a small array: of `nbytes`, at `at`.
     cdef bytes layout
     cdef Py_ssize_t at, nbytes
     cdef cnp.dtype dtype
@@ -1376,44 +1481,173 @@ cdef class Exchange:
     cdef bint fortran
     cdef cnp.npy_intp dims[MAX_DIMS]
 
-    def __cinit__(self, Ring ring not None, Order order not None, source, convert=None):
-        self.ring = ring
-        self.order = order
-        if type(source) is list:
-            self.objects = source
-        elif source is not None:
-            self.mapped, self.known, self.most = source
+    def __cinit__(self, Ring ring not None, Order order not None, fill, read, describe, *,
+                  bint ordered=True, bint skip_errors=False, list objects=None, Slots slots=None,
+                  extend=None, discard=None, small=None, convert=None):
+        self.ring, self.order = ring, order
+        self.fill, self.read, self.describe = fill, read, describe
+        self.ordered, self.skip_errors = ordered, skip_errors
+        self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
+        if small is not None:
+            self.mapped, self.known, self.most = small
         self.convert = convert
         self.alone = GIL and convert is None
+        self.skipped = []
         self.layout = b""
+        self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
+        self.next_indices = self.next_memory.view(
+            0, numpy.dtype(numpy.int64), (ring.r.batch_size,))
 
-    def begin(self, uint64_t epoch, uint64_t first, uint64_t full, uint64_t start, uint64_t stride,
-              uint32_t size):
-        """Begin an epoch.
+    # -- the epoch
+
+    def begin(self, uint64_t epoch, uint64_t first, uint64_t batches, uint64_t full, uint64_t start,
+              uint64_t stride, uint32_t size):
+        """Begin an epoch, wherever the last one stands; nothing of that one will come out.
 
         Parameters
         ----------
         epoch : int
         first : int
             Number of its first batch.
+        batches : int
+            How many there are.
         full : int
-            How many batches can go the short way, from that on: those of full size; or 0.
+            How many of them, from the first on, have all samples.
         start, stride : int
             Position of the first batch's first sample, and from one to the next.
         size : int
             Samples of each.
         """
-        self.epoch = epoch
-        self.first = first
-        self.full = full if self.objects is not None or self.mapped is not None else 0
-        if self.order.indices is not None:
-            self.full = 0
-        self.start = start
-        self.stride = stride
-        self.size = size
-        self.posted = self.taken = self.done = 0
-        self.failed = None
-        self.begun += 1
+        self.ring.abandon()
+        self.decoded = None
+        self.epoch, self.first, self.batches = epoch, first, batches
+        self.full = full if self.order.indices is None else 0
+        self.start, self.stride, self.size = start, stride, size
+        self.posted = self.taken = self.done = self.next_for = 0
+
+    def end(self):
+        """Give up the epoch."""
+        self.ring.abandon()
+        self.decoded = None
+        self.batches = self.posted = self.taken = self.done = self.next_for = 0
+
+    @property
+    def over(self):
+        """Whether no more batches come in this epoch."""
+        return not self.ring.outstanding and self.posted >= self.batches
+
+    # -- posting
+
+    cdef bint is_brief(self) noexcept:
+        """Whether `prepare` needs no Python code and does not take long."""
+        cdef uint64_t end = self.start + self.posted * self.stride + self.size
+        if self.posted >= self.batches or self.next_for == self.posted + 1:
+            return True
+        return self.posted < self.full and (
+            not self.order.shuffle or end <= self.order.order.position + BRIEF)
+
+    cdef int prepare(self) except -1:
+        """Have the indices of the next ticket at hand, so that `commit` only copies them."""
+        cdef uint64_t k = self.posted
+        cdef uint64_t start, number
+        cdef uint32_t count
+        if k >= self.batches or self.next_for == k + 1:
+            return 0
+        number = self.ticket
+        if k < self.full:
+            start, count = self.start + k * self.stride, self.size
+            self.order.write(start, count, <int64_t*>self.next_memory.data)
+        else:
+            count, start = self.fill(k, self.next_indices)
+        if number == self.ticket and k == self.posted:  # no handler has gone on, or begun another
+            self.next_start, self.next_count, self.next_for = start, count, k + 1
+        return 0
+
+    cdef void offer(self, uint32_t cell, uint32_t slot, uint64_t capacity) noexcept:
+        """Post the prepared ticket in a free cell."""
+        memcpy(cseq_ring_indices(self.ring.r, cell), self.next_memory.data,
+               8 * <size_t>self.next_count)
+        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.next_count,
+                        self.next_start, slot, capacity, 0)
+        self.ticket += 1
+        self.posted += 1
+
+    def refill(self):
+        """Post tickets while there are free cells and batches left."""
+        cdef int cell
+        cdef Py_ssize_t slot
+        self.sweep()
+        while self.posted < self.batches:
+            cell = self.ring.find_vacant()
+            if cell < 0:
+                return
+            self.prepare()
+            if self.next_for != self.posted + 1 or self.ring.find_vacant() != cell:
+                continue  # a signal handler has done it, or begun another epoch
+            if self.slots is None:
+                self.offer(cell, NO_SLOT, 0)
+                continue
+            slot = self.slots.find_free()
+            if slot < 0:
+                self.extend()
+            else:
+                self.slots.take(slot)
+                self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
+
+    cdef int sweep(self) except -1:
+        """Free the cells of given-up tickets that no runner works on any more."""
+        cdef Ring ring = self.ring
+        cdef uint32_t k = 0, cell
+        while k < ring.abandoned_count:
+            cell = ring.abandoned[k]
+            if not cseq_ring_cancel(ring.r, cell):
+                k += 1
+                continue
+            if self.discard is not None:
+                self.discard(cell)
+                if k >= ring.abandoned_count or ring.abandoned[k] != cell:
+                    k = 0  # a signal handler has swept
+                    continue
+            self.leave(cseq_ring_cell(ring.r, cell), cell, True)
+            cseq_ring_retire(ring.r, cell)
+            ring.abandoned_count -= 1
+            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+        return 0
+
+    cdef Py_ssize_t leave(self, cseq_cell* c, uint32_t cell, bint release) except -2:
+        """Empty a cell: the slot that its next ticket can have, or -1."""
+        cdef Py_ssize_t slot = -1
+        if self.objects is not None:
+            self.objects[cell] = None
+        if self.slots is not None and c.slot != NO_SLOT:
+            self.slots.grow(c.slot, c.capacity)
+            if self.slots.settle(c.slot):
+                slot = c.slot
+                if release:
+                    self.slots.release(slot)
+        return slot
+
+    # -- peek, decode, commit
+
+    def peek(self):
+        """The next finished ticket: the oldest, or (unordered) any. Nothing changes.
+
+        Returns
+        -------
+        tuple or None
+            (token, cell, status, slot, capacity, record). None: it is not finished.
+        """
+        cdef int k = self.ring.find(self.ordered, -1)
+        cdef uint32_t cell
+        cdef cseq_cell* c
+        cdef uint64_t* f
+        if k < 0:
+            return None
+        cell = self.ring.outstanding_cell(k)
+        c = cseq_ring_cell(self.ring.r, cell)
+        f = c.converted if c.stage else c.record
+        return (cseq_load_acq_u64(&c.word), cell, c.status, c.slot, c.capacity,
+                (f[0], f[1], f[2], f[3], f[4], f[5]))
 
     cdef bint is_known(self, Mapping slot, uint64_t offset, uint64_t length) except -1:
         """Whether a layout in a slot is that of one array; it is the latest one then."""
@@ -1443,7 +1677,10 @@ cdef class Exchange:
         """The batch in a cell's slot, copied, if it is one small array; else None."""
         cdef uint64_t* f = c.record
         cdef uint64_t end = f[0] + f[1] + f[2]
-        cdef Mapping slot = self.mapped.get(c.slot)
+        cdef Mapping slot
+        if self.mapped is None:
+            return None
+        slot = self.mapped.get(c.slot)
         if slot is None or <uint64_t>slot.size < c.capacity or f[3] or not f[1]:
             return None
         if f[0] > <uint64_t>self.most or end > <uint64_t>self.most or end > <uint64_t>slot.size:
@@ -1455,88 +1692,154 @@ cdef class Exchange:
         memcpy(cnp.PyArray_DATA(array), slot.data + self.at, self.nbytes)
         return array
 
-    cpdef object swap(self):
-        """Take the oldest batch, which must be ready, and post the next one.
+    cdef object decode(self, uint32_t cell):
+        """The batch in a cell, if C alone can make it; else None. It is not converted."""
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        if c.status:
+            return None
+        if self.objects is not None:
+            return self.objects[cell]
+        return None if c.stage else self.copied(c)
+
+    cdef int commit(self, uint32_t k) except -1:
+        """Take the ticket at position `k` of the outstanding ones out; post the next in its cell."""
+        cdef Ring ring = self.ring
+        cdef uint32_t cell = ring.outstanding_cell(k)
+        cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
+        cdef bint more = self.posted < self.batches and self.next_for == self.posted + 1
+        cdef Py_ssize_t slot = self.leave(c, cell, not more)
+        self.decoded = None
+        ring.free(c, k)
+        self.taken += 1
+        if not more:
+            return 0
+        if self.slots is None:
+            self.offer(cell, NO_SLOT, 0)
+            return 0
+        if slot < 0:
+            slot = self.slots.find_free()
+            if slot < 0:
+                return 0  # `refill` makes more
+            self.slots.take(slot)
+        self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
+        return 0
+
+    cpdef object step(self):
+        """Take the next batch, if it is ready, and C alone can decode it and post the next ticket.
 
         Returns
         -------
         object or None
-            The batch. None: that is not possible in the short way, and nothing has changed.
+            The batch. None: nothing has changed.
         """
-        cdef Ring ring = self.ring
-        cdef cseq_cell* c
-        cdef uint32_t cell
-        cdef uint64_t word, start, begun
-        if self.torn or self.posted >= self.full or not ring.outstanding:
+        cdef int k
+        if self.convert is not None or not self.is_brief():
             return None
-        cell = ring.order[ring.first]
-        start = self.start + self.posted * self.stride
-        # A longer way to shuffle lets go of the GIL.
-        if self.order.shuffle and start + self.size > self.order.order.position + BRIEF:
+        k = self.ring.find(self.ordered, -1)
+        if k < 0:
             return None
-        if not cseq_ring_ready(ring.r, cell):
-            return None
-        c = cseq_ring_cell(ring.r, cell)
-        if c.status or c.stage:
-            return None
-        word, begun = cseq_load_acq_u64(&c.word), self.begun
-        batch = self.objects[cell] if self.objects is not None else self.copied(c)
+        batch = self.decode(self.ring.outstanding_cell(k))
         if batch is None:
             return None
+        self.prepare()
+        PyErr_CheckSignals()
+        # A handler may have called anything, `step` too.
+        if k != self.ring.find(self.ordered, -1) or self.next_is_missing():
+            return None
+        self.commit(k)
+        self.done = self.taken
+        return batch
+
+    cdef bint next_is_missing(self) noexcept:
+        """Whether there is a ticket to be posted next, and it is not prepared."""
+        return self.posted < self.batches and self.next_for != self.posted + 1
+
+    def next(self):
+        """Take the next batch.
+
+        Raises
+        ------
+        StopIteration
+            The epoch is over.
+        """
+        cdef int k
+        cdef uint32_t cell
+        while True:
+            if self.decoded is None:
+                self.decoded = self.decode_next()
+            token, cell, batch, error = self.decoded
+            if error is not None:
+                error, entry = self.describe(cell, error)
+            self.prepare()
+            if self.slots is not None and self.slots.find_free() < 0:
+                self.extend()
+            PyErr_CheckSignals()
+            # What was called may have called anything: is it the same ticket still?
+            k = self.ring.place(cell)
+            if k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token:
+                self.decoded = None
+                continue
+            if self.next_is_missing():
+                continue
+            self.commit(<uint32_t>k)
+            if error is None:
+                self.done = self.taken
+                return batch
+            if not self.skip_errors or not isinstance(error, Exception):
+                raise error
+            self.done = self.taken
+            self.skipped.append(entry)
+
+    cdef tuple decode_next(self):
+        """Decode the next ticket: as `read` does, and without it if C can."""
+        cdef uint32_t cell
+        cdef int k = self.ring.find(self.ordered, -1)
+        if k < 0:
+            return self.read()
+        cell = self.ring.outstanding_cell(k)
+        token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
+        batch = self.decode(cell)
+        if batch is None:
+            return self.read()
         if self.convert is not None:
             try:
                 batch = self.convert(batch)
+            except MemoryError:
+                raise
             except Exception as error:
-                self.failed = error
-                return None
-            if batch is None:
-                return None
-        PyErr_CheckSignals()
-        # Whoever was called here may have called everything else.
-        if (self.begun != begun or not ring.outstanding or ring.order[ring.first] != cell
-                or cseq_load_acq_u64(&c.word) != word or self.torn):
-            return None
-        ring.free(c, 0)
-        if self.objects is not None:
-            self.objects[cell] = None
-        self.taken += 1
-        self.done = self.taken
-        self.order.write(start, self.size, cseq_ring_indices(ring.r, cell))
-        ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.size, start, c.slot,
-                   c.capacity, 0)
-        self.ticket += 1
-        self.posted += 1
-        return batch
+                return token, cell, None, error
+        return token, cell, batch, None
 
 
-cdef class Steps:
-    """An iterator over batches. It takes the short way whenever there is one.
+cdef class BatchIterator:
+    """An iterator over the batches of an epoch.
 
     Parameters
     ----------
     run : object
-        `present` is the same for as long as this iterator may go on; `turn` is held on the long way.
-    exchange : Exchange or None
-        The short way.
-    long_way : callable
+        `present` is the same for as long as this iterator may go on; `turn` is a lock, held where
+        Python code may run.
+    consumer : Consumer or None
+        None: there is no ring.
+    next : callable
+        Returns the next batch.
     """
 
     cdef readonly object run
     cdef readonly object present
-    cdef object long_way
-    cdef Exchange exchange
+    cdef object next
+    cdef Consumer consumer
 
-    def __cinit__(self, run, Exchange exchange, long_way, *args):
-        self.run, self.present, self.long_way = run, run.present, long_way
-        self.exchange = exchange
+    def __cinit__(self, run, Consumer consumer, next, *args):
+        self.run, self.present, self.next = run, run.present, next
+        self.consumer = consumer
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        # A loop's `for` runs no signal handler between what comes from here and its variable.
-        if self.exchange is not None and self.exchange.alone and self.run.present == self.present:
-            batch = self.exchange.swap()
+        if self.consumer is not None and self.consumer.alone and self.run.present == self.present:
+            batch = self.consumer.step()
             if batch is not None:
                 return batch
         turn = self.run.turn
@@ -1546,11 +1849,7 @@ cdef class Steps:
                 raise InterruptedError(
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
-            if self.exchange is not None and not self.exchange.alone:
-                batch = self.exchange.swap()
-                if batch is not None:
-                    return batch
-            return self.long_way()
+            return self.next()
         finally:
             turn.release()
 

@@ -436,6 +436,8 @@ class Arena:
     ----------
     segment : Segment
         The file, for the workers.
+    slots : Slots
+        Which of them are in use.
     memory_limit : int
         In bytes.
     copies : int
@@ -449,19 +451,18 @@ class Arena:
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots()
         self.copies = 0
-        self._slots = Slots(0)
-        self._capacity: list[int] = []
+        self.slots = Slots(0)
         self.mapped: dict[int, Mapping] = {}
 
     @property
     def leased(self) -> int:
         """Slots that are in the user's hands."""
-        return self._slots.leased
+        return self.slots.leased
 
     @property
     def leased_bytes(self) -> int:
         """Bytes that are committed in them."""
-        return self._slots.leased_bytes
+        return self.slots.leased_bytes
 
     def acquire(self) -> int:
         """Take the lowest free slot, or a new one.
@@ -471,36 +472,35 @@ class Arena:
         MemoryError
             If there is no room for a new one.
         """
-        slot = self._slots.acquire()
-        if slot < 0:
-            self._extend()
-            slot = self._slots.acquire()
-        if not self._capacity[slot]:
-            self._found(slot)
+        slot = self.slots.acquire()
+        while slot < 0:
+            self.extend()
+            slot = self.slots.acquire()
         return slot
 
     def release(self, slot: int) -> None:
         """Give a slot back whose batch is not wanted."""
-        self._slots.release(slot)
+        self.slots.release(slot)
 
     def reclaim(self, slot: int) -> None:
         """Give a slot back unless a lease has done that, or will do it."""
-        self._slots.reclaim(slot)
+        self.slots.reclaim(slot)
 
     def keep(self, slots: Sequence[int]) -> None:
         """Give all slots back but these; those under lease stay so."""
-        for slot in set(range(self._slots.capacity)).difference(slots):
-            self._slots.reclaim(slot)
+        for slot in set(range(self.slots.capacity)).difference(slots):
+            self.slots.reclaim(slot)
 
     def capacity(self, slot: int) -> int:
         """Bytes that are committed in a slot."""
-        return self._capacity[slot]
+        return self.slots.committed(slot)
 
-    def take(self, slot: int, used: int, capacity: int) -> Memory:
-        """Get what lies in the first `used` bytes of a slot, to keep; the slot is given back.
+    def lend(self, slot: int, used: int, capacity: int) -> Memory:
+        """Get what lies in the first `used` bytes of a taken slot, to keep.
 
-        Either the slot itself, leased: it is free again when the last view of the memory is gone.
-        Or, for a small batch and when too many are held, a copy.
+        Either the slot itself, under a lease that counts from `Slots.settle` on: then it is free
+        again when the last view of the memory is gone. Or, for a small batch and when too many
+        are held, a copy.
 
         Parameters
         ----------
@@ -513,15 +513,20 @@ class Arena:
         Raises
         ------
         MemoryError
-            If there is no room for the copy, or for a mapping; the slot stays taken then.
+            If there is no room for the copy, or for a mapping.
         """
         if used > SMALL:
             mapping = self.look(slot, capacity)
             if self._may_lease(mapping.nbytes):
-                return self._slots.lease(slot, mapping)
+                return self.slots.lend(slot, mapping)
             self._count_copy()
-        memory = self.copy(slot, used, capacity)
-        self._slots.release(slot)
+        return self.copy(slot, used, capacity)
+
+    def take(self, slot: int, used: int, capacity: int) -> Memory:
+        """Get what lies in a taken slot, as `lend`, and give the slot back."""
+        memory = self.lend(slot, used, capacity)
+        if self.slots.settle(slot):
+            self.slots.release(slot)
         return memory
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
@@ -540,31 +545,29 @@ class Arena:
         self.mapped.clear()
         self.segment.close()
 
-    def _extend(self) -> None:
-        """Make more slots: some at first, then a quarter more each time."""
-        made = self._slots.capacity
+    def extend(self) -> None:
+        """Make more slots: some at first, then a quarter more each time.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room for them.
+        """
+        made = self.slots.capacity
         count = min(max(16, made // 4), self.segment.slots - made)
         if count <= 0:
             raise MemoryError(f"all {made} slots of shared memory are in use: hold fewer batches")
-        self._capacity[made:] = [0] * count  # first: an exception may come between the two
-        self._slots.extend(count)
-
-    def _found(self, slot: int) -> None:
-        """Commit the first bytes of a slot."""
-        try:
+        for slot in range(made, made + count):
             commit(self.segment.fd, slot * self.segment.width, FIRST)
-        except BaseException:
-            self._slots.release(slot)
-            raise
-        self._capacity[slot] = FIRST
+        self.slots.extend(count, FIRST)
 
     def _map(self, slot: int, capacity: int) -> Mapping:
         """Map all of a slot that is committed, in the place of what was mapped before it grew."""
-        self._capacity[slot] = max(capacity, self._capacity[slot])
+        self.slots.grow(slot, capacity)
         segment, before = self.segment, self.mapped.get(slot)
         if before is not None and self._locks is not None:
             self._locks.unregister(before)  # its last batch is gone, or it were not taken
-        mapping = Mapping(segment.fd, slot * segment.width, self._capacity[slot])
+        mapping = Mapping(segment.fd, slot * segment.width, self.slots.committed(slot))
         if self._locks is not None:
             self._locks.register(mapping)
         self.mapped[slot] = mapping
@@ -572,7 +575,7 @@ class Arena:
 
     def _may_lease(self, nbytes: int) -> bool:
         """Whether one more slot may be in the user's hands."""
-        slots = self._slots
+        slots = self.slots
         limit = min(MAX_LEASED, self.segment.slots // 2)
         return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
 

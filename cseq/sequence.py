@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cseq import converter, indexer, payload
-from cseq._core import ALGORITHM, Steps
+from cseq._core import ALGORITHM, BatchIterator
 from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, seconds
 from cseq.launcher import start_methods
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self, TypedDict, Unpack
 
-    from cseq._core import Exchange
+    from cseq._core import Consumer
     from cseq.pools import Pool
 
     class Options(TypedDict, total=False):
@@ -80,7 +80,7 @@ ALLOWED = {
 }
 
 
-class Epoch(Steps):
+class Epoch(BatchIterator):
     """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it.
 
     Threads may share it: each batch goes to one of them.
@@ -91,11 +91,11 @@ class Epoch(Steps):
     def __init__(
         self,
         run: Run[Pool],
-        exchange: Exchange | None,
-        long_way: Callable[[], Any],
+        consumer: Consumer | None,
+        following: Callable[[], Any],
         manager: MSequence,
     ) -> None:
-        del run, exchange, long_way  # are the base class's
+        del run, consumer, following  # are the base class's
         self._manager = manager  # keeps it, and with it the pool, alive
 
 
@@ -443,7 +443,7 @@ class MSequence:
             with run.turn:
                 run.pool.begin(epoch, self._consumed)
             self._begun, self._consumed = True, 0
-            return Epoch(run, run.pool.exchange, run.pool.next, self)
+            return Epoch(run, run.pool.consumer, run.pool.next, self)
 
     # -- leave off and resume
 
