@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         discard: Callable[[int], None]
         small: tuple[dict[int, Mapping], dict[bytes, Any], int]
 
+
 __all__ = [
     "NO_SLOT",
     "Importer",
