@@ -491,11 +491,6 @@ cdef class Slots:
         cseq_store_rel_u8(self.at(slot), FREE)
         return 0
 
-    def reclaim(self, Py_ssize_t slot):
-        """Give a slot back if it is taken, and neither leased nor free."""
-        self.check(slot)
-        cseq_cas_sc_u8(self.at(slot), TAKEN, FREE)
-
     def lend(self, Py_ssize_t slot, Mapping mapping not None):
         """The memory of a taken slot, for a batch that is being decoded.
 
@@ -880,6 +875,9 @@ cdef class Ring:
         The most indices a ticket can have.
     runners : int
         Owners are numbered from 1 to this.
+    calls : int
+        0: runners share the ring, and each claims any ticket. Else it is a queue of one runner,
+        which claims in the order of the posts, and looks at the last `calls` cells first.
     """
 
     cdef cseq_ring* r
@@ -900,7 +898,7 @@ cdef class Ring:
     cdef readonly uint64_t taken_bytes  # of slots
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
-                  uint32_t runners=1):
+                  uint32_t runners=1, uint32_t calls=0):
         self.memory = memory
         self.r = <cseq_ring*>memory.data
         if capacity:
@@ -909,7 +907,10 @@ cdef class Ring:
                                  f"{runners} runners does not fit into {memory.size} bytes")
             if runners > 0xFFFF:
                 raise ValueError(f"runners={runners} exceeds 65535")
-            cseq_ring_init(self.r, capacity, batch_size, runners)
+            if calls and (calls >= capacity or runners > 1):
+                raise ValueError(f"a queue has one runner and more than calls={calls} cells, not "
+                                 f"{runners} and {capacity}")
+            cseq_ring_init(self.r, capacity, batch_size, runners, calls)
         elif not cseq_ring_fits(self.r, <uint64_t>memory.size):
             raise ValueError("there is no ring of this version of cseq in this memory")
         self.order = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
@@ -1018,9 +1019,8 @@ cdef class Ring:
         return -1
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-             uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0,
-             uint32_t owner=0):
-        """Offer a ticket, its indices written, in a free cell; to one runner if `owner` is given.
+             uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0):
+        """Offer a ticket, its indices written, in a free cell.
 
         `start` is the position of the first sample in the order of the epoch. The
         runners are woken when `wake_at` tickets have gathered and whenever the trainer waits, but
@@ -1031,12 +1031,25 @@ cdef class Ring:
             raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
         if cseq_ring_state(self.r, cell) != CSEQ_FREE:
             raise RuntimeError(f"cell {cell} is not free")
-        self.offer(cell, ticket, epoch, batch, count, start, slot, capacity, owner)
+        self.offer(cell, ticket, epoch, batch, count, start, slot, capacity)
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity,
-                    uint32_t owner) noexcept:
+                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity) noexcept:
         """`post`, in a cell that is free."""
+        self.fill(cell, epoch, batch, count, start, slot, capacity)
+        if not self.outstanding:
+            cseq_ring_begin(self.r, cell)
+        self.order[(self.first + self.outstanding) % self.r.capacity] = cell
+        self.outstanding += 1
+        self.next_cell = (cell + 1) % self.r.capacity
+        cseq_ring_post(self.r, cell, ticket)
+        self.unwoken += 1
+        if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
+            self.wake()
+
+    cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
+                   uint64_t start, uint32_t slot, uint64_t capacity) noexcept:
+        """Write what a ticket says into a free cell."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
@@ -1046,15 +1059,6 @@ cdef class Ring:
         c.capacity = capacity
         cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
-        if not self.outstanding:
-            cseq_ring_begin(self.r, cell)
-        self.order[(self.first + self.outstanding) % self.r.capacity] = cell
-        self.outstanding += 1
-        self.next_cell = (cell + 1) % self.r.capacity
-        cseq_ring_post(self.r, cell, ticket, owner)
-        self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
-            self.wake()
 
     cpdef void wake(self) noexcept:
         """Wake the runners that sleep for want of tickets."""
@@ -1171,15 +1175,13 @@ cdef class Ring:
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
+    def start(self, uint32_t cell):
+        """The first of what a cell's ticket asks for: a position in the order, or an item."""
+        return self.at(cell).start
+
     def token(self, uint32_t cell):
         """A number that no other ticket has, nor this one before it is finished."""
         return cseq_load_acq_u64(&self.at(cell).word)
-
-    def slots(self):
-        """The slots of all tickets in the ring."""
-        cdef uint32_t c
-        return [cseq_ring_cell(self.r, c).slot for c in range(self.r.capacity)
-                if cseq_ring_state(self.r, c) != CSEQ_FREE]
 
     def left_in(self, uint32_t cell):
         """What the runners have left in a cell that is the trainer's, until the next `post` there:
@@ -1568,7 +1570,7 @@ cdef class Consumer:
         memcpy(cseq_ring_indices(self.ring.r, cell), self.next_memory.data,
                8 * <size_t>self.next_count)
         self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.next_count,
-                        self.next_start, slot, capacity, 0)
+                        self.next_start, slot, capacity)
         self.ticket += 1
         self.posted += 1
 
@@ -1850,6 +1852,678 @@ cdef class BatchIterator:
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
             return self.next()
+        finally:
+            turn.release()
+
+
+# ── the trainer's end of a stream's ring ───────────────────────────────────────────────────
+
+cdef enum:
+    ITEMS = 0           # what a ticket asks for; see producer.py
+    BEGIN = 1
+    CALL = 2
+    REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
+
+cdef uint64_t TICKET_BYTES = 1 << 16    # what a ticket of several items should take at most
+cdef uint64_t TICKET_NS = 5_000_000     # and how long it should
+cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
+cdef uint64_t TICKETS = <uint64_t>1 << 40
+
+
+@cython.final
+@cython.no_gc
+cdef class Request:
+    """Something for a worker, in a slot that is taken for as long as this object exists.
+
+    Parameters
+    ----------
+    slots : Slots
+
+    Attributes
+    ----------
+    slot : int
+        The lowest one that was free; -1: there was none.
+    """
+
+    cdef Slots slots
+    cdef readonly Py_ssize_t slot
+    cdef int64_t words[REQUEST_WORDS]
+
+    def __cinit__(self, Slots slots not None):
+        memset(self.words, 0, sizeof(self.words))
+        self.slots = slots
+        self.slot = slots.find_free()
+        if self.slot >= 0:
+            slots.take(self.slot)
+
+    def __dealloc__(self):
+        if self.slot >= 0:
+            cseq_store_rel_u8(self.slots.at(self.slot), FREE)
+
+    def locate(self, uint64_t capacity, record):
+        """Say where in the slot it lies: of how many committed bytes, and its `codec.Record`."""
+        cdef int k
+        self.slots.grow(self.slot, capacity)
+        self.words[0], self.words[1] = self.slot, <int64_t>capacity
+        for k in range(4):
+            self.words[2 + k] = record[k]
+
+
+@cython.final
+cdef class StreamConsumer:
+    """The trainer's end of one worker's ring: asks for items ahead, and takes them out.
+
+    The ring is a queue: tickets of an epoch are in the `outstanding` cells before `next_cell`, and
+    leave it oldest first, or (given up) all together. A ticket leaves as one of a batch does::
+
+        peek     the oldest ticket is READY; nothing changes
+        decode   make its items from what lies in its slot; may call anything, may be interrupted
+        commit   free cell and slot, the items into the ready queue, all books: C alone
+
+    And so does an item: once it is the first of the ready queue, and more have been asked for, it is
+    handed out with all that counts it in one step (`ItemReader`).
+
+    Parameters
+    ----------
+    ring : Ring
+    slots : Slots
+    read : callable
+        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, error, failed,
+        ended, nbytes, ns)``. `token` is that of `peek`; `error` is what was raised behind the items,
+        or None, and `failed` says so; `ended`: nothing follows; they took so many bytes, and so long.
+    extend : callable
+        Makes more slots.
+    number : int
+        The worker's.
+    prefetch : int
+        The most items that are asked for, being made, or ready.
+    depth : int
+        The most tickets that ask for them.
+    most : int
+        The most items of a ticket.
+
+    Attributes
+    ----------
+    over : bool
+        Nothing more comes out of the ring.
+    failed : str
+        What has ended the stream, if an exception has.
+    names : list of str
+        What the calls in the ring's cells are.
+    tickets, items, nbytes : int
+        Taken out of the ring so far.
+    """
+
+    cdef readonly Ring ring
+    cdef readonly uint32_t number
+    cdef Slots slots
+    cdef object read, extend
+    cdef uint32_t depth
+    cdef uint64_t prefetch, most
+    # Tickets.
+    cdef uint32_t round, next_cell, outstanding
+    cdef uint64_t ticket            # number of the next one
+    cdef int calling                # the cell of the call that is under way; -1: none
+    cdef list assignments, calls    # by cell: the `Request`s that its ticket refers to
+    cdef readonly list names
+    # The epoch.
+    cdef uint64_t epoch
+    cdef Request assignment
+    cdef readonly bint over
+    cdef uint64_t start             # the next item to ask for
+    cdef uint64_t asked             # items in tickets
+    cdef uint64_t unwoken           # those of them that were asked for since the worker was woken
+    cdef list ready
+    cdef Py_ssize_t at              # of the ready items, the next one
+    cdef object error               # to be raised behind them
+    cdef readonly str failed
+    # How many items the next ticket asks for.
+    cdef uint64_t count
+    cdef uint64_t pace              # ns that an item of the last ticket took
+    cdef bint quick                 # so little that waking a worker is not nothing
+    cdef readonly uint64_t tickets, items, nbytes
+
+    def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
+                  uint64_t prefetch, uint32_t depth, uint64_t most):
+        self.ring, self.slots, self.read, self.extend = ring, slots, read, extend
+        self.number, self.prefetch, self.depth, self.most = number, prefetch, depth, most
+        self.round = cseq_ring_round(ring.r)
+        self.calling = -1
+        self.assignments = [None] * ring.r.capacity
+        self.calls = [None] * ring.r.capacity
+        self.names = [""] * ring.r.capacity
+        self.over = True
+        self.ready = []
+        self.failed = ""
+        self.count = 1
+        self.pace = UNKNOWN_PACE
+
+    @property
+    def received(self):
+        """Items of this epoch that have come out of the ring."""
+        return self.start - self.asked
+
+    @property
+    def delivered(self):
+        """Items of this epoch that have been handed out."""
+        return self.start - self.asked - <uint64_t>(len(self.ready) - self.at)
+
+    def taken_slots(self):
+        """The slots of its tickets, and of the requests that they refer to."""
+        cdef uint32_t c
+        cdef set found = set()
+        requests = {self.assignment, *self.assignments, *self.calls} - {None}
+        for c in range(self.ring.r.capacity):
+            if cseq_ring_state(self.ring.r, c) != CSEQ_FREE:
+                found.add(cseq_ring_cell(self.ring.r, c).slot)
+        return found | {request.slot for request in requests}
+
+    # -- tickets
+
+    cdef uint32_t cell_before(self, uint32_t k) noexcept:
+        """The cell of the queue that is so many before the next one to post in."""
+        return (self.next_cell + self.round - k) % self.round
+
+    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, Py_ssize_t slot,
+                   Request call):
+        """Post a ticket in a free cell, with a free slot for the answer."""
+        cdef Ring ring = self.ring
+        cdef int64_t* words = cseq_ring_indices(ring.r, cell)
+        self.slots.take(slot)
+        if self.assignment is not None:
+            memcpy(words + REQUEST_WORDS, self.assignment.words, sizeof(self.assignment.words))
+        if call is not None:
+            memcpy(words, call.words, sizeof(call.words))
+        self.assignments[cell], self.calls[cell] = self.assignment, call
+        ring.fill(cell, self.epoch, kind, <uint32_t>count, self.start, <uint32_t>slot,
+                  self.slots.committed(slot))
+        cseq_ring_post(ring.r, cell, self.ticket)
+        self.ticket = (self.ticket + 1) % TICKETS
+        ring.unwoken += 1
+
+    cdef void append(self, uint64_t kind, uint64_t count, Py_ssize_t slot):
+        """Post a ticket behind the others."""
+        self.post(self.next_cell, kind, count, slot, None)
+        self.next_cell = (self.next_cell + 1) % self.round
+        self.outstanding += 1
+        self.start += count
+        self.asked += count
+        self.unwoken += count
+
+    cdef Py_ssize_t find_slot(self) except -2:
+        """A free slot for the answer to a ticket behind the others; -1: look at everything again."""
+        cdef Py_ssize_t slot
+        self.sweep()
+        if cseq_ring_state(self.ring.r, self.next_cell) != CSEQ_FREE:
+            raise RuntimeError("the ring of this stream is full, which it never should be")
+        slot = self.slots.find_free()
+        if slot < 0:
+            self.extend()
+        return slot
+
+    cdef int leave(self, uint32_t cell) except -1:
+        """Empty a cell that is the trainer's, or free, of its ticket's slot and requests."""
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        self.slots.grow(c.slot, c.capacity)
+        if self.slots.settle(c.slot):
+            self.slots.release(c.slot)
+        self.assignments[cell] = self.calls[cell] = None
+        cseq_ring_retire(self.ring.r, cell)
+        return 0
+
+    cdef int leave_oldest(self) except -1:
+        """Take the oldest ticket, which is READY, out."""
+        self.leave(self.cell_before(self.outstanding))
+        self.outstanding -= 1
+        return 0
+
+    cdef int give_up(self) except -1:
+        """Nothing more comes in this epoch: take back what the worker has not claimed."""
+        cdef Ring ring = self.ring
+        cdef uint32_t cell
+        self.over = True
+        self.start -= self.asked
+        self.asked = self.unwoken = 0
+        while self.outstanding:
+            cell = self.cell_before(1)
+            if not cseq_ring_retract(ring.r, cell):
+                break
+            self.next_cell = cell
+            self.outstanding -= 1
+            self.leave(cell)
+        while self.outstanding:
+            ring.abandoned[ring.abandoned_count] = self.cell_before(self.outstanding)
+            ring.abandoned_count += 1
+            self.outstanding -= 1
+        return 0
+
+    cdef void give_up_call(self) noexcept:
+        """The answer to a call is not waited for any more."""
+        if self.calling >= 0:
+            self.ring.abandoned[self.ring.abandoned_count] = <uint32_t>self.calling
+            self.ring.abandoned_count += 1
+            self.calling = -1
+
+    cdef int sweep(self) except -1:
+        """Free the cells of given-up tickets: those that are answered, and calls not yet claimed."""
+        cdef Ring ring = self.ring
+        cdef uint32_t k = 0, cell
+        while k < ring.abandoned_count:
+            cell = ring.abandoned[k]
+            if not (cseq_ring_ready(ring.r, cell) if cell < self.round
+                    else cseq_ring_cancel(ring.r, cell)):
+                k += 1
+                continue
+            ring.abandoned_count -= 1
+            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+            self.leave(cell)
+        return 0
+
+    cpdef void wake(self) noexcept:
+        """Wake the worker if there is something that it was not woken for."""
+        self.unwoken = 0
+        if self.ring.unwoken:
+            self.ring.wake()
+
+    cdef bint has_room(self, Py_ssize_t leaving) noexcept:
+        """Whether to ask for items, when `leaving` of those that are ready are about to be taken."""
+        cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
+        return (not self.over and self.outstanding <= self.depth
+                and ready + self.asked + self.count <= self.prefetch)
+
+    cdef int request(self, Py_ssize_t leaving) except -1:
+        """Ask for items ahead.
+
+        Waking a worker costs more than a small item does, so that waits until half of what is asked
+        for ahead has gathered: a worker only sleeps when all of it is ready.
+        """
+        cdef Py_ssize_t slot
+        while self.has_room(leaving):
+            slot = self.find_slot()
+            if slot >= 0:
+                self.append(ITEMS, self.count, slot)
+        if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
+            self.wake()
+        return 0
+
+    # -- the epoch and calls
+
+    def end(self):
+        """Give up the epoch, and the call that is under way."""
+        before = self.ready, self.error  # what runs when these are gone finds everything done
+        cdef list ready = []
+        self.give_up_call()
+        self.give_up()
+        self.ready, self.at, self.error, self.assignment = ready, 0, None, None
+        self.epoch = 0
+        self.sweep()
+
+    def begin(self, uint64_t epoch, Request assignment not None, str name not None):
+        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of the ticket whose answer is the worker's.
+        """
+        cdef Py_ssize_t slot = -1
+        while slot < 0:
+            slot = self.find_slot()
+        cell, ticket = self.next_cell, self.ticket
+        self.epoch, self.assignment = epoch, assignment
+        self.start = 0
+        self.failed = ""
+        self.over = False
+        self.names[cell] = name
+        self.append(BEGIN, 0, slot)
+        self.request(0)
+        self.wake()
+        return cell, ticket
+
+    def call(self, Request call not None, str name not None):
+        """Post a call, which overtakes all items that the worker has not claimed; one at a time.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of its ticket.
+        """
+        cdef Py_ssize_t slot
+        cdef uint32_t cell
+        while True:
+            self.give_up_call()
+            self.sweep()
+            slot = self.slots.find_free()
+            if slot >= 0:
+                break
+            self.extend()
+        # One cell may be that of a call which was given up, and which the worker is busy with.
+        cell = self.round
+        while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
+            cell += 1
+            if cell == self.ring.r.capacity:
+                raise RuntimeError("a worker is busy with two calls, which it never should be")
+        self.names[cell] = name
+        ticket = self.ticket
+        self.post(cell, CALL, 0, slot, call)
+        self.calling = <int>cell
+        self.wake()
+        return cell, ticket
+
+    def oldest(self):
+        """Cell and number of the oldest ticket in the queue; None: there is none."""
+        return self.named(self.outstanding) if self.outstanding else None
+
+    def newest(self):
+        """Cell and number of the newest ticket in the queue; None: there is none."""
+        return self.named(1) if self.outstanding else None
+
+    cdef tuple named(self, uint32_t k):
+        cdef uint32_t cell = self.cell_before(k)
+        return cell, CSEQ_TICKET(cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word))
+
+    def peek(self, uint32_t cell, uint64_t ticket):
+        """What a worker has answered to a ticket. Nothing changes.
+
+        Returns
+        -------
+        tuple or None
+            (token, cell, status, slot, capacity, record). None: it has not, yet.
+
+        Raises
+        ------
+        InterruptedError
+            The ticket was given up.
+        """
+        cdef cseq_cell* c = self.ring.at(cell)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef uint64_t* f = c.record
+        if CSEQ_STATE(word) == CSEQ_FREE or CSEQ_TICKET(word) != ticket:
+            raise InterruptedError("a signal handler has given up what is waited for")
+        if CSEQ_STATE(word) != CSEQ_READY:
+            return None
+        return word, cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+
+    def take_reply(self, uint32_t cell, uint64_t token, str failed not None):
+        """Take the answer to a call or a beginning out of the ring; see `peek`.
+
+        `failed`: what was raised instead, which ends the stream.
+        """
+        if cseq_load_acq_u64(&self.ring.at(cell).word) != token:
+            return
+        if <int>cell == self.calling:
+            self.calling = -1
+            self.leave(cell)
+        elif self.outstanding and cell == self.cell_before(self.outstanding):
+            self.leave_oldest()
+        if failed:
+            self.failed = failed
+            self.give_up()
+        self.sweep()
+
+    # -- items
+
+    cdef int receive(self) except -1:
+        """Move the items of the oldest ticket to the ready queue, which is empty."""
+        cdef uint64_t token
+        if not self.outstanding:
+            self.request(0)
+            return 0
+        token, items, error, failed, ended, nbytes, ns = self.read(self)
+        # What was called may have called anything: is it the oldest ticket still?
+        if (self.outstanding and token == cseq_load_acq_u64(
+                &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
+            self.commit(items, error, failed, ended, nbytes, ns)
+        return 0
+
+    cdef int commit(self, list items, error, str failed, bint ended, uint64_t nbytes,
+                    uint64_t ns) except -1:
+        """Take the oldest ticket out of the ring; its items are ready."""
+        cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
+        cdef uint64_t made = <uint64_t>len(items)
+        self.leave_oldest()
+        self.ready, self.at, self.error = items, 0, error
+        self.asked -= count
+        self.start -= count - made
+        self.tickets += 1
+        self.items += made
+        self.nbytes += nbytes
+        if ended:
+            self.failed = failed
+            self.give_up()
+        else:
+            self.adapt(made, nbytes, ns)
+        return 0
+
+    cdef void adapt(self, uint64_t made, uint64_t nbytes, uint64_t ns) noexcept:
+        """Choose how many items the next ticket asks for, from how the last two went.
+
+        The quicker of them counts: another process may have been running in the worker's place.
+        """
+        cdef uint64_t before = self.pace
+        cdef uint64_t fit
+        self.pace = max(ns // made, <uint64_t>1) if made else UNKNOWN_PACE
+        fit = TICKET_NS // min(before, self.pace)
+        self.quick = fit > 0
+        fit = min(fit, TICKET_BYTES * made // max(nbytes, <uint64_t>1))
+        self.count = max(<uint64_t>1, min(min(2 * self.count, fit), self.most))
+
+    cdef bint prepare(self) except -1:
+        """Have an item ready, and more of them asked for. False: there are no more.
+
+        May run any code, but none between a look that has found an item and the return.
+
+        Raises
+        ------
+        BaseException
+            What the producer has raised, once.
+        """
+        while True:
+            if self.at < len(self.ready):
+                if self.has_room(1):
+                    self.request(1)
+                PyErr_CheckSignals()
+                if self.at < len(self.ready):
+                    return True
+            elif self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            elif self.over:
+                return False
+            else:
+                self.receive()
+
+    cdef object pop(self):
+        """Hand the first ready item out."""
+        item = self.ready[self.at]
+        self.ready[self.at] = None
+        self.at += 1
+        return item
+
+
+@cython.final
+cdef class ItemReader:
+    """Hands items out, of one worker or of all in turn.
+
+    No Python code runs between the step that takes an item out, with the turn and the number of
+    items, and the return to the caller of `next`, `commit` or an `ItemIterator`.
+
+    Parameters
+    ----------
+    run : object
+        `present` is the same for as long as an epoch may go on; `turn` is a lock.
+    consumers : list of StreamConsumer
+
+    Attributes
+    ----------
+    present : int
+        The run's `present` when the epoch was begun; -1: none is under way.
+    taken : int
+        Items that were handed out in this epoch.
+    """
+
+    cdef readonly object run
+    cdef readonly object present
+    cdef readonly uint64_t taken
+    cdef list consumers
+    cdef list left      # those that go round
+    cdef Py_ssize_t turn  # whose turn it is among them
+
+    def __cinit__(self, run, list consumers not None):
+        self.run, self.consumers = run, consumers
+        self.present = -1
+        self.left = []
+
+    def begin(self, present):
+        """An epoch has begun; with -1, none is under way."""
+        cdef list left = list(self.consumers)
+        self.left, self.turn, self.taken, self.present = left, 0, 0, present
+
+    cdef int check(self, present) except -1:
+        """Refuse items of an epoch that is not under way."""
+        if self.run.present != present:
+            raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
+                                   "call begin()")
+        return 0
+
+    def next(self, Py_ssize_t worker):
+        """Return the next item of a worker's stream.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            while True:
+                self.check(self.present)
+                if not 0 <= worker < len(self.consumers):
+                    raise IndexError(f"worker={worker} is not one of {len(self.consumers)}")
+                consumer = self.consumers[worker]
+                if not consumer.prepare():
+                    raise StopIteration
+                if self.run.present == self.present:
+                    self.taken += 1
+                    return consumer.pop()
+        finally:
+            turn.release()
+
+    cdef StreamConsumer current(self):
+        """The consumer whose turn it is; None: none has any more items."""
+        if not self.left:
+            return None
+        if self.turn >= len(self.left):
+            self.turn = 0
+        return self.left[self.turn]
+
+    cdef StreamConsumer find(self, present, bint strict):
+        """The consumer whose turn it is, with an item ready; None: none has any more items.
+
+        `strict`: a stream that an exception has ended does not just end.
+        """
+        cdef StreamConsumer consumer
+        cdef bint found
+        while True:
+            self.check(present)
+            consumer = self.current()
+            if consumer is None:
+                return None
+            found = consumer.prepare()
+            if self.run.present != present or consumer is not self.current():
+                continue  # a signal handler has taken some, or begun an epoch
+            if found:
+                return consumer
+            if strict and consumer.failed:
+                raise RuntimeError(f"{consumer.failed}; begin another epoch")
+            del self.left[self.turn]
+
+    cdef object take(self, StreamConsumer consumer):
+        """Hand the item of the consumer whose turn it is out."""
+        self.turn += 1
+        self.taken += 1
+        return consumer.pop()
+
+    def peek(self):
+        """Return the item whose turn it is, and its number in the epoch. Nothing changes.
+
+        Returns
+        -------
+        tuple
+            (number, item). The item is handed out by `commit`.
+
+        Raises
+        ------
+        StopIteration
+            There are no more.
+        RuntimeError
+            What the producer has raised has ended a stream, and came out before.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            consumer = self.find(self.present, True)
+            if consumer is None:
+                raise StopIteration
+            return self.taken, consumer.ready[consumer.at]
+        finally:
+            turn.release()
+
+    def commit(self, uint64_t number):
+        """Hand out the item that `peek` has returned with this number; nothing if that was done."""
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            self.check(self.present)
+            if number != self.taken:
+                return
+            consumer = self.current()
+            if consumer is None or consumer.at == len(consumer.ready):
+                raise RuntimeError(f"item {number} was not peeked at")
+            item = self.take(consumer)  # what runs when it is gone finds everything done
+        finally:
+            turn.release()
+
+
+@cython.final
+cdef class ItemIterator:
+    """An iterator over the items of all workers in turn, leaving out those that have no more.
+
+    Parameters
+    ----------
+    reader : ItemReader
+    *keep
+        What is to live for as long as the iterator.
+    """
+
+    cdef readonly ItemReader reader
+    cdef readonly object present
+    cdef object keep
+
+    def __cinit__(self, ItemReader reader not None, *keep):
+        reader.check(reader.present)
+        self.reader, self.present, self.keep = reader, reader.present, keep
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef StreamConsumer consumer
+        turn = self.reader.run.turn
+        turn.acquire()
+        try:
+            consumer = self.reader.find(self.present, False)
+            if consumer is None:
+                raise StopIteration
+            return self.reader.take(consumer)
         finally:
             turn.release()
 

@@ -482,15 +482,6 @@ class Arena:
         """Give a slot back whose batch is not wanted."""
         self.slots.release(slot)
 
-    def reclaim(self, slot: int) -> None:
-        """Give a slot back unless a lease has done that, or will do it."""
-        self.slots.reclaim(slot)
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Give all slots back but these; those under lease stay so."""
-        for slot in set(range(self.slots.capacity)).difference(slots):
-            self.slots.reclaim(slot)
-
     def capacity(self, slot: int) -> int:
         """Bytes that are committed in a slot."""
         return self.slots.committed(slot)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
-
     from typing_extensions import TypedDict
 
     from cseq._core import Mapping, Ring, Seat, Slots
@@ -244,21 +243,6 @@ class SlotReader:
         """Restore the exception."""
         return failure.unpack(SlotReader.decode(self, cell, slot, capacity, record))
 
-    def room(self) -> tuple[int, int]:
-        """Take a free slot."""
-        with self._lock:
-            slot = self._arena.acquire()
-            return slot, self._arena.capacity(slot)
-
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
-        """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
-        batch = codec.decode_copy(self._arena.look(slot, capacity), record, SMALL)
-        if batch is not None:  # a batch that is None goes the long way
-            return batch, slot
-        with self._lock:
-            memory = self._arena.take(slot, codec.used(record), capacity)
-        return codec.decode(memory, record), -1
-
     def fetch(self, seat: Seat) -> Any:
         """Decode the batch of a ticket in hand, in a converter thread; it leaves its slot."""
         slot = seat.slot
@@ -268,23 +252,6 @@ class SlotReader:
             if self._arena.slots.settle(slot):
                 self._arena.release(slot)
         return batch
-
-    def release(self, slot: int) -> None:
-        """Free the slot."""
-        if slot != NO_SLOT:
-            with self._lock:
-                self._arena.release(slot)
-
-    def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
-        """Free the slot; an exception in `collect` may have left it leased, or free."""
-        if slot != NO_SLOT:
-            with self._lock:
-                self._arena.reclaim(slot)
-
-    def keep(self, slots: list[int]) -> None:
-        """Free all slots but these, and those in the user's hands."""
-        with self._lock:
-            self._arena.keep(slots)
 
 
 class Imports(SlotReader):
