@@ -1088,20 +1088,17 @@ cdef class Ring:
         """The cell of the ticket at a position of `order`."""
         return self.order[(self.first + k) % self.r.capacity]
 
-    cdef int find(self, bint ordered, int cell) noexcept:
+    cdef int find(self, bint ordered) noexcept:
         """Position in `order` of a ticket that can be taken, or -1."""
         cdef uint32_t k
-        if cell >= 0:
-            return self.place(<uint32_t>cell) if cseq_ring_ready(self.r, <uint32_t>cell) else -1
         cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
         for k in range(upto):
             if cseq_ring_ready(self.r, self.order[(self.first + k) % self.r.capacity]):
                 return <int>k
         return -1
 
-    def take(self, bint ordered=True, int cell=-1):
-        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one, or
-        that in a given cell.
+    def take(self, bint ordered=True):
+        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one.
 
         Returns
         -------
@@ -1109,15 +1106,13 @@ cdef class Ring:
             (cell, status, slot, capacity, record): what the runners wrote. The cell is free; its
             ticket and indices can be read until the next `post` there. None: not yet finished.
         """
-        cdef int k
+        cdef int k = self.find(ordered)
+        cdef uint32_t cell
         cdef cseq_cell* c
         cdef uint64_t* f
-        if cell >= 0:
-            self.at(<uint32_t>cell)
-        k = self.find(ordered, cell)
         if k < 0:
             return None
-        cell = <int>self.order[(self.first + <uint32_t>k) % self.r.capacity]
+        cell = self.outstanding_cell(<uint32_t>k)
         c = cseq_ring_cell(self.r, cell)
         f = self.free(c, <uint32_t>k)
         return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
@@ -1194,18 +1189,9 @@ cdef class Ring:
 
     # -- give up
 
-    def abandon(self, int cell=-1):
-        """Nobody wants the outstanding tickets any more, or that in a given cell; see `sweep`."""
+    def abandon(self):
+        """The outstanding tickets are not wanted any more; see `sweep`."""
         cdef uint32_t k
-        cdef int at
-        if cell >= 0:
-            at = self.place(<uint32_t>cell)
-            if at < 0:
-                raise RuntimeError(f"cell {cell} holds no outstanding ticket")
-            self.leave(<uint32_t>at)
-            self.abandoned[self.abandoned_count] = <uint32_t>cell
-            self.abandoned_count += 1
-            return
         for k in range(self.outstanding):
             self.abandoned[self.abandoned_count] = self.order[(self.first + k) % self.r.capacity]
             self.abandoned_count += 1
@@ -1639,7 +1625,7 @@ cdef class Consumer:
         tuple or None
             (token, cell, status, slot, capacity, record). None: it is not finished.
         """
-        cdef int k = self.ring.find(self.ordered, -1)
+        cdef int k = self.ring.find(self.ordered)
         cdef uint32_t cell
         cdef cseq_cell* c
         cdef uint64_t* f
@@ -1737,7 +1723,7 @@ cdef class Consumer:
         cdef int k
         if self.convert is not None or not self.is_brief():
             return None
-        k = self.ring.find(self.ordered, -1)
+        k = self.ring.find(self.ordered)
         if k < 0:
             return None
         batch = self.decode(self.ring.outstanding_cell(k))
@@ -1746,7 +1732,7 @@ cdef class Consumer:
         self.prepare()
         PyErr_CheckSignals()
         # A handler may have called anything, `step` too.
-        if k != self.ring.find(self.ordered, -1) or self.next_is_missing():
+        if k != self.ring.find(self.ordered) or self.next_is_missing():
             return None
         self.commit(k)
         self.done = self.taken
@@ -1795,7 +1781,7 @@ cdef class Consumer:
     cdef tuple decode_next(self):
         """Decode the next ticket: as `read` does, and without it if C can."""
         cdef uint32_t cell
-        cdef int k = self.ring.find(self.ordered, -1)
+        cdef int k = self.ring.find(self.ordered)
         if k < 0:
             return self.read()
         cell = self.ring.outstanding_cell(k)
@@ -1823,17 +1809,17 @@ cdef class BatchIterator:
         Python code may run.
     consumer : Consumer or None
         None: there is no ring.
-    next : callable
+    following : callable
         Returns the next batch.
     """
 
     cdef readonly object run
     cdef readonly object present
-    cdef object next
+    cdef object following
     cdef Consumer consumer
 
-    def __cinit__(self, run, Consumer consumer, next, *args):
-        self.run, self.present, self.next = run, run.present, next
+    def __cinit__(self, run, Consumer consumer, following, *args):
+        self.run, self.present, self.following = run, run.present, following
         self.consumer = consumer
 
     def __iter__(self):
@@ -1851,7 +1837,7 @@ cdef class BatchIterator:
                 raise InterruptedError(
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
-            return self.next()
+            return self.following()
         finally:
             turn.release()
 

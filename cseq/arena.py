@@ -8,7 +8,7 @@ first, since writing to warm pages is many times faster than to fresh ones.
 The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive,
 also after the arena was closed; and nothing is left when the last of them is gone.
 
-                     acquire              begin … place … end            take
+                     acquire              begin … place … end         lend, settle
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
                                           in a worker: Writer         └─ copied ──────────► free
 """
@@ -512,13 +512,6 @@ class Arena:
                 return self.slots.lend(slot, mapping)
             self._count_copy()
         return self.copy(slot, used, capacity)
-
-    def take(self, slot: int, used: int, capacity: int) -> Memory:
-        """Get what lies in a taken slot, as `lend`, and give the slot back."""
-        memory = self.lend(slot, used, capacity)
-        if self.slots.settle(slot):
-            self.slots.release(slot)
-        return memory
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
