@@ -1,4 +1,4 @@
-"""The worker processes around a ring, or with a ring each: set up, replaced when they die, ended.
+"""The worker processes of one pool: set up, replaced when they die, ended.
 
 What every pool of processes shares, whatever its workers do. The trainer makes a `Staff`; a worker
 process begins with `enter`.
