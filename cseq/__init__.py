@@ -18,7 +18,7 @@ The modules; imports point down::
     ├── producer.py     a worker's side of it: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
     ├── pools/          who runs the stages: inline (this is test mode), thread, process
-    ├── staff.py        the worker processes around one ring
+    ├── staff.py        the worker processes of one pool
     ├── keeper.py       keeps worker processes alive
     ├── feed.py         an epoch's tickets into a ring, its finished batches out
     ├── indexer.py      stage 1: indices → batch, by the user's worker

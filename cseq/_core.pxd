@@ -65,12 +65,15 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t capacity    # cells
         uint32_t batch_size  # samples
         uint32_t runners
+        uint32_t calls       # cells of a queue that are not in its round
         uint32_t closed
         uint32_t spin        # ns that a runner looks at the ring before it sleeps
         cseq_gate* gate
 
     uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
-    void cseq_ring_init(cseq_ring* r, uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
+    void cseq_ring_init(cseq_ring* r, uint32_t capacity, uint32_t batch_size, uint32_t runners,
+                        uint32_t calls) noexcept
+    uint32_t cseq_ring_round(const cseq_ring* r) noexcept
     int cseq_ring_fits(const cseq_ring* r, uint64_t nbytes) noexcept
     cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
     cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
@@ -79,12 +82,13 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_gate_knock(cseq_gate* g) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
-    void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket, uint32_t owner) noexcept
+    void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_closed(const cseq_ring* r) noexcept
     void cseq_ring_set_spin(cseq_ring* r, uint32_t ns) noexcept
     int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_retract(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
     void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept

@@ -114,13 +114,14 @@ if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
 
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
+cdef uint32_t NO_SLOT = 0xFFFFFFFF  # of a ticket whose batch lies in no slot
 
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies from here on let the GIL go
     MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which the long way does
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
-
+    
 FIELDS = CSEQ_FIELDS
 SMALL = MOST_COPIED
 BULKY = MOST_KEPT
@@ -447,7 +448,6 @@ cdef enum:
     FREE = 0
     TAKEN = 1
     LEASED = 2
-    NOWHERE = 0xFFFFFFFF  # the slot of a ticket whose batch lies in none
     CHUNK = 1024    # slots
     CHUNKS = 4096
 
@@ -477,11 +477,18 @@ cdef class Slots:
     cdef uint32_t lock
     cdef uint64_t held        # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
+    cdef dict lent            # by slot: leases of tickets that are still in the ring
+    # What the arena asks of a free slot before it is used again: bytes committed, at least and at most.
+    cdef public uint64_t least
+    cdef public uint64_t most
+    cdef public Py_ssize_t top  # the highest slot taken since the arena has set it
 
     def __cinit__(self, Py_ssize_t capacity=0):
         memset(self.chunk, 0, sizeof(self.chunk))
         self.made = 0
         self.held = self.held_bytes = 0
+        self.lent = {}
+        self.least, self.most, self.top = 0, <uint64_t>-1, -1
         self.extend(capacity)
 
     def __dealloc__(self):
@@ -535,14 +542,36 @@ cdef class Slots:
                     raise MemoryError("no memory for the table of slots")
         self.made = upto
 
-    def acquire(self):
-        """Take the lowest free slot: its number, or -1 when none is free."""
+    # -- free and taken
+
+    cdef Py_ssize_t find_free(self) noexcept:
+        """The lowest free slot, or -1 when none is free."""
         cdef Py_ssize_t slot
         for slot in range(self.made):
             if cseq_load_acq_u8(&self.at(slot).state) == FREE:  # SYNC: last view of slot is gone
-                cseq_store_rel_u8(&self.at(slot).state, TAKEN)
                 return slot
         return -1
+
+    cdef bint is_fit(self, Py_ssize_t slot) noexcept:
+        """Whether a slot can be used as it is; else the arena has to make it fit (`acquire`)."""
+        return self.least <= self.at(slot).nbytes <= self.most
+
+    cdef Py_ssize_t find_fit(self) noexcept:
+        """The lowest free slot, or -1 when none is free or it cannot be used as it is."""
+        cdef Py_ssize_t slot = self.find_free()
+        return slot if slot >= 0 and self.is_fit(slot) else -1
+
+    cdef void occupy(self, Py_ssize_t slot) noexcept:
+        """Take a slot that is free."""
+        cseq_store_rel_u8(&self.at(slot).state, TAKEN)
+        self.top = max(self.top, slot)
+
+    def acquire(self):
+        """Take the lowest free slot: its number, or -1 when none is free."""
+        cdef Py_ssize_t slot = self.find_free()
+        if slot >= 0:
+            self.occupy(slot)
+        return slot
 
     def take(self, Py_ssize_t slot):
         """Take a given slot if it is free; whether it was."""
@@ -558,41 +587,65 @@ cdef class Slots:
         self.check(slot)
         return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and self.at(slot).owned <= 0
 
-    def release(self, Py_ssize_t slot):
+    cpdef int release(self, Py_ssize_t slot) except -1:
         """Give a taken slot back."""
         self.check(slot)
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
         cseq_store_rel_u8(&self.at(slot).state, FREE)
+        return 0
 
-    def reclaim(self, Py_ssize_t slot):
-        """Give a slot back if it is taken, and neither leased nor owned nor free."""
-        self.check(slot)
-        if self.at(slot).owned <= 0:
-            cseq_cas_sc_u8(&self.at(slot).state, TAKEN, FREE)
+    # -- leased
 
-    def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
-        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone.
+    def lend(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
+        """The memory of a taken slot, for a batch that is being decoded.
 
-        `used` bytes of it are given to a forked process as a copy; -1: all of it.
+        Always the same `Lease` until `vacate`: what a decode that was interrupted has left behind
+        and the batch of the next one share it. `used` bytes of it are given to a forked process as
+        a copy; -1: all of it.
         """
         cdef uint64_t nbytes
+        cdef Lease lease
         self.check(slot)
+        lease = self.lent.get(slot)
+        if lease is not None:
+            return lease
         if used > mapping.size:
             raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
-        if not cseq_cas_sc_u8(&self.at(slot).state, TAKEN, LEASED):
+        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
         nbytes = min(<uint64_t>mapping.size, self.at(slot).nbytes or <uint64_t>mapping.size)
-        cdef Lease lease = Lease.__new__(Lease)
+        lease = Lease.__new__(Lease)
         lease.data = mapping.data
         lease.size = <Py_ssize_t>nbytes
         lease.mapping = mapping
-        lease.slots = self
         lease.slot = slot
         if used:
             cseq_span_add(&cseq_in_use, &lease.span, lease.data, used if used > 0 else lease.size)
+        self.lent[slot] = lease
+        return lease
+
+    cpdef bint vacate(self, Py_ssize_t slot) except -1:
+        """The ticket of a taken slot has left the ring. True: the slot is still taken, for the next
+        ticket; False: a `Lease` has it, and frees it when its last view is gone."""
+        cdef Lease lease
+        if not self.lent:
+            return True
+        lease = self.lent.pop(slot, None)
+        if lease is None:
+            return True
+        self.check(slot)
+        if not cseq_cas_sc_u8(&self.at(slot).state, TAKEN, LEASED):
+            raise RuntimeError(f"slot {slot} is not taken")
         cseq_add_sc_u64(&self.held, 1)
-        cseq_add_sc_u64(&self.held_bytes, nbytes)
+        cseq_add_sc_u64(&self.held_bytes, <uint64_t>lease.size)
+        lease.slots = self
+        return False
+
+    def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
+        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
+        lease = self.lend(slot, mapping, used)
+        self.vacate(slot)
         return lease
 
     # -- what workers own
@@ -639,14 +692,14 @@ cdef class Lease(Memory):
     """A slot in the user's hands. Its end, on whatever thread, frees the slot."""
 
     cdef Mapping mapping
-    cdef Slots slots
+    cdef Slots slots  # None: the slot still belongs to its ticket
     cdef Py_ssize_t slot
     cdef cseq_span span
 
     def __dealloc__(self):
+        cseq_span_remove(&cseq_in_use, &self.span)
         if self.slots is None:
             return
-        cseq_span_remove(&cseq_in_use, &self.span)
         if CSEQ_POISON:
             memset(self.data, 0xDB, self.size)
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
@@ -969,6 +1022,9 @@ cdef class Ring:
         The most indices a ticket can have.
     runners : int
         Owners are numbered from 1 to this.
+    calls : int
+        0: runners share the ring, and each claims any ticket. Else it is a queue of one runner,
+        which claims in the order of the posts, and looks at the last `calls` cells first.
     """
 
     cdef cseq_ring* r
@@ -990,7 +1046,7 @@ cdef class Ring:
     cdef readonly uint64_t taken_bytes  # of slots
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
-                  uint32_t runners=1):
+                  uint32_t runners=1, uint32_t calls=0):
         self.memory = memory
         self.r = <cseq_ring*>memory.data
         if capacity:
@@ -999,7 +1055,10 @@ cdef class Ring:
                                  f"{runners} runners does not fit into {memory.size} bytes")
             if runners > 0xFFFF:
                 raise ValueError(f"runners={runners} exceeds 65535")
-            cseq_ring_init(self.r, capacity, batch_size, runners)
+            if calls and (calls >= capacity or runners > 1):
+                raise ValueError(f"a queue has one runner and more than calls={calls} cells, not "
+                                 f"{runners} and {capacity}")
+            cseq_ring_init(self.r, capacity, batch_size, runners, calls)
         elif not cseq_ring_fits(self.r, <uint64_t>memory.size):
             raise ValueError("there is no ring of this version of cseq in this memory")
         self.order = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
@@ -1095,18 +1154,21 @@ cdef class Ring:
 
     def vacant(self):
         """A free cell, or -1."""
+        return self.find_vacant()
+
+    cdef int find_vacant(self) noexcept:
+        """A free cell, or -1."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
         for k in range(self.r.capacity):
             if cseq_ring_state(self.r, c) == CSEQ_FREE:
-                return c
+                return <int>c
             c = 0 if c + 1 == self.r.capacity else c + 1
         return -1
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-             uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0,
-             uint32_t owner=0):
-        """Offer a ticket, its indices written, in a free cell; to one runner if `owner` is given.
+             uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0):
+        """Offer a ticket, its indices written, in a free cell.
 
         `start` is the position of the first sample in the order of the epoch. The
         runners are woken when `wake_at` tickets have gathered and whenever the trainer waits, but
@@ -1117,12 +1179,25 @@ cdef class Ring:
             raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
         if cseq_ring_state(self.r, cell) != CSEQ_FREE:
             raise RuntimeError(f"cell {cell} is not free")
-        self.offer(cell, ticket, epoch, batch, count, start, slot, capacity, owner)
+        self.offer(cell, ticket, epoch, batch, count, start, slot, capacity)
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity,
-                    uint32_t owner) noexcept:
+                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity) noexcept:
         """`post`, in a cell that is free."""
+        self.fill(cell, epoch, batch, count, start, slot, capacity)
+        if not self.outstanding:
+            cseq_ring_begin(self.r, cell)
+        self.order[(self.first + self.outstanding) % self.r.capacity] = cell
+        self.outstanding += 1
+        self.next_cell = (cell + 1) % self.r.capacity
+        cseq_ring_post(self.r, cell, ticket)
+        self.unwoken += 1
+        if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
+            self.wake()
+
+    cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
+                   uint64_t start, uint32_t slot, uint64_t capacity) noexcept:
+        """Write what a ticket says into a free cell."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
@@ -1132,15 +1207,6 @@ cdef class Ring:
         c.capacity = capacity
         cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
-        if not self.outstanding:
-            cseq_ring_begin(self.r, cell)
-        self.order[(self.first + self.outstanding) % self.r.capacity] = cell
-        self.outstanding += 1
-        self.next_cell = (cell + 1) % self.r.capacity
-        cseq_ring_post(self.r, cell, ticket, owner)
-        self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
-            self.wake()
 
     cpdef void wake(self) noexcept:
         """Wake the runners that sleep for want of tickets."""
@@ -1166,20 +1232,21 @@ cdef class Ring:
         self.first = 0 if self.first + 1 == n else self.first + 1
         self.outstanding -= 1
 
-    cdef int find(self, bint ordered, int cell) noexcept:
+    cdef uint32_t outstanding_cell(self, uint32_t k) noexcept:
+        """The cell of the ticket at a position of `order`."""
+        return self.order[(self.first + k) % self.r.capacity]
+
+    cdef int find(self, bint ordered) noexcept:
         """Position in `order` of a ticket that can be taken, or -1."""
         cdef uint32_t k
-        if cell >= 0:
-            return self.place(<uint32_t>cell) if cseq_ring_ready(self.r, <uint32_t>cell) else -1
         cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
         for k in range(upto):
             if cseq_ring_ready(self.r, self.order[(self.first + k) % self.r.capacity]):
                 return <int>k
         return -1
 
-    def take(self, bint ordered=True, int cell=-1):
-        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one, or
-        that in a given cell.
+    def take(self, bint ordered=True):
+        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one.
 
         Returns
         -------
@@ -1187,16 +1254,15 @@ cdef class Ring:
             (cell, status, slot, capacity, record): what the runners wrote. The cell is free; its
             ticket and indices can be read until the next `post` there. None: not yet finished.
         """
-        cdef int k
+        cdef int k = self.find(ordered)
+        cdef uint32_t cell
         cdef cseq_cell* c
         cdef uint64_t* f
-        if cell >= 0:
-            self.at(<uint32_t>cell)
-        k = self.find(ordered, cell)
         if k < 0:
             return None
-        cell = <int>self.order[(self.first + <uint32_t>k) % self.r.capacity]
+        cell = self.outstanding_cell(<uint32_t>k)
         c = cseq_ring_cell(self.r, cell)
+        self.settle(c)
         f = self.free(c, <uint32_t>k)
         return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
 
@@ -1204,7 +1270,6 @@ cdef class Ring:
         """Take a finished ticket, at position `k` of `order`, out of its cell; return its record."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         cdef uint32_t cell = self.order[(self.first + k) % self.r.capacity]
-        self.settle(c)
         self.leave(k)
         cseq_ring_retire(self.r, cell)
         if c.status == 0:
@@ -1259,38 +1324,28 @@ cdef class Ring:
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
-    def slots(self):
-        """The slots of all tickets in the ring: where they lie, and those they were posted with."""
-        cdef uint32_t c
-        found = []
-        for c in range(self.r.capacity):
-            if cseq_ring_state(self.r, c) != CSEQ_FREE:
-                found += [cseq_ring_cell(self.r, c).slot, cseq_ring_cell(self.r, c).home]
-        return found
+    def start(self, uint32_t cell):
+        """The first of what a cell's ticket asks for: a position in the order, or an item."""
+        return self.at(cell).start
+
+    def token(self, uint32_t cell):
+        """A number that no other ticket has, nor this one before it is finished."""
+        return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
         """What the runners have left in a cell that is the trainer's, until the next `post` there:
-        (stage that wrote last, status, capacity, the indexer's record, the converter's)."""
+        (stage that wrote last, status, slot, capacity, the indexer's record, the converter's)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
-        return (c.stage, c.status, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
+        return (c.stage, c.status, c.slot, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
                 (f[0], f[1], f[2], f[3], f[4], f[5]))
 
     # -- give up
 
-    def abandon(self, int cell=-1):
-        """Nobody wants the outstanding tickets any more, or that in a given cell; see `sweep`."""
+    def abandon(self):
+        """The outstanding tickets are not wanted any more; see `sweep`."""
         cdef uint32_t k
-        cdef int at
-        if cell >= 0:
-            at = self.place(<uint32_t>cell)
-            if at < 0:
-                raise RuntimeError(f"cell {cell} holds no outstanding ticket")
-            self.leave(<uint32_t>at)
-            self.abandoned[self.abandoned_count] = <uint32_t>cell
-            self.abandoned_count += 1
-            return
         for k in range(self.outstanding):
             self.abandoned[self.abandoned_count] = self.order[(self.first + k) % self.r.capacity]
             self.abandoned_count += 1
@@ -1453,7 +1508,7 @@ cdef class Seat:
 
     def detach(self):
         """The batch has left its slot: the trainer must not free it."""
-        self.held().slot = NOWHERE
+        self.held().slot = NO_SLOT
 
     def indices(self):
         """The batch's indices: a fresh int64 array."""
@@ -1506,60 +1561,92 @@ cdef class Seat:
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
 
 
-# ── the trainer's short way ────────────────────────────────────────────────────────────────
+# ── the trainer's end of the ring ──────────────────────────────────────────────────────────
 
 
 @cython.final
-cdef class Exchange:
-    """The batches of an epoch, counted; and the short way for most of them.
+cdef class Consumer:
+    """The trainer's end of a ring: posts the tickets of an epoch, and takes its batches out.
 
-    `swap` takes the oldest batch out of the ring and posts the next ticket in its cell, in one step:
-    no signal handler comes in between, and (where there is a GIL) no other thread.
+    A ticket leaves the ring in three steps::
+
+        peek     find a ticket that is READY; nothing changes
+        decode   make the batch from what the ticket says; may call anything, may be interrupted
+        commit   free the cell, count the batch, post the next ticket in its place: C alone
+
+    An exception before the commit leaves the ticket where it is: the next call finds it again.
+    No Python code runs between the commit and the return to the caller of `BatchIterator`.
+
+    One thread at a time, but for `step`.
 
     Parameters
     ----------
     ring : Ring
     order : Order
-    source : list, tuple or None
-        Where batches are. A list: the objects, by cell. A tuple ``(mapped, known, most)``: in slots;
-        `Mapping` by slot, and see `copy_array`. None: somewhere else, there is no short way.
-    convert : callable or None
-        Applied to the batch.
+    fill : callable
+        ``fill(k, out)`` writes the indices of batch k of the epoch, where `order` alone does not
+        say them, and returns how many there are and the position of the first one.
+    read : callable
+        Waits for the next batch and decodes it: ``(token, cell, batch, error)``, where `token` is
+        that of `peek`, and `error` is None or what was raised instead of the batch.
+    describe : callable
+        ``describe(cell, error)``: the exception to be raised in the loop, and the entry of
+        `skipped` for it.
+    ordered : bool
+        Batches come out in the order of their tickets, not in that of completion.
+    skip_errors : bool
+        Leave out a batch whose indexer raised, instead of raising.
+    objects : list, optional
+        What threads have made, by cell.
+    slots : Slots, optional
+        Where processes lay their batches; without them, tickets have no slot.
+    extend : callable, optional
+        Makes the lowest free slot fit, or more slots.
+    discard : callable, optional
+        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
+    small : tuple, optional
+        ``(mapped, known, most)``: one small array is decoded in C; `Mapping` by slot, and see
+        `copy_array`.
+    convert : callable, optional
+        Applied to the batch as the last part of decoding it; `read` does so itself.
 
     Attributes
     ----------
-    ticket : int
-        Number of the next ticket.
     posted, taken : int
         Batches of this epoch.
     done : int
         The same as `taken`, but a batch that raised counts only when the loop went on.
-    failed : Exception or None
-        What `convert` has raised, for the long way to raise; nothing was done then.
-    torn : bool
-        The caller is in the middle of something: there is no short way now.
+    skipped : list
+        What `describe` said of the batches left out.
     """
 
-    cdef Ring ring
+    cdef readonly Ring ring
     cdef Order order
+    cdef object fill, read, describe, extend, discard, convert
+    cdef bint ordered, skip_errors
     cdef list objects
+    cdef Slots slots
     cdef dict mapped
     cdef dict known
     cdef Py_ssize_t most
-    cdef object convert
-    cdef readonly bint alone  # it may be called without a lock: it calls nothing
-    cdef public object failed
-    cdef public bint torn
-    cdef public uint64_t ticket
-    cdef public uint64_t posted
-    cdef public uint64_t taken
-    cdef public uint64_t done
-    cdef uint64_t begun  # how often an epoch was
-    # The epoch: batch k is that of number `first` + k, for k < `full` of `size` samples, from
+    cdef readonly bint alone  # `step` needs no lock: it calls no Python code, and there is a GIL
+    cdef readonly list skipped
+    cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
+    cdef readonly uint64_t ticket  # number of the next one
+    cdef readonly uint64_t posted
+    cdef readonly uint64_t taken
+    cdef readonly uint64_t done
+    # The epoch: batch k has the number `first` + k; for k < `full` it is `size` samples from
     # position `start` + k * `stride` on.
+    cdef readonly uint64_t batches
     cdef uint64_t epoch, first, full, start, stride
     cdef uint32_t size
-    # The latest layout: that of an array of `nbytes`, which lies at `at`.
+    # The indices of the ticket to be posted next, if `next_for` is `posted` + 1.
+    cdef Block next_memory
+    cdef object next_indices
+    cdef uint64_t next_for, next_start
+    cdef uint32_t next_count
+    # The latest layout of a small array: of `nbytes`, at `at`.
     cdef bytes layout
     cdef Py_ssize_t at, nbytes
     cdef cnp.dtype dtype
@@ -1567,44 +1654,174 @@ cdef class Exchange:
     cdef bint fortran
     cdef cnp.npy_intp dims[MAX_DIMS]
 
-    def __cinit__(self, Ring ring not None, Order order not None, source, convert=None):
-        self.ring = ring
-        self.order = order
-        if type(source) is list:
-            self.objects = source
-        elif source is not None:
-            self.mapped, self.known, self.most = source
+    def __cinit__(self, Ring ring not None, Order order not None, fill, read, describe, *,
+                  bint ordered=True, bint skip_errors=False, list objects=None, Slots slots=None,
+                  extend=None, discard=None, small=None, convert=None):
+        self.ring, self.order = ring, order
+        self.fill, self.read, self.describe = fill, read, describe
+        self.ordered, self.skip_errors = ordered, skip_errors
+        self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
+        if small is not None:
+            self.mapped, self.known, self.most = small
         self.convert = convert
         self.alone = GIL and convert is None
+        self.skipped = []
         self.layout = b""
+        self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
+        self.next_indices = self.next_memory.view(
+            0, numpy.dtype(numpy.int64), (ring.r.batch_size,))
 
-    def begin(self, uint64_t epoch, uint64_t first, uint64_t full, uint64_t start, uint64_t stride,
-              uint32_t size):
-        """Begin an epoch.
+    # -- the epoch
+
+    def begin(self, uint64_t epoch, uint64_t first, uint64_t batches, uint64_t full, uint64_t start,
+              uint64_t stride, uint32_t size):
+        """Begin an epoch, wherever the last one stands; nothing of that one will come out.
 
         Parameters
         ----------
         epoch : int
         first : int
             Number of its first batch.
+        batches : int
+            How many there are.
         full : int
-            How many batches can go the short way, from that on: those of full size; or 0.
+            How many of them, from the first on, have all samples.
         start, stride : int
             Position of the first batch's first sample, and from one to the next.
         size : int
             Samples of each.
         """
-        self.epoch = epoch
-        self.first = first
-        self.full = full if self.objects is not None or self.mapped is not None else 0
-        if self.order.indices is not None:
-            self.full = 0
-        self.start = start
-        self.stride = stride
-        self.size = size
-        self.posted = self.taken = self.done = 0
-        self.failed = None
-        self.begun += 1
+        self.ring.abandon()
+        self.decoded = None
+        self.epoch, self.first, self.batches = epoch, first, batches
+        self.full = full if self.order.indices is None else 0
+        self.start, self.stride, self.size = start, stride, size
+        self.posted = self.taken = self.done = self.next_for = 0
+
+    def end(self):
+        """Give up the epoch."""
+        self.ring.abandon()
+        self.decoded = None
+        self.batches = self.posted = self.taken = self.done = self.next_for = 0
+
+    @property
+    def over(self):
+        """Whether no more batches come in this epoch."""
+        return not self.ring.outstanding and self.posted >= self.batches
+
+    # -- posting
+
+    cdef bint is_brief(self) noexcept:
+        """Whether `prepare` needs no Python code and does not take long."""
+        cdef uint64_t end = self.start + self.posted * self.stride + self.size
+        if self.posted >= self.batches or self.next_for == self.posted + 1:
+            return True
+        return self.posted < self.full and (
+            not self.order.shuffle or end <= self.order.order.position + BRIEF)
+
+    cdef int prepare(self) except -1:
+        """Have the indices of the next ticket at hand, so that `commit` only copies them."""
+        cdef uint64_t k = self.posted
+        cdef uint64_t start, number
+        cdef uint32_t count
+        if k >= self.batches or self.next_for == k + 1:
+            return 0
+        number = self.ticket
+        if k < self.full:
+            start, count = self.start + k * self.stride, self.size
+            self.order.write(start, count, <int64_t*>self.next_memory.data)
+        else:
+            count, start = self.fill(k, self.next_indices)
+        if number == self.ticket and k == self.posted:  # no handler has gone on, or begun another
+            self.next_start, self.next_count, self.next_for = start, count, k + 1
+        return 0
+
+    cdef void offer(self, uint32_t cell, uint32_t slot, uint64_t capacity) noexcept:
+        """Post the prepared ticket in a free cell."""
+        memcpy(cseq_ring_indices(self.ring.r, cell), self.next_memory.data,
+               8 * <size_t>self.next_count)
+        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.next_count,
+                        self.next_start, slot, capacity)
+        self.ticket += 1
+        self.posted += 1
+
+    def refill(self):
+        """Post tickets while there are free cells and batches left."""
+        cdef int cell
+        cdef Py_ssize_t slot
+        self.sweep()
+        while self.posted < self.batches:
+            cell = self.ring.find_vacant()
+            if cell < 0:
+                return
+            self.prepare()
+            if self.next_for != self.posted + 1 or self.ring.find_vacant() != cell:
+                continue  # a signal handler has done it, or begun another epoch
+            if self.slots is None:
+                self.offer(cell, NO_SLOT, 0)
+                continue
+            slot = self.slots.find_fit()
+            if slot < 0:
+                self.extend()
+            else:
+                self.slots.occupy(slot)
+                self.offer(cell, <uint32_t>slot, self.slots.at(slot).nbytes)
+
+    cdef int sweep(self) except -1:
+        """Free the cells of given-up tickets that no runner works on any more."""
+        cdef Ring ring = self.ring
+        cdef uint32_t k = 0, cell
+        while k < ring.abandoned_count:
+            cell = ring.abandoned[k]
+            if not cseq_ring_cancel(ring.r, cell):
+                k += 1
+                continue
+            if self.discard is not None:
+                self.discard(cell)
+                if k >= ring.abandoned_count or ring.abandoned[k] != cell:
+                    k = 0  # a signal handler has swept
+                    continue
+            self.leave(cseq_ring_cell(ring.r, cell), cell, True)
+            cseq_ring_retire(ring.r, cell)
+            ring.abandoned_count -= 1
+            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+        return 0
+
+    cdef Py_ssize_t leave(self, cseq_cell* c, uint32_t cell, bint release) except -2:
+        """Empty a cell: the slot that its next ticket can have, or -1."""
+        cdef Py_ssize_t slot = -1
+        if self.objects is not None:
+            self.objects[cell] = None
+        if self.slots is not None and c.slot != NO_SLOT:
+            self.slots.settle(c)
+            if self.slots.vacate(c.slot):
+                slot = c.slot
+                if release or not self.slots.is_fit(slot):
+                    self.slots.release(slot)
+                    slot = -1
+        return slot
+
+    # -- peek, decode, commit
+
+    def peek(self):
+        """The next finished ticket: the oldest, or (unordered) any. Nothing changes.
+
+        Returns
+        -------
+        tuple or None
+            (token, cell, status, slot, capacity, record). None: it is not finished.
+        """
+        cdef int k = self.ring.find(self.ordered)
+        cdef uint32_t cell
+        cdef cseq_cell* c
+        cdef uint64_t* f
+        if k < 0:
+            return None
+        cell = self.ring.outstanding_cell(k)
+        c = cseq_ring_cell(self.ring.r, cell)
+        f = c.converted if c.stage else c.record
+        return (cseq_load_acq_u64(&c.word), cell, c.status, c.slot, c.capacity,
+                (f[0], f[1], f[2], f[3], f[4], f[5]))
 
     cdef bint is_known(self, Mapping slot, uint64_t offset, uint64_t length) except -1:
         """Whether a layout in a slot is that of one array; it is the latest one then."""
@@ -1634,9 +1851,14 @@ cdef class Exchange:
         """The batch in a cell's slot, copied, if it is one small array; else None."""
         cdef uint64_t* f = c.record
         cdef uint64_t end = f[0] + f[1] + f[2]
-        cdef Mapping slot = self.mapped.get(c.slot)
+        cdef Mapping slot
+        if self.mapped is None:
+            return None
+        slot = self.mapped.get(c.slot)
         if slot is None or <uint64_t>slot.size < c.capacity or f[3] or not f[1]:
             return None
+        if c.capacity > MOST_KEPT and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity:
+            return None  # the arena is to count it: the slot may be too large
         # From time to time one goes the long way, so that its slot can shrink.
         if c.capacity > MOST_KEPT and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity:
             return None
@@ -1649,90 +1871,156 @@ cdef class Exchange:
         memcpy(cnp.PyArray_DATA(array), slot.data + self.at, self.nbytes)
         return array
 
-    cpdef object swap(self):
-        """Take the oldest batch, which must be ready, and post the next one.
+    cdef object decode(self, uint32_t cell):
+        """The batch in a cell, if C alone can make it; else None. It is not converted."""
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        if c.status:
+            return None
+        if self.objects is not None:
+            return self.objects[cell]
+        return None if c.stage else self.copied(c)
+
+    cdef int commit(self, uint32_t k) except -1:
+        """Take the ticket at position `k` of the outstanding ones out; post the next in its cell."""
+        cdef Ring ring = self.ring
+        cdef uint32_t cell = ring.outstanding_cell(k)
+        cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
+        cdef bint more = self.posted < self.batches and self.next_for == self.posted + 1
+        cdef Py_ssize_t slot = self.leave(c, cell, not more)
+        self.decoded = None
+        ring.free(c, k)
+        self.taken += 1
+        if not more:
+            return 0
+        if self.slots is None:
+            self.offer(cell, NO_SLOT, 0)
+            return 0
+        if slot < 0:
+            slot = self.slots.find_fit()
+            if slot < 0:
+                return 0  # `refill` makes more
+            self.slots.occupy(slot)
+        self.offer(cell, <uint32_t>slot, self.slots.at(slot).nbytes)
+        return 0
+
+    cpdef object step(self):
+        """Take the next batch, if it is ready, and C alone can decode it and post the next ticket.
 
         Returns
         -------
         object or None
-            The batch. None: that is not possible in the short way, and nothing has changed.
+            The batch. None: nothing has changed.
         """
-        cdef Ring ring = self.ring
-        cdef cseq_cell* c
-        cdef uint32_t cell
-        cdef uint64_t word, start, begun
-        if self.torn or self.posted >= self.full or not ring.outstanding:
+        cdef int k
+        if self.convert is not None or not self.is_brief():
             return None
-        cell = ring.order[ring.first]
-        start = self.start + self.posted * self.stride
-        # A longer way to shuffle lets go of the GIL.
-        if self.order.shuffle and start + self.size > self.order.order.position + BRIEF:
+        k = self.ring.find(self.ordered)
+        if k < 0:
             return None
-        if not cseq_ring_ready(ring.r, cell):
-            return None
-        c = cseq_ring_cell(ring.r, cell)
-        if c.status or c.stage or c.slot != c.home:
-            return None
-        word, begun = cseq_load_acq_u64(&c.word), self.begun
-        batch = self.objects[cell] if self.objects is not None else self.copied(c)
+        batch = self.decode(self.ring.outstanding_cell(k))
         if batch is None:
             return None
+        self.prepare()
+        PyErr_CheckSignals()
+        # A handler may have called anything, `step` too.
+        if k != self.ring.find(self.ordered) or self.next_is_missing():
+            return None
+        self.commit(k)
+        self.done = self.taken
+        return batch
+
+    cdef bint next_is_missing(self) noexcept:
+        """Whether there is a ticket to be posted next, and it is not prepared."""
+        return self.posted < self.batches and self.next_for != self.posted + 1
+
+    def next(self):
+        """Take the next batch.
+
+        Raises
+        ------
+        StopIteration
+            The epoch is over.
+        """
+        cdef int k
+        cdef uint32_t cell
+        while True:
+            if self.decoded is None:
+                self.decoded = self.decode_next()
+            token, cell, batch, error = self.decoded
+            if error is not None:
+                error, entry = self.describe(cell, error)
+            self.prepare()
+            if self.slots is not None and self.slots.find_fit() < 0:
+                self.extend()
+            PyErr_CheckSignals()
+            # What was called may have called anything: is it the same ticket still?
+            k = self.ring.place(cell)
+            if k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token:
+                self.decoded = None
+                continue
+            if self.next_is_missing():
+                continue
+            self.commit(<uint32_t>k)
+            if error is None:
+                self.done = self.taken
+                return batch
+            if not self.skip_errors or not isinstance(error, Exception):
+                raise error
+            self.done = self.taken
+            self.skipped.append(entry)
+
+    cdef tuple decode_next(self):
+        """Decode the next ticket: as `read` does, and without it if C can."""
+        cdef uint32_t cell
+        cdef int k = self.ring.find(self.ordered)
+        if k < 0:
+            return self.read()
+        cell = self.ring.outstanding_cell(k)
+        token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
+        batch = self.decode(cell)
+        if batch is None:
+            return self.read()
         if self.convert is not None:
             try:
                 batch = self.convert(batch)
+            except MemoryError:
+                raise
             except Exception as error:
-                self.failed = error
-                return None
-            if batch is None:
-                return None
-        PyErr_CheckSignals()
-        # Whoever was called here may have called everything else.
-        if (self.begun != begun or not ring.outstanding or ring.order[ring.first] != cell
-                or cseq_load_acq_u64(&c.word) != word or self.torn):
-            return None
-        ring.free(c, 0)
-        if self.objects is not None:
-            self.objects[cell] = None
-        self.taken += 1
-        self.done = self.taken
-        self.order.write(start, self.size, cseq_ring_indices(ring.r, cell))
-        ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.size, start, c.slot,
-                   c.capacity, 0)
-        self.ticket += 1
-        self.posted += 1
-        return batch
+                return token, cell, None, error
+        return token, cell, batch, None
 
 
-cdef class Steps:
-    """An iterator over batches. It takes the short way whenever there is one.
+cdef class BatchIterator:
+    """An iterator over the batches of an epoch.
 
     Parameters
     ----------
     run : object
-        `present` is the same for as long as this iterator may go on; `turn` is held on the long way.
-        `asked` becomes True when it is first gone.
-    exchange : Exchange or None
-        The short way.
-    long_way : callable
+        `present` is the same for as long as this iterator may go on; `turn` is a lock, held where
+        Python code may run.
+        `asked` becomes True when the lock is first taken for this iterator.
+    consumer : Consumer or None
+        None: there is no ring.
+    following : callable
+        Returns the next batch.
     """
 
     cdef readonly object run
     cdef readonly object present
-    cdef object long_way
-    cdef Exchange exchange
+    cdef object following
+    cdef Consumer consumer
     cdef bint asked
 
-    def __cinit__(self, run, Exchange exchange, long_way, *args):
-        self.run, self.present, self.long_way = run, run.present, long_way
-        self.exchange = exchange
+    def __cinit__(self, run, Consumer consumer, following, *args):
+        self.run, self.present, self.following = run, run.present, following
+        self.consumer = consumer
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        # A loop's `for` runs no signal handler between what comes from here and its variable.
-        if self.exchange is not None and self.exchange.alone and self.run.present == self.present:
-            batch = self.exchange.swap()
+        if self.consumer is not None and self.consumer.alone and self.run.present == self.present:
+            batch = self.consumer.step()
             if batch is not None:
                 return batch
         turn = self.run.turn
@@ -1744,11 +2032,679 @@ cdef class Steps:
                     "newer iterator began; call iter() on the manager again")
             if not self.asked:
                 self.asked = self.run.asked = True
-            if self.exchange is not None and not self.exchange.alone:
-                batch = self.exchange.swap()
-                if batch is not None:
-                    return batch
-            return self.long_way()
+            return self.following()
+        finally:
+            turn.release()
+
+
+# ── the trainer's end of a stream's ring ───────────────────────────────────────────────────
+
+cdef enum:
+    ITEMS = 0           # what a ticket asks for; see producer.py
+    BEGIN = 1
+    CALL = 2
+    REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
+
+cdef uint64_t TICKET_BYTES = 1 << 16    # what a ticket of several items should take at most
+cdef uint64_t TICKET_NS = 5_000_000     # and how long it should
+cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
+cdef uint64_t TICKETS = <uint64_t>1 << 40
+
+
+@cython.final
+@cython.no_gc
+cdef class Request:
+    """Something for a worker, in a slot that is taken for as long as this object exists.
+
+    Parameters
+    ----------
+    slots : Slots
+
+    Attributes
+    ----------
+    slot : int
+        The lowest one that was free; -1: there was none.
+    """
+
+    cdef Slots slots
+    cdef readonly Py_ssize_t slot
+    cdef int64_t words[REQUEST_WORDS]
+
+    def __cinit__(self, Slots slots not None):
+        memset(self.words, 0, sizeof(self.words))
+        self.slots = slots
+        self.slot = slots.find_fit()
+        if self.slot >= 0:
+            slots.occupy(self.slot)
+
+    def __dealloc__(self):
+        if self.slot >= 0:
+            cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)
+
+    def locate(self, uint64_t capacity, record):
+        """Say where in the slot it lies: of how many committed bytes, and its `codec.Record`."""
+        cdef int k
+        self.slots.resize(self.slot, capacity)
+        self.words[0], self.words[1] = self.slot, <int64_t>capacity
+        for k in range(4):
+            self.words[2 + k] = record[k]
+
+
+@cython.final
+cdef class StreamConsumer:
+    """The trainer's end of one worker's ring: asks for items ahead, and takes them out.
+
+    The ring is a queue: tickets of an epoch are in the `outstanding` cells before `next_cell`, and
+    leave it oldest first, or (given up) all together. A ticket leaves as one of a batch does::
+
+        peek     the oldest ticket is READY; nothing changes
+        decode   make its items from what lies in its slot; may call anything, may be interrupted
+        commit   free cell and slot, the items into the ready queue, all books: C alone
+
+    And so does an item: once it is the first of the ready queue, and more have been asked for, it is
+    handed out with all that counts it in one step (`ItemReader`).
+
+    Parameters
+    ----------
+    ring : Ring
+    slots : Slots
+    read : callable
+        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, error, failed,
+        ended, nbytes, ns)``. `token` is that of `peek`; `error` is what was raised behind the items,
+        or None, and `failed` says so; `ended`: nothing follows; they took so many bytes, and so long.
+    extend : callable
+        Makes the lowest free slot fit, or more slots.
+    number : int
+        The worker's.
+    prefetch : int
+        The most items that are asked for, being made, or ready.
+    depth : int
+        The most tickets that ask for them.
+    most : int
+        The most items of a ticket.
+
+    Attributes
+    ----------
+    over : bool
+        Nothing more comes out of the ring.
+    failed : str
+        What has ended the stream, if an exception has.
+    names : list of str
+        What the calls in the ring's cells are.
+    tickets, items, nbytes : int
+        Taken out of the ring so far.
+    """
+
+    cdef readonly Ring ring
+    cdef readonly uint32_t number
+    cdef Slots slots
+    cdef object read, extend
+    cdef uint32_t depth
+    cdef uint64_t prefetch, most
+    # Tickets.
+    cdef uint32_t round, next_cell, outstanding
+    cdef uint64_t ticket            # number of the next one
+    cdef int calling                # the cell of the call that is under way; -1: none
+    cdef list assignments, calls    # by cell: the `Request`s that its ticket refers to
+    cdef readonly list names
+    # The epoch.
+    cdef uint64_t epoch
+    cdef Request assignment
+    cdef readonly bint over
+    cdef uint64_t start             # the next item to ask for
+    cdef uint64_t asked             # items in tickets
+    cdef uint64_t unwoken           # those of them that were asked for since the worker was woken
+    cdef list ready
+    cdef Py_ssize_t at              # of the ready items, the next one
+    cdef object error               # to be raised behind them
+    cdef readonly str failed
+    # How many items the next ticket asks for.
+    cdef uint64_t count
+    cdef uint64_t pace              # ns that an item of the last ticket took
+    cdef bint quick                 # so little that waking a worker is not nothing
+    cdef readonly uint64_t tickets, items, nbytes
+
+    def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
+                  uint64_t prefetch, uint32_t depth, uint64_t most):
+        self.ring, self.slots, self.read, self.extend = ring, slots, read, extend
+        self.number, self.prefetch, self.depth, self.most = number, prefetch, depth, most
+        self.round = cseq_ring_round(ring.r)
+        self.calling = -1
+        self.assignments = [None] * ring.r.capacity
+        self.calls = [None] * ring.r.capacity
+        self.names = [""] * ring.r.capacity
+        self.over = True
+        self.ready = []
+        self.failed = ""
+        self.count = 1
+        self.pace = UNKNOWN_PACE
+
+    @property
+    def received(self):
+        """Items of this epoch that have come out of the ring."""
+        return self.start - self.asked
+
+    @property
+    def delivered(self):
+        """Items of this epoch that have been handed out."""
+        return self.start - self.asked - <uint64_t>(len(self.ready) - self.at)
+
+    def taken_slots(self):
+        """The slots of its tickets, and of the requests that they refer to."""
+        cdef uint32_t c
+        cdef set found = set()
+        requests = {self.assignment, *self.assignments, *self.calls} - {None}
+        for c in range(self.ring.r.capacity):
+            if cseq_ring_state(self.ring.r, c) != CSEQ_FREE:
+                found.add(cseq_ring_cell(self.ring.r, c).slot)
+        return found | {request.slot for request in requests}
+
+    # -- tickets
+
+    cdef uint32_t cell_before(self, uint32_t k) noexcept:
+        """The cell of the queue that is so many before the next one to post in."""
+        return (self.next_cell + self.round - k) % self.round
+
+    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, Py_ssize_t slot,
+                   Request call):
+        """Post a ticket in a free cell, with a free slot for the answer."""
+        cdef Ring ring = self.ring
+        cdef int64_t* words = cseq_ring_indices(ring.r, cell)
+        self.slots.occupy(slot)
+        if self.assignment is not None:
+            memcpy(words + REQUEST_WORDS, self.assignment.words, sizeof(self.assignment.words))
+        if call is not None:
+            memcpy(words, call.words, sizeof(call.words))
+        self.assignments[cell], self.calls[cell] = self.assignment, call
+        ring.fill(cell, self.epoch, kind, <uint32_t>count, self.start, <uint32_t>slot,
+                  self.slots.at(slot).nbytes)
+        cseq_ring_post(ring.r, cell, self.ticket)
+        self.ticket = (self.ticket + 1) % TICKETS
+        ring.unwoken += 1
+
+    cdef void append(self, uint64_t kind, uint64_t count, Py_ssize_t slot):
+        """Post a ticket behind the others."""
+        self.post(self.next_cell, kind, count, slot, None)
+        self.next_cell = (self.next_cell + 1) % self.round
+        self.outstanding += 1
+        self.start += count
+        self.asked += count
+        self.unwoken += count
+
+    cdef Py_ssize_t find_slot(self) except -2:
+        """A free slot for the answer to a ticket behind the others; -1: look at everything again."""
+        cdef Py_ssize_t slot
+        self.sweep()
+        if cseq_ring_state(self.ring.r, self.next_cell) != CSEQ_FREE:
+            raise RuntimeError("the ring of this stream is full, which it never should be")
+        slot = self.slots.find_fit()
+        if slot < 0:
+            self.extend()
+        return slot
+
+    cdef int leave(self, uint32_t cell) except -1:
+        """Empty a cell that is the trainer's, or free, of its ticket's slot and requests."""
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        self.slots.settle(c)
+        if self.slots.vacate(c.slot):
+            self.slots.release(c.slot)
+        self.assignments[cell] = self.calls[cell] = None
+        cseq_ring_retire(self.ring.r, cell)
+        return 0
+
+    cdef int leave_oldest(self) except -1:
+        """Take the oldest ticket, which is READY, out."""
+        self.leave(self.cell_before(self.outstanding))
+        self.outstanding -= 1
+        return 0
+
+    cdef int give_up(self) except -1:
+        """Nothing more comes in this epoch: take back what the worker has not claimed."""
+        cdef Ring ring = self.ring
+        cdef uint32_t cell
+        self.over = True
+        self.start -= self.asked
+        self.asked = self.unwoken = 0
+        while self.outstanding:
+            cell = self.cell_before(1)
+            if not cseq_ring_retract(ring.r, cell):
+                break
+            self.next_cell = cell
+            self.outstanding -= 1
+            self.leave(cell)
+        while self.outstanding:
+            ring.abandoned[ring.abandoned_count] = self.cell_before(self.outstanding)
+            ring.abandoned_count += 1
+            self.outstanding -= 1
+        return 0
+
+    cdef void give_up_call(self) noexcept:
+        """The answer to a call is not waited for any more."""
+        if self.calling >= 0:
+            self.ring.abandoned[self.ring.abandoned_count] = <uint32_t>self.calling
+            self.ring.abandoned_count += 1
+            self.calling = -1
+
+    cdef int sweep(self) except -1:
+        """Free the cells of given-up tickets: those that are answered, and calls not yet claimed."""
+        cdef Ring ring = self.ring
+        cdef uint32_t k = 0, cell
+        while k < ring.abandoned_count:
+            cell = ring.abandoned[k]
+            if not (cseq_ring_ready(ring.r, cell) if cell < self.round
+                    else cseq_ring_cancel(ring.r, cell)):
+                k += 1
+                continue
+            ring.abandoned_count -= 1
+            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+            self.leave(cell)
+        return 0
+
+    cpdef void wake(self) noexcept:
+        """Wake the worker if there is something that it was not woken for."""
+        self.unwoken = 0
+        if self.ring.unwoken:
+            self.ring.wake()
+
+    cdef bint has_room(self, Py_ssize_t leaving) noexcept:
+        """Whether to ask for items, when `leaving` of those that are ready are about to be taken."""
+        cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
+        return (not self.over and self.outstanding <= self.depth
+                and ready + self.asked + self.count <= self.prefetch)
+
+    cdef int request(self, Py_ssize_t leaving) except -1:
+        """Ask for items ahead.
+
+        Waking a worker costs more than a small item does, so that waits until half of what is asked
+        for ahead has gathered: a worker only sleeps when all of it is ready.
+        """
+        cdef Py_ssize_t slot
+        while self.has_room(leaving):
+            slot = self.find_slot()
+            if slot >= 0:
+                self.append(ITEMS, self.count, slot)
+        if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
+            self.wake()
+        return 0
+
+    # -- the epoch and calls
+
+    def end(self):
+        """Give up the epoch, and the call that is under way."""
+        before = self.ready, self.error  # what runs when these are gone finds everything done
+        cdef list ready = []
+        self.give_up_call()
+        self.give_up()
+        self.ready, self.at, self.error, self.assignment = ready, 0, None, None
+        self.epoch = 0
+        self.sweep()
+
+    def begin(self, uint64_t epoch, Request assignment not None, str name not None):
+        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of the ticket whose answer is the worker's.
+        """
+        cdef Py_ssize_t slot = -1
+        while slot < 0:
+            slot = self.find_slot()
+        cell, ticket = self.next_cell, self.ticket
+        self.epoch, self.assignment = epoch, assignment
+        self.start = 0
+        self.failed = ""
+        self.over = False
+        self.names[cell] = name
+        self.append(BEGIN, 0, slot)
+        self.request(0)
+        self.wake()
+        return cell, ticket
+
+    def call(self, Request call not None, str name not None):
+        """Post a call, which overtakes all items that the worker has not claimed; one at a time.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of its ticket.
+        """
+        cdef Py_ssize_t slot
+        cdef uint32_t cell
+        while True:
+            self.give_up_call()
+            self.sweep()
+            slot = self.slots.find_fit()
+            if slot >= 0:
+                break
+            self.extend()
+        # One cell may be that of a call which was given up, and which the worker is busy with.
+        cell = self.round
+        while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
+            cell += 1
+            if cell == self.ring.r.capacity:
+                raise RuntimeError("a worker is busy with two calls, which it never should be")
+        self.names[cell] = name
+        ticket = self.ticket
+        self.post(cell, CALL, 0, slot, call)
+        self.calling = <int>cell
+        self.wake()
+        return cell, ticket
+
+    def oldest(self):
+        """Cell and number of the oldest ticket in the queue; None: there is none."""
+        return self.named(self.outstanding) if self.outstanding else None
+
+    def newest(self):
+        """Cell and number of the newest ticket in the queue; None: there is none."""
+        return self.named(1) if self.outstanding else None
+
+    cdef tuple named(self, uint32_t k):
+        cdef uint32_t cell = self.cell_before(k)
+        return cell, CSEQ_TICKET(cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word))
+
+    def peek(self, uint32_t cell, uint64_t ticket):
+        """What a worker has answered to a ticket. Nothing changes.
+
+        Returns
+        -------
+        tuple or None
+            (token, cell, status, slot, capacity, record). None: it has not, yet.
+
+        Raises
+        ------
+        InterruptedError
+            The ticket was given up.
+        """
+        cdef cseq_cell* c = self.ring.at(cell)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef uint64_t* f = c.record
+        if CSEQ_STATE(word) == CSEQ_FREE or CSEQ_TICKET(word) != ticket:
+            raise InterruptedError("a signal handler has given up what is waited for")
+        if CSEQ_STATE(word) != CSEQ_READY:
+            return None
+        return word, cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+
+    def take_reply(self, uint32_t cell, uint64_t token, str failed not None):
+        """Take the answer to a call or a beginning out of the ring; see `peek`.
+
+        `failed`: what was raised instead, which ends the stream.
+        """
+        if cseq_load_acq_u64(&self.ring.at(cell).word) != token:
+            return
+        if <int>cell == self.calling:
+            self.calling = -1
+            self.leave(cell)
+        elif self.outstanding and cell == self.cell_before(self.outstanding):
+            self.leave_oldest()
+        if failed:
+            self.failed = failed
+            self.give_up()
+        self.sweep()
+
+    # -- items
+
+    cdef int receive(self) except -1:
+        """Move the items of the oldest ticket to the ready queue, which is empty."""
+        cdef uint64_t token
+        if not self.outstanding:
+            self.request(0)
+            return 0
+        token, items, error, failed, ended, nbytes, ns = self.read(self)
+        # What was called may have called anything: is it the oldest ticket still?
+        if (self.outstanding and token == cseq_load_acq_u64(
+                &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
+            self.commit(items, error, failed, ended, nbytes, ns)
+        return 0
+
+    cdef int commit(self, list items, error, str failed, bint ended, uint64_t nbytes,
+                    uint64_t ns) except -1:
+        """Take the oldest ticket out of the ring; its items are ready."""
+        cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
+        cdef uint64_t made = <uint64_t>len(items)
+        self.leave_oldest()
+        self.ready, self.at, self.error = items, 0, error
+        self.asked -= count
+        self.start -= count - made
+        self.tickets += 1
+        self.items += made
+        self.nbytes += nbytes
+        if ended:
+            self.failed = failed
+            self.give_up()
+        else:
+            self.adapt(made, nbytes, ns)
+        return 0
+
+    cdef void adapt(self, uint64_t made, uint64_t nbytes, uint64_t ns) noexcept:
+        """Choose how many items the next ticket asks for, from how the last two went.
+
+        The quicker of them counts: another process may have been running in the worker's place.
+        """
+        cdef uint64_t before = self.pace
+        cdef uint64_t fit
+        self.pace = max(ns // made, <uint64_t>1) if made else UNKNOWN_PACE
+        fit = TICKET_NS // min(before, self.pace)
+        self.quick = fit > 0
+        fit = min(fit, TICKET_BYTES * made // max(nbytes, <uint64_t>1))
+        self.count = max(<uint64_t>1, min(min(2 * self.count, fit), self.most))
+
+    cdef bint prepare(self) except -1:
+        """Have an item ready, and more of them asked for. False: there are no more.
+
+        May run any code, but none between a look that has found an item and the return.
+
+        Raises
+        ------
+        BaseException
+            What the producer has raised, once.
+        """
+        while True:
+            if self.at < len(self.ready):
+                if self.has_room(1):
+                    self.request(1)
+                PyErr_CheckSignals()
+                if self.at < len(self.ready):
+                    return True
+            elif self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            elif self.over:
+                return False
+            else:
+                self.receive()
+
+    cdef object pop(self):
+        """Hand the first ready item out."""
+        item = self.ready[self.at]
+        self.ready[self.at] = None
+        self.at += 1
+        return item
+
+
+@cython.final
+cdef class ItemReader:
+    """Hands items out, of one worker or of all in turn.
+
+    No Python code runs between the step that takes an item out, with the turn and the number of
+    items, and the return to the caller of `next`, `commit` or an `ItemIterator`.
+
+    Parameters
+    ----------
+    run : object
+        `present` is the same for as long as an epoch may go on; `turn` is a lock.
+    consumers : list of StreamConsumer
+
+    Attributes
+    ----------
+    present : int
+        The run's `present` when the epoch was begun; -1: none is under way.
+    taken : int
+        Items that were handed out in this epoch.
+    """
+
+    cdef readonly object run
+    cdef readonly object present
+    cdef readonly uint64_t taken
+    cdef list consumers
+    cdef list left      # those that go round
+    cdef Py_ssize_t turn  # whose turn it is among them
+
+    def __cinit__(self, run, list consumers not None):
+        self.run, self.consumers = run, consumers
+        self.present = -1
+        self.left = []
+
+    def begin(self, present):
+        """An epoch has begun; with -1, none is under way."""
+        cdef list left = list(self.consumers)
+        self.left, self.turn, self.taken, self.present = left, 0, 0, present
+
+    cdef int check(self, present) except -1:
+        """Refuse items of an epoch that is not under way."""
+        if self.run.present != present:
+            raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
+                                   "call begin()")
+        return 0
+
+    def next(self, Py_ssize_t worker):
+        """Return the next item of a worker's stream.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            while True:
+                self.check(self.present)
+                if not 0 <= worker < len(self.consumers):
+                    raise IndexError(f"worker={worker} is not one of {len(self.consumers)}")
+                consumer = self.consumers[worker]
+                if not consumer.prepare():
+                    raise StopIteration
+                if self.run.present == self.present:
+                    self.taken += 1
+                    return consumer.pop()
+        finally:
+            turn.release()
+
+    cdef StreamConsumer current(self):
+        """The consumer whose turn it is; None: none has any more items."""
+        if not self.left:
+            return None
+        if self.turn >= len(self.left):
+            self.turn = 0
+        return self.left[self.turn]
+
+    cdef StreamConsumer find(self, present, bint strict):
+        """The consumer whose turn it is, with an item ready; None: none has any more items.
+
+        `strict`: a stream that an exception has ended does not just end.
+        """
+        cdef StreamConsumer consumer
+        cdef bint found
+        while True:
+            self.check(present)
+            consumer = self.current()
+            if consumer is None:
+                return None
+            found = consumer.prepare()
+            if self.run.present != present or consumer is not self.current():
+                continue  # a signal handler has taken some, or begun an epoch
+            if found:
+                return consumer
+            if strict and consumer.failed:
+                raise RuntimeError(f"{consumer.failed}; begin another epoch")
+            del self.left[self.turn]
+
+    cdef object take(self, StreamConsumer consumer):
+        """Hand the item of the consumer whose turn it is out."""
+        self.turn += 1
+        self.taken += 1
+        return consumer.pop()
+
+    def peek(self):
+        """Return the item whose turn it is, and its number in the epoch. Nothing changes.
+
+        Returns
+        -------
+        tuple
+            (number, item). The item is handed out by `commit`.
+
+        Raises
+        ------
+        StopIteration
+            There are no more.
+        RuntimeError
+            What the producer has raised has ended a stream, and came out before.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            consumer = self.find(self.present, True)
+            if consumer is None:
+                raise StopIteration
+            return self.taken, consumer.ready[consumer.at]
+        finally:
+            turn.release()
+
+    def commit(self, uint64_t number):
+        """Hand out the item that `peek` has returned with this number; nothing if that was done."""
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            self.check(self.present)
+            if number != self.taken:
+                return
+            consumer = self.current()
+            if consumer is None or consumer.at == len(consumer.ready):
+                raise RuntimeError(f"item {number} was not peeked at")
+            item = self.take(consumer)  # what runs when it is gone finds everything done
+        finally:
+            turn.release()
+
+
+@cython.final
+cdef class ItemIterator:
+    """An iterator over the items of all workers in turn, leaving out those that have no more.
+
+    Parameters
+    ----------
+    reader : ItemReader
+    *keep
+        What is to live for as long as the iterator.
+    """
+
+    cdef readonly ItemReader reader
+    cdef readonly object present
+    cdef object keep
+
+    def __cinit__(self, ItemReader reader not None, *keep):
+        reader.check(reader.present)
+        self.reader, self.present, self.keep = reader, reader.present, keep
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef StreamConsumer consumer
+        turn = self.reader.run.turn
+        turn.acquire()
+        try:
+            consumer = self.reader.find(self.present, False)
+            if consumer is None:
+                raise StopIteration
+            return self.reader.take(consumer)
         finally:
             turn.release()
 

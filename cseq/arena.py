@@ -9,7 +9,7 @@ The guarantee: a slot is not written to while an array, a view or a tensor made 
 the trainer or in the worker that filled it, also after the arena was closed; and nothing is left
 when the last of them is gone.
 
-                     acquire              begin … place … end            take
+                     acquire              begin … place … end         lend, vacate
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
                                           in a worker: Writer         └─ copied ──────────► free
 
@@ -543,6 +543,8 @@ class Arena:
     ----------
     segment : Segment
         The file, for the workers.
+    slots : Slots
+        Which of them are in use.
     memory_limit : int
         In bytes.
     copies : int
@@ -569,8 +571,9 @@ class Arena:
         self.slots = Slots(0)
         self.mapped: dict[int, Mapping] = {}
         self._need = Need()
-        self._most = self._room = self.segment.width  # larger slots shrink, to so many bytes
-        self._top = self._top_before = -1  # the highest slots acquired in this window, in the last
+        self._room = self.segment.width  # slots of more than `slots.most` bytes shrink to this
+        self._top_before = -1  # the highest slot taken in the last window
+        self.slots.least, self.slots.most = FIRST, self.segment.width
 
     @property
     def leased(self) -> int:
@@ -593,7 +596,7 @@ class Arena:
         with self._turn:
             slot = self._acquire()
             try:
-                if self.slots.nbytes(slot) > self._most:
+                if self.slots.nbytes(slot) > self.slots.most:
                     self._shrink(slot, self._room)
                 if self.slots.nbytes(slot) < FIRST:
                     commit(self.segment.fd, slot * self.segment.width, FIRST)
@@ -601,8 +604,17 @@ class Arena:
             except BaseException:
                 self.slots.release(slot)
                 raise
-            self._top = max(self._top, slot)
             return slot
+
+    def prepare(self) -> None:
+        """Make the lowest free slot fit for a ticket; make more slots if none is free.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room for a new one.
+        """
+        self.release(self.acquire())
 
     def _acquire(self) -> int:
         """Take the lowest free slot, or a new one, of which nothing may be committed."""
@@ -615,16 +627,6 @@ class Arena:
     def release(self, slot: int) -> None:
         """Give a slot back whose batch is not wanted."""
         self.slots.release(slot)
-
-    def reclaim(self, slot: int) -> None:
-        """Give a slot back unless a lease has done that, or will do it."""
-        self.slots.reclaim(slot)
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Give all slots back but these; those under lease, or a worker's, stay so."""
-        with self._turn:
-            for slot in set(range(self.slots.capacity)).difference(slots):
-                self.slots.reclaim(slot)
 
     def capacity(self, slot: int) -> int:
         """Bytes that are committed in a slot."""
@@ -647,11 +649,12 @@ class Arena:
                 self._shrink(slot, 0)
                 self.slots.release(slot)
 
-    def take(self, slot: int, used: int, capacity: int) -> Memory:
-        """Get what lies in the first `used` bytes of a slot, to keep; the slot is given back.
+    def lend(self, slot: int, used: int, capacity: int) -> Memory:
+        """Get what lies in the first `used` bytes of a taken slot, to keep.
 
-        Either the slot itself, leased: it is free again when the last view of the memory is gone.
-        Or, for a small batch and when too many are held, a copy.
+        Either the slot itself, under a lease that counts from `Slots.vacate` on: then it is free
+        again when the last view of the memory is gone. Or, for a small batch and when too many
+        are held, a copy.
 
         Parameters
         ----------
@@ -664,20 +667,16 @@ class Arena:
         Raises
         ------
         MemoryError
-            If there is no room for the copy, or for a mapping; the slot stays taken then.
+            If there is no room for the copy, or for a mapping.
         """
-        memory: Memory
         if used > SMALL:
             mapping = self.look(slot, capacity, used)
             with self._turn:
                 if self._may_lease(capacity):
-                    return self.slots.lease(slot, mapping, used)
+                    return self.slots.lend(slot, mapping, used)
                 self._count_copy()
-            memory = copy_of(mapping, used)
-        else:
-            memory = self.copy(slot, used, capacity)
-        self.slots.release(slot)
-        return memory
+            return copy_of(mapping, used)
+        return self.copy(slot, used, capacity)
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
@@ -725,15 +724,16 @@ class Arena:
 
     def _tidy(self) -> None:
         """Give back what was not needed for two windows, and what exceeds the limit."""
-        self._most, self._room = self._need.excess(self.segment.width)
-        slots, top = self.slots, max(self._top, self._top_before)
-        self._top_before, self._top = self._top, -1
+        slots = self.slots
+        slots.most, self._room = self._need.excess(self.segment.width)
+        top = max(slots.top, self._top_before)
+        self._top_before, slots.top = slots.top, -1
         free = slots.free()
         idle = self._room < self.segment.width
         for slot in free:
             if idle and slot > top:
                 self._give_back(slot, 0)
-            elif slots.nbytes(slot) > self._most:
+            elif slots.nbytes(slot) > slots.most:
                 self._give_back(slot, self._room)
         self._limit(free)
 

@@ -9,7 +9,7 @@ fills, and a converter also the one it empties.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
 from cseq._core import SMALL
@@ -19,11 +19,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
+    from typing_extensions import TypedDict
 
-    from cseq._core import Mapping, Memory, Ring, Seat
+    from cseq._core import Mapping, Ring, Seat, Slots
     from cseq.arena import Arena, Writer
 
     Fields = tuple[int, ...]
+
+    class Ends(TypedDict, total=False):
+        """Keywords of `Consumer`."""
+
+        objects: list[Any]
+        slots: Slots
+        extend: Callable[[], None]
+        discard: Callable[[int], None]
+        small: tuple[dict[int, Mapping], dict[bytes, Any], int]
+
 
 __all__ = [
     "NO_SLOT",
@@ -77,34 +88,20 @@ class Source(Protocol):
 
 
 class Outlet(Protocol):
-    """The end that the trainer empties.
+    """The end that the trainer empties: decodes what tickets in the ring hold, and changes nothing.
 
-    A slot that comes back with a batch is free for the next ticket; -1: it is in use elsewhere.
+    What becomes of the cell and its slot is the `Consumer`'s business.
     """
 
     @property
-    def source(self) -> Any:
-        """Where batches are that can go the short way (`Exchange`); None if there is none."""
+    def ends(self) -> Ends:
+        """What the `Consumer` is to know of it."""
 
-    def room(self) -> tuple[int, int]:
-        """Return slot and committed bytes for a ticket about to be posted."""
+    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
+        """Return the batch."""
 
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:
-        """Take the batch out: it, and the slot."""
-
-    def error(
-        self, cell: int, slot: int, capacity: int, record: Fields
-    ) -> tuple[BaseException, int]:
-        """Take the exception out: it, and the slot."""
-
-    def release(self, slot: int) -> None:
-        """Free a slot that came back, and that no ticket is posted in."""
-
-    def drop(self, cell: int, slot: int) -> None:
-        """Throw away whatever a given-up ticket holds, and free its slot."""
-
-    def keep(self, slots: list[int]) -> None:
-        """Free all slots but those of the cells: an exception may have lost some."""
+    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+        """Return the exception that was raised instead."""
 
 
 class Importer(Protocol):
@@ -132,9 +129,11 @@ class Objects:
         self._below = below
 
     @property
-    def source(self) -> list[Any] | None:
-        """The objects, by cell, if that is all there is to it."""
-        return self._held if self._below is None else None
+    def ends(self) -> Ends:
+        """The objects, by cell, and the slots of the stage before."""
+        below: Ends = {} if self._below is None else self._below.ends
+        below.pop("small", None)
+        return {**below, "objects": self._held}
 
     def begin(self, seat: Seat) -> None:
         """Nothing to do."""
@@ -163,35 +162,16 @@ class Objects:
         """Return the batch of a ticket in hand."""
         return self._held[seat.cell]
 
-    def room(self) -> tuple[int, int]:
-        """Take a slot if the stage before needs one."""
-        return (NO_SLOT, 0) if self._below is None else self._below.room()
+    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+        """Return the object."""
+        return self._held[cell]
 
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
-        """Take the object out."""
-        batch, self._held[cell] = self._held[cell], None
-        return batch, slot if self._below is None else -1
-
-    def error(
-        self, cell: int, slot: int, capacity: int, record: Fields
-    ) -> tuple[BaseException, int]:
-        """Take the exception out, from the slot if it was raised in the stage before."""
+    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+        """Return the exception, from the slot if it was raised in the stage before."""
         if self._below is not None and slot != NO_SLOT:
             return self._below.error(cell, slot, capacity, record)
-        return self.collect(cell, slot, capacity, record)
-
-    def release(self, slot: int) -> None:
-        """Free a slot of the stage before."""
-        if self._below is not None:
-            self._below.release(slot)
-
-    def drop(self, cell: int, slot: int) -> None:
-        """Forget the object."""
-        self._held[cell] = None
-        self.release(slot)
-
-    def keep(self, slots: list[int]) -> None:
-        """Nothing: converters, too, have slots that are in no cell."""
+        error: BaseException = self._held[cell]
+        return error
 
 
 class SlotWriter:
@@ -237,61 +217,35 @@ class SlotReader:
         self._arena = arena
 
     @property
-    def source(self) -> tuple[dict[int, Mapping], dict[bytes, Any], int] | None:
-        """Where a small array is found."""
-        return self._arena.mapped, codec.singles, SMALL
+    def ends(self) -> Ends:
+        """The slots, and where a small array is found."""
+        return {
+            "slots": self._arena.slots,
+            "extend": self._arena.prepare,
+            "small": (self._arena.mapped, codec.singles, SMALL),
+        }
 
-    def room(self) -> tuple[int, int]:
-        """Take a free slot."""
-        slot = self._arena.acquire()
-        return slot, self._arena.capacity(slot)
-
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:  # noqa: ARG002
+    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
         batch = codec.decode_copy(self._arena.look(slot, capacity), record, SMALL)
-        if batch is not None:  # a batch that is None goes the long way
-            return batch, slot
-        memory = self._arena.take(slot, codec.used(record), capacity)
-        return codec.decode(memory, record), -1
+        if batch is not None:  # a batch that is None is decoded below
+            return batch
+        memory = self._arena.lend(slot, codec.used(record), capacity)
+        return codec.decode(memory, record)
 
-    def error(
-        self, cell: int, slot: int, capacity: int, record: Fields
-    ) -> tuple[BaseException, int]:
+    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""
-        packed, slot = SlotReader.collect(self, cell, slot, capacity, record)
-        return failure.unpack(packed), slot
+        return failure.unpack(SlotReader.decode(self, cell, slot, capacity, record))
 
     def fetch(self, seat: Seat) -> Any:
-        """Decode the batch of a ticket in hand, in a converter thread; it leaves the ring."""
+        """Decode the batch of a ticket in hand, in a converter thread; it leaves its slot."""
         slot = seat.slot
         seat.attach()
-        batch, kept = self.collect(seat.cell, slot, seat.capacity, seat.record)
+        batch = self.decode(seat.cell, slot, seat.capacity, seat.record)
         seat.detach()
-        self.release(slot if kept >= 0 else NO_SLOT)
-        return batch
-
-    def release(self, slot: int) -> None:
-        """Free the slot."""
-        if slot != NO_SLOT:
+        if self._arena.slots.vacate(slot):
             self._arena.release(slot)
-
-    def drop(self, cell: int, slot: int) -> None:  # noqa: ARG002
-        """Free the slot; an exception in `collect` may have left it leased, or free."""
-        if slot != NO_SLOT:
-            self._arena.reclaim(slot)
-
-    def keep(self, slots: list[int]) -> None:
-        """Free all slots but these, and those in the user's hands."""
-        self._arena.keep(slots)
-
-
-class _Parcel(NamedTuple):
-    """A batch from a converter process that is being fetched."""
-
-    cell: int
-    slot: int  # -1: leased, by the memory
-    memory: Memory  # what lies in the slot
-    packed: Any  # what the converter has written there
+        return batch
 
 
 class Imports(SlotReader):
@@ -299,7 +253,7 @@ class Imports(SlotReader):
 
     What a converter has written says where on the device the batch lies, in memory that goes with
     its process. The indexer's batch still lies in the slot, and its record in the cell: a batch
-    that is gone is converted here, from that. So it is fetched before the slot is used again.
+    that is gone, or that was fetched in part when an exception came, is converted here, from that.
 
     Parameters
     ----------
@@ -322,60 +276,53 @@ class Imports(SlotReader):
         self._ring = ring
         self._importer = importer
         self._convert = convert
-        self._hand: _Parcel | None = None  # an exception on the way (Ctrl-C) leaves it here
+        # The ticket that was decoded last, and what the converter has written for it. The
+        # consumer asks for a ticket again only if an exception came in the middle of that.
+        self._fetched: tuple[int, Any] = 0, None
         self.lost = 0
 
     @property
-    def source(self) -> None:
-        """Nothing of it can go the short way."""
+    def ends(self) -> Ends:
+        """The slots; C cannot decode what converters write."""
+        return {
+            "slots": self._arena.slots,
+            "extend": self._arena.prepare,
+            "discard": self._discard,
+        }
 
-    def collect(self, cell: int, slot: int, capacity: int, record: Fields) -> tuple[Any, int]:
+    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
         """Fetch the batch, or convert it here."""
-        parcel = self._hand = self._open(cell, slot, capacity, record)
+        token = self._ring.token(cell)
+        if token == self._fetched[0]:
+            return self._convert_here(cell, "an exception came while it was fetched")
+        memory = self._arena.lend(slot, codec.used(record), capacity)
+        packed = codec.decode(memory, record)
+        self._fetched = token, packed
         try:
-            batch = self._importer.unpack(parcel.packed)
+            return self._importer.unpack(packed)
         except Lost as error:
-            # Not the error itself: whoever keeps the log's records would keep the slot.
-            batch = self._convert_here(parcel, str(error))
-        self._hand = None
-        return batch, parcel.slot
+            # Not the error itself: a log record that keeps it would keep the slot.
+            return self._convert_here(cell, str(error))
 
-    def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> _Parcel:
-        """Read what a converter has written."""
-        nbytes = codec.used(record)
-        if nbytes <= SMALL:
-            memory = self._arena.copy(slot, nbytes, capacity)
-        else:
-            memory = self._arena.take(slot, nbytes, capacity)
-            slot = -1
-        return _Parcel(cell, slot, memory, codec.decode(memory, record))
-
-    def _convert_here(self, parcel: _Parcel, reason: str) -> Any:
+    def _convert_here(self, cell: int, reason: str) -> Any:
         """Convert the indexer's batch."""
-        self._importer.discard(parcel.packed)
-        epoch, number, _ = self._ring.ticket(parcel.cell)
+        self._importer.discard(self._fetched[1])
+        epoch, number, _ = self._ring.ticket(cell)
         log.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
-        record = self._ring.left_in(parcel.cell)[3]
-        batch = self._convert(codec.decode(parcel.memory, record))
+        _, _, slot, capacity, record, _ = self._ring.left_in(cell)
+        memory = self._arena.lend(slot, codec.used(record), capacity)
+        batch = self._convert(codec.decode(memory, record))
         self.lost += 1
         return batch
 
-    def drop(self, cell: int, slot: int) -> None:
-        """Let the converter have its memory back, and free the slot."""
-        parcel, self._hand = self._hand, None
-        if parcel is None or parcel.cell != cell:
-            parcel = self._given_up(cell, slot)
-        if parcel is not None:
-            self._importer.discard(parcel.packed)
-        super().drop(cell, slot)
-
-    def _given_up(self, cell: int, slot: int) -> _Parcel | None:
-        """Read what a converter has written for nobody, where it lies."""
-        stage, status, capacity, _, record = self._ring.left_in(cell)
-        if stage != CONVERTER or status != BATCH:
-            return None
-        memory = self._arena.look(slot, capacity)
-        return _Parcel(cell, slot, memory, codec.decode(memory, record))
+    def _discard(self, cell: int) -> None:
+        """Let the converter have the memory back of a batch that was given up."""
+        stage, status, slot, capacity, _, record = self._ring.left_in(cell)
+        if self._ring.token(cell) == self._fetched[0]:
+            self._importer.discard(self._fetched[1])
+        elif stage == CONVERTER and status == BATCH:
+            memory = self._arena.look(slot, capacity)
+            self._importer.discard(codec.decode(memory, record))
 
 
 class SlotSource:

@@ -1,8 +1,8 @@
 """Feeding a ring: an epoch's tickets in, its finished batches out.
 
-The trainer's side of the thread and the process pool. Only the consuming thread comes here; what
-other threads have to say (a worker that cannot be built, one that died too often) reaches it
-through `check`, which raises, and the ring's alarm.
+The trainer's side of the thread and the process pool: what `Consumer` leaves to Python. Only the
+consuming thread comes here; what other threads have to say (a worker that cannot be built, one
+that died too often) reaches it through `check`, which raises, and the ring's alarm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from cseq import failure
-from cseq._core import BULKY, Exchange
+from cseq._core import Consumer
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq.edge import Outlet
-    from cseq.sampler import Sampler
-
-    Taken = tuple[int, int, int, int, tuple[int, ...]]
+    from cseq.sampler import Indices, Sampler
 
 __all__ = ["Fed", "Feed", "wake_at"]
 
@@ -32,9 +30,9 @@ log = logging.getLogger("cseq")
 def wake_at(buffer: int, num_workers: int) -> int:
     """Return how many tickets gather before sleeping workers are woken for them.
 
-    Waking for each one costs more than a small batch does. Workers sleep only when there is nothing
-    to claim, so all but this many tickets, and those in work, are done; that must last until the
-    woken workers have made the next, hence as many as there are workers.
+    Waking for each one costs more than a small batch does. Workers sleep when nothing can be
+    claimed, so up to `buffer` minus this many batches are ready or being made; they must last until
+    the woken workers have made the next, hence as many as there are workers.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
@@ -77,32 +75,36 @@ class Feed:
         self._check = check
         self._convert = convert
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
-        # Counts batches. Torn: an exception has come in the middle of `next`.
-        self.exchange = Exchange(ring, sampler.order, outlet.source, convert)
-        self._epoch = 0
-        self._first = 0  # number of the first batch: above 0 if the epoch is resumed
-        self._batches = 0
-        self._goal: tuple[int, int] | None = None  # what is being begun
-        self._place: tuple[int, int] | None = None  # what was begun last
-        self._met = False  # the loop has had something that `exchange.taken` does not count
-        self.ended = False  # the loop was told that this epoch is over
-        self._hand: Taken | None = None  # taken out of the ring, and not yet out of its slot
-        self._sweeping = False
-        self._swept: list[tuple[int, int]] = []  # cells and slots that are being cleared
+        self.consumer = Consumer(
+            ring,
+            sampler.order,
+            self._fill,
+            self._read,
+            self._describe,
+            ordered=ordered,
+            skip_errors=skip_errors,
+            convert=convert,
+            **outlet.ends,
+        )
         self._interrupted = False
         self._clock = Clock(ring)
-        self.skipped: list[tuple[int, int, str]] = []
+        self._place: tuple[int, int] | None = None  # what was begun last
+        self.ended = False  # the loop was told that this epoch is over
 
     @property
     def position(self) -> int:
         """Samples of this epoch that all ranks together have had."""
-        goal = self._goal
-        return self._sampler.position(self.exchange.done) if goal is None else goal[1]
+        return self._sampler.position(self.consumer.done)
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+        return self.consumer.skipped
 
     @property
     def begun(self) -> bool:
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
-        return self._met or self.exchange.taken > 0
+        return self.ended or self.consumer.taken > 0
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, wherever the last one stands; nothing of that one will be delivered.
@@ -110,159 +112,78 @@ class Feed:
         If this very place was begun and the loop has had nothing of it, work on it goes on.
         """
         self._interrupted = False
-        if self.begun or self.exchange.torn or self._place != (epoch, consumed):
-            self._met = self.ended = False
-            self._begin(epoch, consumed)
-
-    def _begin(self, epoch: int, consumed: int) -> None:
-        """Begin an epoch, or go on with one, behind the samples that are consumed."""
-        exchange = self.exchange
-        torn, exchange.torn = exchange.torn, True
-        self._goal = epoch, consumed
-        hand, self._hand = self._hand, None
-        if hand is not None:
-            self._outlet.drop(hand[0], hand[2])
-        self._drop_swept()
-        self._ring.abandon()
-        if torn:
-            self._outlet.keep(self._ring.slots())
-        self._sweeping = True
+        if not self.begun and self._place == (epoch, consumed):
+            return
+        consumer = self.consumer
+        self._place = None
+        consumer.end()  # first: an exception may come between this and the beginning
+        self.ended = False
         self._sampler.begin(epoch, consumed)
-        self._epoch = epoch
-        self._first = self._sampler.first
-        self._batches = len(self._sampler)
-        full, start, stride, size = self._sampler.cut
-        exchange.begin(epoch, self._first, full if self._ordered else 0, start, stride, size)
-        self._refill()
+        consumer.begin(epoch, self._sampler.first, len(self._sampler), *self._sampler.cut)
+        consumer.refill()
         self._clock.run()
-        exchange.torn, self._goal, self._place = False, None, (epoch, consumed)
+        self._place = epoch, consumed
 
     def interrupt(self) -> None:
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupted = True
         self._ring.alarm()
 
-    def _refill(self) -> None:
-        """Post tickets while there are free cells and batches left."""
-        ring = self._ring
-        if self._sweeping:
-            self._sweep()
-        while self.exchange.posted < self._batches:
-            cell = ring.vacant()
-            if cell < 0:
-                return
-            self._post(cell, *self._outlet.room())
+    @property
+    def next(self) -> Callable[[], Any]:
+        """Return the next finished batch, or raise StopIteration: the epoch is over."""
+        return self.consumer.next
 
-    def _post(self, cell: int, slot: int, capacity: int) -> None:
-        """Post the next ticket in a free cell."""
-        exchange = self.exchange
-        batch = exchange.posted
-        count = self._sampler.fill(batch, self._rooms[cell])
-        start = self._sampler.start(batch)
-        number = self._first + batch
-        self._ring.post(cell, exchange.ticket, self._epoch, number, count, start, slot, capacity)
-        exchange.ticket += 1
-        exchange.posted = batch + 1
+    def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
+        """Write a batch's indices; return how many, and where in the order they begin."""
+        return self._sampler.fill(batch, room), self._sampler.start(batch)
 
-    def _sweep(self) -> None:
-        """Clear the cells of given-up tickets that no runner works on any more."""
-        self._swept += self._ring.sweep()
-        self._drop_swept()
-        self._sweeping = self._ring.abandoned_count > 0
-
-    def _drop_swept(self) -> None:
-        """Drop what cleared cells held."""
-        while self._swept:
-            self._outlet.drop(*self._swept.pop())
-
-    def next(self) -> Any:
-        """Return the next finished batch, the long way: `exchange.swap` is the short one.
-
-        Raises
-        ------
-        StopIteration
-            The epoch is over.
-        """
-        exchange = self.exchange
-        if exchange.torn:
-            self._mend()
-        exchange.torn = True  # until the books are in order again
-        while True:
-            self._hand = taken = self._ring.take(self._ordered) or self._await()
-            cell, status, slot, capacity, record = taken
-            if status == RAISED:
-                self._raised(cell, slot, capacity, record)
-                continue
-            batch, slot = self._outlet.collect(cell, slot, capacity, record)
+    def _read(self) -> tuple[int, int, Any, BaseException | None]:
+        """Wait for the next batch and decode it; the ticket stays in the ring."""
+        token, cell, status, slot, capacity, record = self.consumer.peek() or self._await()
+        outlet = self._outlet
+        if status == RAISED:
+            return token, cell, None, outlet.error(cell, slot, capacity, record)
+        try:
+            batch = outlet.decode(cell, slot, capacity, record)
             if self._convert is not None:
-                failed, exchange.failed = exchange.failed, None
-                try:
-                    if failed is not None:  # the short way has tried
-                        raise failed
-                    batch = self._convert(batch)
-                except Exception as error:  # noqa: BLE001 - the user's, and raised again
-                    self._refuse(cell, slot, error)
-                    continue
-                finally:
-                    del failed
-            break
-        self._hand = None
-        if slot >= 0 and exchange.posted < self._batches and capacity <= BULKY:
-            self._post(cell, slot, capacity)  # without looking for another cell, another slot
-        else:
-            self._release(slot)
-            self._refill()
-        exchange.done = exchange.taken = exchange.taken + 1
-        exchange.torn = False
-        return batch
+                batch = self._convert(batch)
+        except MemoryError:
+            raise  # there may be more the next time
+        except Exception as error:  # noqa: BLE001 - raised in the loop, with its batch named
+            return token, cell, None, error
+        return token, cell, batch, None
 
-    def _mend(self) -> None:
-        """Make anew what was under way when an exception came in the middle of `next`.
+    def _describe(
+        self, cell: int, error: BaseException
+    ) -> tuple[BaseException, tuple[int, int, str]]:
+        """Name the batch that an exception came instead of; log it if it is left out."""
+        epoch, batch, count = self._ring.ticket(cell)
+        place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
+        entry = epoch, batch, failure.repr_of(error)
+        if self._skip_errors and isinstance(error, Exception):
+            # Its text alone: a record that keeps the exception keeps its traceback, and the ring.
+            log.error("skipped %s: %s", place, entry[2])
+        return failure.named(error, place), entry
 
-        A signal handler may raise between any two steps (Ctrl-C does), so that nobody knows which
-        were done. But what was delivered is known: the rest of the epoch begins behind that.
-        """
-        self._refuse_interrupted()
-        if not self._ordered:
-            raise InterruptedError(
-                "an exception has interrupted the taking of a batch, and with ordered=False "
-                "nobody can say which ones are left; begin another epoch"
-            )
-        # In the middle of a beginning, the numbers are partly of before: its goal is known.
-        if self._goal is None:
-            self._met = self.begun
-        self._begin(*(self._goal or (self._epoch, self.position)))
-
-    def _refuse_interrupted(self) -> None:
-        """Raise if `interrupt` was called."""
-        if self._interrupted:
-            raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
-
-    def _release(self, slot: int) -> None:
-        """Give a slot back that the batch has left."""
-        if slot >= 0:
-            self._outlet.release(slot)
-
-    def _await(self) -> Taken:
-        """Sleep until a ticket is finished, and take it."""
-        ring, exchange = self._ring, self.exchange
+    def _await(self) -> tuple[int, int, int, int, int, tuple[int, ...]]:
+        """Sleep until a ticket is finished, and peek at it."""
+        ring, consumer = self._ring, self.consumer
         while True:
-            exchange.torn = False  # here all is in order, and most signals come while it waits
             seen = ring.alarms()
-            self._refuse_interrupted()
+            if self._interrupted:
+                raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
             self._check()
-            exchange.torn = True
-            self._refill()
-            if not ring.outstanding_count and exchange.posted == self._batches:
-                exchange.torn, self._met, self.ended = False, True, True
+            consumer.refill()
+            if consumer.over:
+                self.ended = True
                 self._clock.stop()
                 raise StopIteration
-            taken = ring.take(self._ordered)
-            if taken is not None:
+            found = consumer.peek()
+            if found is not None:
                 if self._clock.starting:
                     self._clock.started()
-                return taken
-            exchange.torn = False
+                return found
             ring.wait(seen, self._ordered)
 
     def in_work(self) -> list[tuple[int, int, str]]:
@@ -298,35 +219,6 @@ class Feed:
             computed=times.computed if threads else None,
         )
 
-    def _raised(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> None:
-        """Take an exception out instead of a batch."""
-        error, slot = self._outlet.error(cell, slot, capacity, record)
-        try:
-            self._refuse(cell, slot, error)
-        finally:
-            del error  # its traceback has this frame: a circle
-
-    def _refuse(self, cell: int, slot: int, error: BaseException) -> None:
-        """Raise, or note down, what an indexer or a conversion raised instead of a batch."""
-        epoch, batch, count = self._ring.ticket(cell)
-        place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
-        self._hand = None
-        self._release(slot)
-        exchange = self.exchange
-        exchange.taken += 1
-        if not self._skip_errors or not isinstance(error, Exception):
-            exchange.torn = False
-            try:
-                failure.deliver(error, place)
-            finally:
-                del error
-        left_out = epoch, batch, failure.repr_of(error)
-        exchange.done = exchange.taken  # no signal handler runs between this and the next
-        self.skipped.append(left_out)
-        # Its text alone: whoever keeps the log's records would keep its traceback, and the ring.
-        log.error("skipped %s: %s", place, left_out[2])
-        self._refill()
-
 
 class Fed:
     """What a pool that has a feed says of it."""
@@ -358,11 +250,11 @@ class Fed:
         self.feed.interrupt()
 
     @property
-    def exchange(self) -> Exchange:
-        """The feed's short way."""
-        return self.feed.exchange
+    def consumer(self) -> Consumer:
+        """The feed's end of the ring."""
+        return self.feed.consumer
 
     @property
     def next(self) -> Callable[[], Any]:
-        """Return the next batch: the feed's method, without a call in between."""
+        """Return the next batch: the consumer's method, without a call in between."""
         return self.feed.next

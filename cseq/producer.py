@@ -1,15 +1,15 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
-A ticket is for one worker. It asks for `count` items from the `start`-th of an epoch on, or for a
-call of a method. All that a worker must know to answer it is in shared memory: where it is told to
-be elsewhere than it is (it has just taken a dead one's place), it begins the epoch from the
-assignment that the ticket points to, and goes to `start`.
+Each worker has a ring of its own. A ticket asks for `count` items from the `start`-th of an epoch
+on, or for a call of a method. All that a worker must know to answer it is in shared memory: if the
+ticket's epoch or start differs from the worker's (which has replaced a dead one), it begins the
+epoch from the assignment that the ticket refers to, and goes to `start`.
 
 ::
 
     ticket    epoch, kind, start, count      of the cell
-              call, assignment               two letters: six of the cell's words for each
-    letter    slot, bytes committed, record  something the trainer has laid into a slot
+              call, assignment               two requests: six of the cell's words for each
+    request   slot, bytes committed, record  something the trainer has written into a slot
     answer    record, ns, items and flags    one item as a batch; several behind one another,
                                              each as a batch of its own, and a table of them
 """
@@ -46,7 +46,7 @@ __all__ = [
     "ITEMS",
     "MOST",
     "SINCE",
-    "Parcel",
+    "EncodedItem",
     "Producer",
     "Task",
     "main",
@@ -56,7 +56,7 @@ __all__ = [
 ENTRY = "cseq.producer:main"
 
 ITEMS, BEGIN, CALL = 0, 1, 2  # what a ticket asks for
-CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the letters among the cell's words
+CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests among the cell's words
 SINCE = 12  # where among them a worker says when (`now_ns`) it began with the item in hand
 MOST = 64  # items that one ticket can ask for; also the room for words in a cell
 ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; for the last of it is an exception
@@ -88,7 +88,7 @@ class Task(NamedTuple):
 
     number: int
     num_workers: int
-    timed: bool = False  # whether somebody asks how long an item takes
+    timed: bool = False  # whether items have a time limit
 
 
 def main(sock: socket.socket, local: Any = None) -> None:
@@ -163,7 +163,7 @@ class Making:
         return reply
 
     def _read(self, seat: Seat, which: slice) -> Any:
-        """Read a letter: a copy, since its slot has an end."""
+        """Read a request: a copy, since its slot has an end."""
         slot, capacity, *record = self._rooms[seat.cell][which].tolist()
         self._writer.begin(slot, capacity)
         memory = copy_of(self._writer.memory, codec.used(record))
@@ -285,29 +285,29 @@ class Scratch(Writer):
         self.memory.store_from(0, smaller, self.used)
 
 
-class Parcel(NamedTuple):
-    """An item as its producer has laid it down: `open` makes it an object."""
+class EncodedItem(NamedTuple):
+    """An item as its worker has encoded it; `decode` makes it an object."""
 
     memory: Memory
     record: tuple[int, ...]
-    slot: int = -1  # where it lies, as long as somebody has the memory; -1: it is its own
+    slot: int = -1  # where it lies while there are references to `memory`; -1: in private memory
 
-    def open(self) -> Any:
-        """Read the item."""
+    def decode(self) -> Any:
+        """Return the item."""
         return codec.decode(self.memory, self.record)
 
 
-def parse(memory: Memory, record: tuple[int, ...], *, sealed: bool = False) -> list[Any]:
-    """Read the items of an answer that has a table, or their parcels; each has its own memory."""
+def parse(memory: Memory, record: tuple[int, ...], *, encoded: bool = False) -> list[Any]:
+    """Read the items of an answer that has a table, decoded or not; each has its own memory."""
     words = memory.view(record[0], INT64, (record[1] // 8,)).tolist()
     items = []
     for at in range(0, len(words), ENTRY_WORDS):
         entry = words[at + 1 : at + ENTRY_WORDS]
         own: Memory
-        if sealed and not entry[1]:  # a piece of bytes, wherever it lies
+        if encoded and not entry[1]:  # a piece of bytes, wherever it lies
             own = copy_of(memory, entry[3], entry[0])
-            items.append(Parcel(own, (0, 0, 0, entry[3])))
+            items.append(EncodedItem(own, (0, 0, 0, entry[3])))
             continue
         own = copy_of(memory, codec.used(entry), words[at]) if entry[1] else memory
-        items.append(Parcel(own, tuple(entry)) if sealed else codec.decode(own, entry))
+        items.append(EncodedItem(own, tuple(entry)) if encoded else codec.decode(own, entry))
     return items

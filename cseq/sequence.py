@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 
 from cseq import converter, indexer
 from cseq import shard as shards
-from cseq._core import ALGORITHM, Steps
+from cseq._core import ALGORITHM, BatchIterator
 from cseq.arena import memory_limit_of
 from cseq.check import choice, count, flag, modules, seconds, unexpected
 from cseq.launcher import start_methods
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
-    from cseq._core import Exchange
+    from cseq._core import Consumer
     from cseq.indexer import Indexer
     from cseq.pools import Pool
 
@@ -125,7 +125,7 @@ ALLOWED = {
 }
 
 
-class Epoch(Steps):
+class Epoch(BatchIterator):
     """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it.
 
     Threads may share it: each batch goes to one of them.
@@ -136,11 +136,11 @@ class Epoch(Steps):
     def __init__(
         self,
         run: Run[Pool],
-        exchange: Exchange | None,
-        long_way: Callable[[], Any],
+        consumer: Consumer | None,
+        following: Callable[[], Any],
         manager: MSequence[Any],
     ) -> None:
-        del run, exchange, long_way  # are the base class's
+        del run, consumer, following  # are the base class's
         self._manager = manager  # keeps it, and with it the pool, alive
 
 
@@ -719,7 +719,7 @@ class MSequence(Generic[B_co]):
                 run.asked = False
                 run.pool.begin(epoch, consumed)
                 self._opened = True
-            return Epoch(run, run.pool.exchange, run.pool.next, self)
+            return Epoch(run, run.pool.consumer, run.pool.next, self)
 
     def _is_begun(self) -> bool:
         """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""

@@ -1,4 +1,4 @@
-"""The worker processes around one ring: set up, replaced when they die, ended.
+"""The worker processes of one pool: set up, replaced when they die, ended.
 
 What every pool of processes shares, whatever its workers do. The trainer makes a `Staff`; a worker
 process begins with `enter`.
@@ -7,7 +7,7 @@ process begins with `enter`.
 
     trainer                                        worker process
       Staff ── setup ──► socket ────────────────►  enter ──► ring, writer, the user's object
-      ring, arena ─────► shared memory ─────────►
+      rings, arena ────► shared memory ─────────►
       keeper ◄── end of file ── socket ──────────  whatever ends it
 """
 
@@ -52,6 +52,7 @@ __all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
 
 log = logging.getLogger("cseq")
 
+GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
 SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is told of, or is warned of
 LENGTH = struct.Struct("<Q")
@@ -60,8 +61,8 @@ LENGTH = struct.Struct("<Q")
 class Setup(NamedTuple):
     """What a worker process has to know, beside its file descriptors."""
 
-    owner: int
-    ring_bytes: int
+    owner: int  # its number at the ring
+    ring: tuple[int, int]  # where that lies in its file: offset and bytes
     width: int  # bytes between the slots in their file
     spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
     task: Any  # what its pool wants of it
@@ -106,7 +107,7 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True)
     send_state(sock, ENTERED)
-    ring = Ring(Mapping(ring_fd, 0, setup.ring_bytes))
+    ring = Ring(Mapping(ring_fd, *setup.ring))
     os.close(ring_fd)
     return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), payload_fd)
 
@@ -138,12 +139,16 @@ def _send(sock: socket.socket, setup: Setup, fds: list[int]) -> None:
 
 
 class Staff:
-    """A ring and slots in shared memory, and the worker processes that serve them.
+    """Rings and slots in shared memory, and the worker processes that serve them.
 
     Parameters
     ----------
     capacity, room, runners : int
-        Of the ring: cells, indices in each, owners.
+        Of a ring: cells, indices in each, owners.
+    rings : int
+        1: all workers share it. Else each worker has one of its own, a queue (see `Ring`).
+    calls : int
+        Of a queue.
     deaths : Deaths
     memory_limit : int
         Of the arena.
@@ -152,7 +157,7 @@ class Staff:
 
     Attributes
     ----------
-    ring : Ring
+    rings : list of Ring
     arena : Arena
     owners : int
         How many processes; known once started.
@@ -177,19 +182,26 @@ class Staff:
         deaths: Deaths,
         memory_limit: int,
         locks: Locks | None = None,
+        rings: int = 1,
+        calls: int = 0,
     ) -> None:
         if not hasattr(socket, "send_fds"):
             raise OSError(
                 "worker processes need file descriptors to be sent over a socket, which this "
                 "system's Python cannot do; use threads (MTSequence) where there is a choice"
             )
-        size = ring_bytes(capacity, room, runners)
-        self._segment = Segment.create(size)
-        commit(self._segment.fd, 0, size)
-        self.ring = Ring(Mapping(self._segment.fd, 0, size), capacity, room, runners)
-        self.ring.spin = look_ns()
-        self.arena = Arena(memory_limit, locks, tickets=capacity)
-        self.ring.arena = self.arena.slots
+        self._ring_bytes = size = ring_bytes(capacity, room, runners)
+        self._segment = Segment.create(-(-size // GRAIN) * GRAIN, rings)
+        self.rings: list[Ring] = []
+        for k in range(rings):
+            offset = k * self._segment.width
+            commit(self._segment.fd, offset, size)
+            mapping = Mapping(self._segment.fd, offset, size)
+            self.rings.append(Ring(mapping, capacity, room, runners, calls))
+            self.rings[k].spin = look_ns()
+        self.arena = Arena(memory_limit, locks, tickets=rings * capacity)
+        for ring in self.rings:
+            ring.arena = self.arena.slots
         self.deaths = deaths
         self.failure: BaseException | None = None
         self._keeper: Keeper | None = None
@@ -205,7 +217,7 @@ class Staff:
         *,
         readers: int,
         task: Callable[[int], Any],
-        describe: Callable[[int], Held],
+        describe: Callable[[int, int], Held],
         method: str | None,
         entry: str,
         name: str = "worker",
@@ -222,13 +234,13 @@ class Staff:
         worker : object
             What the user brought.
         owners : int
-            How many processes; their numbers at the ring begin at 1.
+            How many processes, numbered from 1.
         readers : int
             How many of them, the first, get `worker`.
         task : callable
             Tells ``Setup.task`` of an owner, on the keeper's thread.
         describe : callable
-            Names the ticket in a cell, on the keeper's thread.
+            Names the ticket of an owner in a cell, on the keeper's thread.
         method, entry, threads
             See `make_launcher`.
         name : str
@@ -273,11 +285,18 @@ class Staff:
         width = self.arena.segment.width
         reads = owner <= self._readers
         spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
-        setup = Setup(owner, self._segment.width, width, spares, self._task(owner))
+        ring, number = self._place(owner)
+        where = ring * self._segment.width, self._ring_bytes
+        setup = Setup(number, where, width, spares, self._task(owner))
         fds = [self._segment.fd, self.arena.segment.fd, stacks]
         if owner <= self._readers and self._payload is not None:
             fds.append(self._payload.fd)
         _send(sock, setup, fds)
+
+    def _place(self, owner: int) -> tuple[int, int]:
+        """Tell which ring is a worker's, and its number there."""
+        above, ring = divmod(owner - 1, len(self.rings))
+        return ring, above + 1
 
     def broke(self, error: BaseException) -> None:
         """Pass on why workers can no longer be looked after."""
@@ -289,8 +308,10 @@ class Staff:
 
     def died(self, owner: int, exitcode: int | None, *, was_ready: bool) -> bool:
         """Post again what a dead worker held; return whether to replace it."""
-        held = [self._describe(cell) for cell in self.ring.held(owner)]
-        self.ring.repost(owner)
+        at, number = self._place(owner)
+        ring = self.rings[at]
+        held = [self._describe(owner, cell) for cell in ring.held(number)]
+        ring.repost(number)
         self.arena.bury(owner)
         if self.failure is not None or self.closed:
             return False
@@ -305,7 +326,12 @@ class Staff:
         """Let the consumer raise this."""
         if self.failure is None:
             self.failure = error
-        self.ring.alarm()
+        self.alarm()
+
+    def alarm(self) -> None:
+        """Wake the trainer, whatever it waits for."""
+        for ring in self.rings:
+            ring.alarm()
 
     # -- the consumer asks (on its thread)
 
@@ -358,7 +384,8 @@ class Staff:
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have. Twice is fine."""
         self.closed = True
-        self.ring.close()
+        for ring in self.rings:
+            ring.close()
         if self._keeper is not None:
             self._keeper.close()
 

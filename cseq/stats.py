@@ -174,7 +174,7 @@ class Times(NamedTuple):
 
 
 class Clock:
-    """Times of a ring's epochs; it stands still between two of them.
+    """Times of the epochs of some rings; it stands still between two epochs.
 
     Reads clocks when an epoch begins and ends, and once for the first batch; none for the others.
 
@@ -186,11 +186,12 @@ class Clock:
         Seconds that the loop waited for the first one.
     """
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, *rings: Ring) -> None:
+        self._rings = rings
         # What was summed up, and when it began to run (None: it stands). In one tuple, since
         # `read` may be called from other threads.
-        nothing = Times(0.0, 0.0, (0.0,) * len(ring.idle_ns()), 0.0)
+        runners = sum(len(ring.idle_ns()) for ring in rings)
+        nothing = Times(0.0, 0.0, (0.0,) * runners, 0.0)
         self._state: tuple[Times, Times | None] = nothing, None
         self.starting = True
         self.start_waited = 0.0
@@ -202,7 +203,9 @@ class Clock:
     def started(self) -> None:
         """The first batch that was awaited is there: what was waited until now was the start."""
         self.starting = False
-        if self._ring.taken_batches > 1:  # others came before it, without a wait
+        if (
+            sum(ring.taken_batches for ring in self._rings) > 1
+        ):  # others came before it, without a wait
             return
         now = self._now()
         self.start_waited = now.waited
@@ -219,6 +222,6 @@ class Clock:
 
     def _now(self) -> Times:
         """Read all clocks."""
-        ring = self._ring
-        idle = tuple(ns / 1e9 for ns in ring.idle_ns())
-        return Times(now_ns() / 1e9, ring.waited_ns / 1e9, idle, time.process_time())
+        idle = tuple(ns / 1e9 for ring in self._rings for ns in ring.idle_ns())
+        waited = sum(ring.waited_ns for ring in self._rings) / 1e9
+        return Times(now_ns() / 1e9, waited, idle, time.process_time())

@@ -1,45 +1,39 @@
 """A stream of items from each worker process, every one in its own order.
 
-Worker w of N makes its own items. The trainer asks for them ahead, by tickets that are pinned to w,
-on the same ring and in the same slots as everything else; so a dead worker's tickets run again in
-the one that takes its place, and nobody sees a difference.
+Worker w of N makes its own items. The trainer asks for them ahead, by tickets on a ring that the
+two share. The tickets of a worker that dies run again in its replacement.
 
 ::
 
-    trainer                                            worker w
-      Streams.begin(assignments) ── letter in a slot ─► producer.begin(assignment)
-              ask(method, …)     ── letter in a slot ─► producer.method(…)
-              next(w)            ◄── slots ──────────── producer.items(start)
+    trainer                                             worker w
+      Streams.begin(assignments) ── request in a slot ─► producer.begin(assignment)
+              ask(method, …)     ── request in a slot ─► producer.method(…)
+              next(w)            ◄── slots ───────────── producer.items(start)
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from cseq import codec, failure, payload
-from cseq._core import Lease, now_ns
+from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns
 from cseq.arena import Writer, memory_limit_of
 from cseq.check import choice, count, modules, seconds
 from cseq.edge import SlotReader
 from cseq.launcher import start_methods
 from cseq.producer import (
-    ASSIGNED,
-    BEGIN,
     BROKEN,
-    CALL,
-    CALLED,
     ENDED,
     ENTRY,
     ITEMS,
     MOST,
     SINCE,
-    Parcel,
+    EncodedItem,
     Producer,
     Task,
     parse,
@@ -55,19 +49,16 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from cseq._core import Memory
     from cseq.arena import Segment
 
-    Taken = tuple[int, int, int, int, tuple[int, ...]]
+    Post = tuple[int, int]  # cell and number of a ticket
+    Answer = tuple[int, int, int, int, int, tuple[int, ...]]  # see `StreamConsumer.peek`
 
-__all__ = ["Parcel", "Producer", "Streams"]
+__all__ = ["EncodedItem", "Producer", "Streams"]
 
 MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
-TICKET_BYTES = 1 << 16  # what a ticket of several items should take at most
-TICKET_NS = 5_000_000  # and how long it should
-TICKETS = 1 << 40  # numbers of tickets
-AHEAD = 1 << 38  # how far a call's number lies before those of items, which it overtakes
+CALLS = 2  # cells for calls: one that was given up may still be worked on
 NEVER = 2**32 - 1
 
 
@@ -96,8 +87,8 @@ class Streams:
         machine's or the container's); beyond it, items are copied out of it.
     threads, preload
         See `MSequence`.
-    sealed : bool
-        Items come out as `Parcel`, for another process to open; see `segment`.
+    encoded : bool
+        Items come out as `EncodedItem`, for another process to decode; see `segment`.
 
     Raises
     ------
@@ -107,9 +98,9 @@ class Streams:
     Notes
     -----
     The workers are started at once and not waited for: what `producer` raises comes out of the
-    first call that waits for them. An item is laid down before the next one is asked of the
-    producer, so that one may reuse what it has given away. Small and quick items cross several at a
-    time. What comes out of a slot stays intact for as long as anybody has a part of it.
+    first call that waits for them. An item is encoded before the next one is asked of the producer,
+    so the producer may reuse its buffers. Small and quick items cross several at a time. An item
+    stays intact as long as there are references to a part of it.
 
     An exception of a producer comes out of the call that waits for it, as itself; its
     ``__cause__`` shows the worker's traceback and has the worker's number (``worker``). That
@@ -119,8 +110,8 @@ class Streams:
     and goes on from the first item that has not come out (`Producer.items`). Whatever `ask` may
     have changed in the dead one is lost.
 
-    Where a signal handler raises (Ctrl-C) in the middle of `next` or `ask`, the next call goes on
-    with the first item that was not on its way out; in that of `begin`, an epoch is to be begun.
+    If a signal handler raises (Ctrl-C) in `next`, no item has been taken, and the next call returns
+    it. If one raises in `begin`, no epoch is under way.
 
     One thread at a time gets in; `interrupt` and `close` may be called from any.
     """
@@ -138,7 +129,7 @@ class Streams:
         memory_limit: int | str | None = None,
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
-        sealed: bool = False,
+        encoded: bool = False,
     ) -> None:
         if not callable(producer):
             raise TypeError(
@@ -155,10 +146,10 @@ class Streams:
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
             preload=modules("preload", preload),
-            sealed=sealed,
+            encoded=encoded,
         )
         self._run = Run(pool)
-        self._present = -1  # the run's generation in which an epoch was begun
+        self._reader = ItemReader(self._run, pool.consumers)
         self._finalizer = close_with(self, self._run)
         try:
             pool.open()
@@ -173,10 +164,10 @@ class Streams:
 
     @property
     def segment(self) -> tuple[int, int]:
-        """Where parcels lie: the descriptor of the slots' file, and the bytes from one to the next.
+        """Where encoded items lie: the descriptor of the slots' file, and the bytes of a slot.
 
-        Another process that has the file finds a parcel there for as long as somebody here has its
-        memory: ``parcel.memory.nbytes`` bytes from slot number ``parcel.slot`` on.
+        While there are references to an item's memory here, another process that has the file finds
+        it there: ``item.memory.nbytes`` bytes from the beginning of slot ``item.slot`` on.
         """
         segment = self._run.pool.segment
         return segment.fd, segment.width
@@ -208,15 +199,16 @@ class Streams:
         run = self._ours()
         run.interrupt()
         with run.turn:
-            self._present, present = -1, run.present
+            self._reader.begin(-1)
+            present = run.present
             replies = run.pool.begin(assignments)
-            self._present = present
+            self._reader.begin(present)
             return replies
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, between two items.
 
-        It overtakes the items that were asked for and are not yet being made.
+        It overtakes the items that were asked for and that the worker has not begun.
 
         Parameters
         ----------
@@ -225,7 +217,8 @@ class Streams:
         worker : int, optional
             The one to ask; None: all of them.
         behind : bool
-            Overtake nothing: a worker that has answered makes no item until one is taken.
+            Overtake nothing: call when all items that were asked for are made. A worker that has
+            answered makes no item until one is taken.
 
         Returns
         -------
@@ -237,55 +230,36 @@ class Streams:
         with run.turn:
             if worker is None:
                 return run.pool.ask(method, args, everybody, behind=behind)
-            only = [everybody[self._number(worker)]]
-            return run.pool.ask(method, args, only, behind=behind)[0]
+            if not 0 <= worker < self.num_workers:
+                raise IndexError(f"worker={worker} is not one of {self.num_workers}")
+            return run.pool.ask(method, args, [worker], behind=behind)[0]
 
-    def next(self, worker: int) -> Any:
-        """Return the next item of a worker's stream.
+    @property
+    def next(self) -> Callable[[int], Any]:
+        """Return the next item of a worker's stream: ``next(worker)``; see `ItemReader.next`."""
+        return self._reader.next
 
-        Raises
-        ------
-        StopIteration
-            There is none.
-        InterruptedError
-            No epoch is under way: none was begun, or it was interrupted.
+    @property
+    def peek(self) -> Callable[[], tuple[int, Any]]:
+        """Return the next item of the round and its number in the epoch; see `ItemReader.peek`.
+
+        With `commit`, for callers that keep books of items: what they write between the two must be
+        the same when it is written again, since the next `peek` after an interrupt (Ctrl-C) returns
+        the same item and number until `commit` has been called with it.
         """
-        run = self._run
-        with run.turn:
-            if run.present != self._present or not 0 <= worker < run.pool.num_workers:
-                self._check_present(run)
-                self._number(worker)
-            return run.pool.next(worker)
+        return self._reader.peek
 
-    def shelf(self, worker: int) -> deque[Any]:
-        """Return a worker's items that are here: the first is the next one, and there is one.
-
-        ``del shelf[0]`` takes it. No signal handler runs in that, nor in the assignments beside it;
-        so whoever keeps books of items can write them in the same step, and Ctrl-C loses nothing.
-
-        Raises
-        ------
-        StopIteration
-            There are no more.
-        RuntimeError
-            What the producer has raised has ended the stream, and came out before.
-        InterruptedError
-            No epoch is under way: none was begun, or it was interrupted.
-        """
-        run = self._run
-        with run.turn:
-            if run.present != self._present or not 0 <= worker < run.pool.num_workers:
-                self._check_present(run)
-                self._number(worker)
-            return run.pool.shelf(worker)
+    @property
+    def commit(self) -> Callable[[int], None]:
+        """Take the item out that `peek` has returned with this number; see `ItemReader.commit`."""
+        return self._reader.commit
 
     def __iter__(self) -> Iterator[Any]:
         """Go round the workers, one item of each, leaving out those that have no more."""
-        self._check_present(self._run)
-        return RoundRobin(self, self._present)
+        return ItemIterator(self._reader, self)
 
     def interrupt(self) -> None:
-        """End the epoch: no item of it comes out any more; who waits gets an InterruptedError."""
+        """End the epoch: no more items of it come out, and what waits raises InterruptedError."""
         self._run.interrupt()
 
     def close(self) -> None:
@@ -320,117 +294,6 @@ class Streams:
             raise OSError("these streams were closed; make others")
         return self._run
 
-    def _number(self, worker: int) -> int:
-        """Check a worker's number."""
-        if not 0 <= worker < self.num_workers:
-            raise IndexError(f"worker={worker} is not one of {self.num_workers}")
-        return worker
-
-    def _check_present(self, run: Run[StreamPool]) -> None:
-        """Refuse items of an epoch that is not under way."""
-        if run.present != self._present:
-            raise InterruptedError(
-                "no epoch is under way: none was begun, or it was interrupted; call begin()"
-            )
-
-
-class RoundRobin:
-    """Iterator over the items of all workers in turn."""
-
-    def __init__(self, streams: Streams, present: int) -> None:
-        self._streams = streams  # keeps them alive
-        self._run = streams._run
-        self._present = present
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        run = self._run
-        with run.turn:
-            if run.present != self._present:
-                raise InterruptedError("this iterator was interrupted: its epoch is over")
-            return run.pool.next_in_turn()
-
-
-class Letter(NamedTuple):
-    """Something for a worker, in a slot."""
-
-    slot: int
-    words: tuple[int, ...]
-
-
-class Posted(NamedTuple):
-    """What a ticket is for."""
-
-    what: str  # a call; empty: items
-    worker: int
-    epoch: int
-    start: int
-    items: int
-    slot: int
-
-    @property
-    def place(self) -> str:
-        """A name for it."""
-        if self.what:
-            return f"{self.what} in worker {self.worker}"
-        last = self.start + self.items - 1
-        named = f"item {last}" if self.items == 1 else f"items {self.start} to {last}"
-        return f"{named} of worker {self.worker}, epoch {self.epoch}"
-
-
-class Stream:
-    """What the trainer knows of one worker's stream."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.assignment: Letter | None = None
-        self.over = True  # nothing more will come out of the ring
-        self.count = 1  # items that the next ticket asks for
-        self.pace = NEVER  # nanoseconds that an item of the last ticket took
-        self.quick = False  # they take so little that waking a worker is not nothing
-        self.unwoken = 0  # items asked for since the workers were last woken
-        self.start = 0  # the next item to ask for
-        self.asked = 0  # items in tickets
-        self.tickets: deque[tuple[int, int]] = deque()  # cell and items, oldest first
-        self.hand: Taken | None = None  # the oldest, out of the ring and not yet unpacked
-        self.copy: Memory | None = None  # of what lay in its slot: see `StreamPool._mend`
-        self.ready: deque[Any] = deque()
-        self.error: BaseException | None = None  # to be raised behind them
-        self.failed = ""  # what has ended it, and was raised or is about to be
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self.over = False
-        self.failed = ""
-        self.start = self.unwoken = 0
-
-    def end(self) -> None:
-        """Nothing more comes out of the ring."""
-        self.over = True
-        self.start -= self.asked
-        self.asked = 0
-        self.hand = self.copy = None
-        self.tickets = deque()
-
-    def clear(self) -> None:
-        """Forget the epoch; its tickets were given up."""
-        self.end()
-        self.assignment = self.error = None
-        self.ready = deque()
-
-    def adapt(self, made: int, nbytes: int, ns: int, most: int) -> None:
-        """Choose how many items the next ticket asks for, from how the last two went.
-
-        The quicker of them counts: another process may have been running in the worker's place.
-        """
-        before, self.pace = self.pace, max(ns // made, 1) if made else NEVER
-        fit = TICKET_NS // min(before, self.pace)
-        self.quick = fit > 0
-        fit = min(fit, TICKET_BYTES * made // max(nbytes, 1))
-        self.count = max(1, min(2 * self.count, fit, most))
-
 
 class StreamPool:
     """The engine below `Streams`; one thread at a time, but for `interrupt` and `close`."""
@@ -448,39 +311,44 @@ class StreamPool:
         memory_limit: int,
         threads: int | None,
         preload: tuple[str, ...] | Literal[False] | None,
-        sealed: bool,
+        encoded: bool,
     ) -> None:
         self.num_workers = num_workers
-        self._sealed = sealed
-        self._prefetch = prefetch
-        self._depth = min(prefetch, DEEPEST)
-        self._most = max(1, min(MOST, prefetch // 2))  # two tickets at least: one to work on
+        self._encoded = encoded
         self._timeout, self._restart = timeout, restart
-        # Besides its items a worker has a call, and one ticket that was given up in its hands.
-        cells = num_workers * (self._depth + 2)
-        deaths = Deaths(max_restarts, num_workers, "ticket", "look at what it does there")
+        depth = min(prefetch, DEEPEST)
+        # Besides its items a worker has a beginning, and one ticket that was given up in its hands.
         self._staff = staff = Staff(
-            cells, MOST, num_workers, deaths=deaths, memory_limit=memory_limit
+            depth + 2 + CALLS,
+            MOST,
+            1,
+            deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
+            memory_limit=memory_limit,
+            rings=num_workers,
+            calls=CALLS,
         )
-        self._ring, self._arena = staff.ring, staff.arena
-        self._ring.wake_at = NEVER  # see _request
-        self._rooms = [self._ring.indices(cell) for cell in range(cells)]
-        self._assigned: list[Letter | None] = [None] * cells  # whose words stand in each cell
-        self._posted = [Posted("", 0, 0, 0, 0, 0)] * cells  # what each cell was last posted for
-        self._reader = SlotReader(self._arena)
-        self._writer = Writer(self._arena.segment.fd, self._arena.segment.width)
-        self._streams = [Stream(number) for number in range(num_workers)]
-        self._left: list[Stream] = []  # those that go round
-        self._turn = 0  # whose turn it is
-        self._called: Letter | None = None  # what a call is about that is waited for
-        self._retired: list[Letter] = []  # letters that a given-up ticket may still want
-        self._torn = False  # an exception has come in the middle of something: see `_mend`
-        self._ticket = AHEAD
+        self._arena = arena = staff.arena
+        self._slots = SlotReader(arena)
+        self._writer = Writer(arena.segment.fd, arena.segment.width)
+        self.consumers = [
+            StreamConsumer(
+                ring,
+                arena.slots,
+                self._read,
+                arena.prepare,
+                number=number,
+                prefetch=prefetch,
+                depth=depth,
+                most=max(1, min(MOST, prefetch // 2)),  # two tickets at least: one to work on
+            )
+            for number, ring in enumerate(staff.rings)
+        ]
+        for ring in staff.rings:
+            ring.wake_at = NEVER  # see `StreamConsumer.request`
         self._epoch = 0
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
-        self._tickets = self._items = self._nbytes = 0  # taken out
-        self._clock = Clock(self._ring)
+        self._clock = Clock(*staff.rings)
         self._start = partial(
             staff.start,
             producer,
@@ -500,21 +368,25 @@ class StreamPool:
         """Start the workers. Whatever is raised, also by a signal handler: `close` ends them."""
         self._start()
 
-    # -- letters
+    @property
+    def segment(self) -> Segment:
+        """The file of the slots."""
+        return self._arena.segment
 
-    def _write(self, value: Any, name: str) -> Letter:
-        """Lay something for a worker into a slot."""
+    # -- requests
+
+    def _write(self, value: Any, name: str) -> Request:
+        """Write something for a worker into a slot."""
         packed = self._pack(value, name)
-        slot = self._arena.acquire()
+        request = Request(self._arena.slots)
+        while request.slot < 0:
+            self._arena.prepare()
+            request = Request(self._arena.slots)
         writer = self._writer
-        try:
-            writer.begin(slot, self._arena.capacity(slot))
-            record = codec.encode(packed, writer)
-            self._arena.look(slot, writer.capacity)  # so that it knows how large the slot is
-        except BaseException:
-            self._arena.release(slot)
-            raise
-        return Letter(slot, (slot, writer.capacity, *record))
+        writer.begin(request.slot, self._arena.capacity(request.slot))
+        record = codec.encode(packed, writer)
+        request.locate(writer.capacity, record)
+        return request
 
     def _pack(self, value: Any, name: str) -> tuple[bytes, list[Any]]:
         """Pickle something for a worker: by name if it is a copy of this process, and if it can."""
@@ -524,433 +396,198 @@ class StreamPool:
         packed = payload.dump(value, name=name)
         return packed.pickle, [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
 
-    def _sweep(self) -> None:
-        """Free the cells and letters of given-up tickets that no worker is busy with any more."""
-        for cell, slot in self._ring.sweep():
-            self._reader.drop(cell, slot)
-        if not self._ring.abandoned_count:
-            retired, self._retired = self._retired, []
-            for letter in retired:
-                self._arena.release(letter.slot)
+    # -- waiting
 
-    def _retire(self, letter: Letter | None) -> None:
-        """Free a letter as soon as no ticket can want it."""
-        if letter is not None and letter not in self._retired:
-            self._retired.append(letter)
-
-    # -- tickets
-
-    def _post(
-        self,
-        stream: Stream,
-        kind: int,
-        count: int,
-        what: str = "",
-        call: Letter | None = None,
-        *,
-        behind: bool = False,
-    ) -> int:
-        """Post a ticket for a worker, and return its cell; a call overtakes all items, or none."""
-        ring = self._ring
-        if ring.abandoned_count:
-            self._sweep()
-        cell = ring.vacant()
-        if cell < 0:
-            raise RuntimeError("the ring of these streams is full, which it never should be")
-        assignment = stream.assignment
-        if assignment is not self._assigned[cell] and assignment is not None:
-            self._rooms[cell][ASSIGNED] = assignment.words
-            self._assigned[cell] = assignment
-        if call is not None:
-            self._rooms[cell][CALLED] = call.words
-        slot, capacity = self._reader.room()
-        start, epoch = stream.start, self._epoch if assignment is not None else 0
-        self._posted[cell] = Posted(what, stream.number, epoch, start, count, slot)
-        ticket = self._ticket
-        self._ticket = (ticket + 1) % TICKETS
-        if kind == CALL and not behind:
-            ticket = (ticket - AHEAD) % TICKETS
-        ring.post(cell, ticket, epoch, kind, count, start, slot, capacity, stream.number + 1)
-        return cell
-
-    def _request(self, stream: Stream, leaving: int) -> None:
-        """Ask for items ahead; `leaving` of those that are ready are about to be handed out.
-
-        Waking a worker costs more than a small item does, so that waits until half of what is
-        asked for ahead has gathered: workers only sleep when all of it was ready.
-        """
-        before = stream.start
-        while not stream.over and len(stream.tickets) < self._depth:
-            count = stream.count
-            if len(stream.ready) - leaving + stream.asked + count > self._prefetch:
-                break
-            cell = self._post(stream, ITEMS, count)
-            stream.tickets.append((cell, count))
-            stream.asked += count
-            stream.start += count
-        stream.unwoken += stream.start - before
-        if stream.unwoken and (not stream.quick or 2 * stream.unwoken >= self._prefetch):
-            stream.unwoken = 0
-            self._ring.wake()
-
-    def _await(self, stream: Stream, cell: int, generation: int) -> Taken:
-        """Sleep until the ticket in a cell is finished, and take it."""
-        ring = self._ring
+    def _await(self, consumer: StreamConsumer, post: Post, generation: int) -> Answer:
+        """Sleep until a ticket is answered, and peek at the answer."""
+        ring, owner = consumer.ring, consumer.number + 1
         idle = 0  # since when its worker, which could, has not taken it up: has that been stopped?
         while True:
             seen = ring.alarms()
             if self._interrupts != generation:
                 raise InterruptedError("the epoch was interrupted, or the streams were closed")
-            taken = ring.take(cell=cell)
-            if taken is not None:
-                return taken
+            answer = consumer.peek(*post)
+            if answer is not None:
+                return answer
             self._staff.check()
             if self._timeout is not None:
-                owner = stream.number + 1
-                working = self._working(owner)
+                working = self._working(consumer)
                 if working or not self._staff.is_ready(owner):
                     idle = 0
                 else:
                     idle = idle or now_ns()
-                    working = [(owner, idle, self._posted[cell].place)]
+                    working = [(owner, idle, self._place(consumer, post[0]))]
                 self._staff.check_time(working, self._timeout, restart=self._restart)
-            ring.wait(seen, cell=cell)
+            for each in self.consumers:
+                each.wake()
+            ring.wait(seen, cell=post[0])
 
-    def _working(self, owner: int) -> list[tuple[int, int, str]]:
+    def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:
         """Say what a worker works on, and since when."""
         working = []
-        for cell in self._ring.held(owner):
-            claimed, posted = self._ring.holder(cell)[1], self._posted[cell]
+        for cell in consumer.ring.held(1):
+            claimed = consumer.ring.holder(cell)[1]
             if claimed:
-                begun = int(self._rooms[cell][SINCE]) if posted.items > 1 else 0
-                working.append((owner, max(claimed, begun), posted.place))
+                several = consumer.ring.ticket(cell)[2] > 1
+                begun = int(consumer.ring.indices(cell)[SINCE]) if several else 0
+                place = self._place(consumer, cell)
+                working.append((consumer.number + 1, max(claimed, begun), place))
         return working
 
-    def _describe(self, cell: int) -> Held:
+    def _place(self, consumer: StreamConsumer, cell: int) -> str:
         """Name what is in a cell."""
-        posted = self._posted[cell]
-        items = list(range(posted.start, posted.start + posted.items))
-        return Held(posted.epoch, posted.start, items, posted.place)
+        epoch, kind, count = consumer.ring.ticket(cell)
+        if kind != ITEMS:
+            return f"{consumer.names[cell]} in worker {consumer.number}"
+        start = consumer.ring.start(cell)
+        named = f"item {start}" if count == 1 else f"items {start} to {start + count - 1}"
+        return f"{named} of worker {consumer.number}, epoch {epoch}"
+
+    def _describe(self, owner: int, cell: int) -> Held:
+        """Describe what a worker that has died held."""
+        consumer = self.consumers[owner - 1]
+        epoch, _, count = consumer.ring.ticket(cell)
+        start = consumer.ring.start(cell)
+        items = list(range(start, start + count))
+        return Held(epoch, start, items, self._place(consumer, cell))
 
     # -- items
 
-    def next(self, worker: int, turn: int | None = None) -> Any:
-        """Return the next item of a worker, or raise StopIteration; whose turn it is after that."""
-        stream = self._streams[worker]
-        if not stream.ready:
-            self._receive(stream)
-        self._ask_ahead(stream)
-        if turn is not None:
-            self._turn = turn
-        return stream.ready.popleft()
-
-    def shelf(self, worker: int) -> deque[Any]:
-        """Return a worker's items that are here, at least one, or raise StopIteration."""
-        stream = self._streams[worker]
-        if not stream.ready:
-            if stream.failed and stream.error is None:
-                raise RuntimeError(f"{stream.failed}; begin another epoch")
-            self._receive(stream)
-        self._ask_ahead(stream)
-        return stream.ready
-
-    def _ask_ahead(self, stream: Stream) -> None:
-        """Ask for items if there is room for a ticket, the first that is ready being taken."""
-        # Which is looked at first: this is done for every single item.
-        if len(stream.ready) + stream.asked + stream.count <= self._prefetch + 1:
-            self._settle()
-            self._request(stream, 1)
-            self._torn = False
-
-    def next_in_turn(self) -> Any:
-        """Return the next item of the worker whose turn it is, or raise StopIteration."""
-        left = self._left
-        while left:
-            turn = self._turn if self._turn < len(left) else 0
-            try:
-                return self.next(left[turn].number, turn + 1)
-            except StopIteration:
-                self._turn = turn
-                del left[turn]
-        raise StopIteration
-
-    @property
-    def segment(self) -> Segment:
-        """The file of the slots."""
-        return self._arena.segment
-
-    def delivered(self, worker: int) -> int:
-        """Count the items of a worker that have come out."""
-        stream = self._streams[worker]
-        return stream.start - stream.asked - len(stream.ready)
-
-    def _receive(self, stream: Stream) -> None:
-        """Take tickets out of the ring until an item is ready; raise what was raised instead."""
-        while not stream.ready:
-            if stream.error is not None:
-                error, stream.error = stream.error, None
-                try:
-                    raise error
-                finally:
-                    del error  # its traceback has this frame: a circle
-            if stream.over:
-                raise StopIteration
-            self._settle()
-            if not stream.tickets:  # only after an exception: `next` asks ahead
-                self._request(stream, 0)
-            if stream.hand is None:
-                stream.hand = self._await(stream, stream.tickets[0][0], self._began)
-            self._unpack(stream, stream.hand)
-            self._torn = False
-
-    def _unpack(self, stream: Stream, taken: Taken) -> None:
-        """Take the items of the oldest ticket out of its slot, and the ticket out of the books."""
-        cell, record, count = taken[0], taken[4], stream.tickets[0][1]
-        items, error, slot = self._read(stream, taken, single=count == 1)
-        made, nbytes = len(items), codec.used(record)
-        ended = error is not None or bool(record[5] & ENDED)
+    def _read(
+        self, consumer: StreamConsumer
+    ) -> tuple[int, list[Any], BaseException | None, str, bool, int, int]:
+        """Wait for the oldest ticket and decode its items; it stays in the ring."""
+        answer = self._await(consumer, consumer.oldest() or (0, 0), self._began)
+        items, error = self._decode(consumer, answer)
+        token, record, number = answer[0], answer[5], consumer.number
         failed = ""
         if error is not None:
-            at = f"item {stream.start - stream.asked + made} of worker {stream.number}"
-            error = failure.named(_signed(error, stream.number), f"{at}, epoch {self._epoch}")
-            failed = _ended_by(error, stream.number)
-        # No signal handler runs before the next call: all of this is done, or nothing.
-        stream.ready, stream.error, stream.failed = items, error, failed
-        stream.hand = stream.copy = None
-        stream.over = ended
-        stream.asked -= count
-        stream.start -= count - made
-        del stream.tickets[0]
-        self._tickets += 1
-        self._items += made
-        self._nbytes += nbytes
-        if slot >= 0:
-            self._reader.drop(cell, slot)
-        if ended:
-            self._end(stream)
-        else:
-            stream.adapt(made, nbytes, record[4], self._most)
+            at = f"item {consumer.received + len(items)} of worker {number}"
+            error = failure.named(_signed(error, number), f"{at}, epoch {self._epoch}")
+            failed = _ended_by(error, number)
+        ended = error is not None or bool(record[5] & ENDED)
+        return token, items, error, failed, ended, codec.used(record), record[4]
 
-    def _read(
-        self, stream: Stream, taken: Taken, *, single: bool
-    ) -> tuple[deque[Any], BaseException | None, int]:
-        """Read a ticket's items, what was raised behind them, and which slot is to be freed."""
-        _, status, slot, capacity, record = taken
-        items: deque[Any] = deque()
-        error = None
+    def _decode(
+        self, consumer: StreamConsumer, answer: Answer
+    ) -> tuple[list[Any], BaseException | None]:
+        """Decode a ticket's items, and what was raised behind them."""
+        _, cell, status, slot, capacity, record = answer
         if status == RAISED:
-            packed, slot = self._take(stream, taken, sealed=False)
-            error = failure.unpack(packed)
-        elif single:
-            if record[5] >> 2:
-                item, slot = self._take(stream, taken, sealed=self._sealed)
-                items.append(item)
-        else:
-            memory = self._arena.look(slot, capacity) if stream.copy is None else stream.copy
-            items.extend(parse(memory, record, sealed=self._sealed))
-            if record[5] & BROKEN:
-                packed = items.pop()
-                error = failure.unpack(packed.open() if self._sealed else packed)
-        return items, error, slot
-
-    def _take(self, stream: Stream, taken: Taken, *, sealed: bool) -> tuple[Any, int]:
-        """Take what lies in a slot out of it, perhaps as a parcel; and the slot, if it is free."""
-        cell, _, slot, capacity, record = taken
-        if stream.copy is not None:
-            parcel = Parcel(stream.copy, record)
-        elif sealed:
-            memory = self._arena.take(slot, codec.used(record), capacity)
-            parcel = Parcel(memory, record, slot if type(memory) is Lease else -1)
-        else:
-            return self._reader.collect(cell, slot, capacity, record)
-        return parcel if sealed else parcel.open(), -1
-
-    def _end(self, stream: Stream) -> None:
-        """Nothing more comes from a worker: give up what else it was asked for."""
-        stream.over = True
-        cells = [cell for cell, _ in stream.tickets]
-        stream.end()
-        for cell in cells:
-            self._ring.abandon(cell)
-
-    # -- after an exception
-
-    def _settle(self) -> None:
-        """Begin a step that must not stay half done; bring one to its end that did."""
-        if self._torn:
-            self._mend()
-        self._torn = True
-
-    def _mend(self) -> None:
-        """Make the books true again, after an exception in the middle of a step.
-
-        A signal handler may raise (Ctrl-C does) after any call, and what the call has returned is
-        lost then. But what there is says everything, and nothing has been posted since:
-
-        - A ticket in the ring is named by `_posted`, which is written before it. So `tickets`,
-          `asked` and `start` follow from the ring. Nobody waits for a call any more.
-        - The oldest ticket is in the books and not in the ring: it was taken out, and not
-          unpacked, for it leaves the books in one step with that. What the worker has written of
-          it stands in its cell until the next post. Its slot may have been lent meanwhile, or
-          freed, but nobody has got it since: what lies there is copied.
-        - A slot that is in no cell of the ring, and of no letter, is lost, and freed.
-
-        Each step leaves what the others need, so that it may itself be interrupted.
-        """
-        self._retire(self._called)
-        self._called = None
-        cells: list[list[int]] = [[] for _ in self._streams]
-        for cell in self._ring.awaited(ordered=False):
-            posted = self._posted[cell]
-            if posted.what or self._streams[posted.worker].over:
-                self._ring.abandon(cell)
-            else:
-                cells[posted.worker].append(cell)
-        for stream in self._streams:
-            self._count(stream, cells[stream.number])
-        self._sweep()
-        letters = [*self._retired, *(stream.assignment for stream in self._streams)]
-        slots = [letter.slot for letter in letters if letter is not None]
-        self._reader.keep(slots + self._ring.slots())
-        self._torn = False
-
-    def _count(self, stream: Stream, cells: list[int]) -> None:
-        """Make the books of a stream true, of which these cells are in the ring."""
-        if stream.over:
-            stream.end()
-            return
-        tickets = deque((cell, self._posted[cell].items) for cell in cells)
-        if stream.hand is not None or (stream.tickets and stream.tickets[0][0] not in cells):
-            oldest = stream.tickets[0]
-            if stream.copy is None:
-                self._save(stream, oldest[0])
-            tickets.appendleft(oldest)
-        asked = sum(count for _, count in tickets)
-        received = stream.start - stream.asked
-        stream.tickets, stream.asked, stream.start = tickets, asked, received + asked
-
-    def _save(self, stream: Stream, cell: int) -> None:
-        """Copy what the oldest ticket has brought out of its slot."""
-        _, status, capacity, record, _ = self._ring.left_in(cell)
-        slot = self._posted[cell].slot
-        copy = self._arena.copy(slot, codec.used(record), capacity)
-        stream.copy, stream.hand = copy, (cell, status, -1, 0, record)
+            return [], self._slots.error(cell, slot, capacity, record)
+        if consumer.ring.ticket(cell)[2] > 1:
+            memory = self._arena.look(slot, capacity)
+            items = parse(memory, record, encoded=self._encoded)
+            if not record[5] & BROKEN:
+                return items, None
+            packed = items.pop()
+            return items, failure.unpack(packed.decode() if self._encoded else packed)
+        if not record[5] >> 2:
+            return [], None
+        if not self._encoded:
+            return [self._slots.decode(cell, slot, capacity, record)], None
+        lent = self._arena.lend(slot, codec.used(record), capacity)
+        return [EncodedItem(lent, record, slot if type(lent) is Lease else -1)], None
 
     # -- calls
 
     def begin(self, assignments: Sequence[Any]) -> list[Any]:
         """Begin an epoch."""
         generation = self._interrupts
-        self._clear()
+        self._end()
         self._staff.check()
         self._staff.deaths.begin()
         self._epoch += 1
-        self._torn = True
+        name = f"the beginning of epoch {self._epoch}"
         try:
-            self._assign(assignments)
-            cells = []
-            for stream in self._streams:
-                stream.begin()
-                what = f"the beginning of epoch {self._epoch}"
-                cells.append((stream, self._post(stream, BEGIN, 0, what)))
-                self._request(stream, 0)
-            self._ring.wake()
-            replies = [self._reply(*cell, generation) for cell in cells]
+            requests = self._write_all(assignments)
+            posts = [
+                (consumer, consumer.begin(self._epoch, request, name))
+                for consumer, request in zip(self.consumers, requests, strict=True)
+            ]
+            replies = [self._reply(*post, generation) for post in posts]
         except BaseException:
-            self._clear()
+            self._end()
             raise
-        self._left = list(self._streams)
-        self._turn = 0
         self._began = generation
         self._clock.run()
-        self._torn = False
         return replies
 
-    def _assign(self, assignments: Sequence[Any]) -> None:
-        """Write the workers' letters; one that several share is written once."""
-        written: dict[int, Letter] = {}
-        for stream, assignment in zip(self._streams, assignments, strict=True):
+    def _write_all(self, assignments: Sequence[Any]) -> list[Request]:
+        """Write the workers' assignments; one that several share is written once."""
+        written: dict[int, Request] = {}
+        for assignment in assignments:
             if id(assignment) not in written:
                 written[id(assignment)] = self._write(assignment, "assignment")
-            stream.assignment = written[id(assignment)]
+        return [written[id(assignment)] for assignment in assignments]
 
-    def _clear(self) -> None:
+    def _end(self) -> None:
         """Give up everything that is under way."""
-        self._torn = True
-        for stream in self._streams:
-            self._retire(stream.assignment)
-            stream.clear()
-        self._left = []
-        self._assigned = [None] * len(self._assigned)
-        self._ring.abandon()
-        self._mend()
+        for consumer in self.consumers:
+            consumer.end()
 
     def ask(
         self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method in some workers."""
+        """Call a method in some workers. A call that is interrupted is given up by the next one."""
         generation = self._interrupts
         self._staff.check()
-        self._settle()
-        try:
-            letter = self._called = self._write((method, args), f"{method}'s arguments")
-            cells: list[tuple[Stream, int]] = []
-            for number in workers:
-                stream = self._streams[number]
-                what = f"a call of {method}()"
-                cells.append((stream, self._post(stream, CALL, 0, what, letter, behind=behind)))
-            self._ring.wake()
-            return [self._reply(*cell, generation) for cell in cells]
-        finally:
-            self._mend()  # that the letter is not needed any more, and what was not waited for
+        consumers = [self.consumers[number] for number in workers]
+        if behind:
+            for consumer in consumers:
+                newest = consumer.newest()
+                if newest is not None:
+                    self._await(consumer, newest, generation)
+        request = self._write((method, args), f"{method}'s arguments")
+        name = f"a call of {method}()"
+        posts = [(consumer, consumer.call(request, name)) for consumer in consumers]
+        del request  # it is freed with the last ticket that refers to it
+        return [self._reply(*post, generation) for post in posts]
 
-    def _reply(self, stream: Stream, cell: int, generation: int) -> Any:
+    def _reply(self, consumer: StreamConsumer, post: Post, generation: int) -> Any:
         """Wait for the answer to a call."""
-        place = self._posted[cell].place
-        _, status, slot, capacity, record = self._await(stream, cell, generation)
-        if status == RAISED:
-            error, slot = self._reader.error(cell, slot, capacity, record)
-        else:
-            reply, slot = self._reader.collect(cell, slot, capacity, record)
-        if slot >= 0:
-            self._reader.drop(cell, slot)
-        if status == RAISED:
-            stream.failed = _ended_by(error, stream.number)
-            self._end(stream)
-            try:
-                failure.deliver(_signed(error, stream.number), place)
-            finally:
-                del error
-        return reply
+        token, cell, status, slot, capacity, record = self._await(consumer, post, generation)
+        if status != RAISED:
+            reply = self._slots.decode(cell, slot, capacity, record)
+            consumer.take_reply(cell, token, "")
+            return reply
+        error = self._slots.error(cell, slot, capacity, record)
+        place = self._place(consumer, cell)
+        consumer.take_reply(cell, token, _ended_by(error, consumer.number))
+        try:
+            failure.deliver(_signed(error, consumer.number), place)
+        finally:
+            del error  # its traceback has this frame: a circle
 
     # -- the rest
 
     def interrupt(self) -> None:
-        """Let whoever waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make what waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupts += 1
-        self._ring.alarm()
+        self._staff.alarm()
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
-        deaths = self._staff.deaths
         times = self._clock.read()
+        deaths, consumers, rings = self._staff.deaths, self.consumers, self._staff.rings
+        posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return Stats(
-            batches=self._tickets,
-            samples=self._items,
-            nbytes=self._nbytes,
+            batches=sum(consumer.tickets for consumer in consumers),
+            samples=sum(consumer.items for consumer in consumers),
+            nbytes=sum(consumer.nbytes for consumer in consumers),
             restarts=deaths.restarts,
             retries=deaths.retries,
             copies=self._arena.copies,
-            depths=self._ring.depths(),
+            depths=(sum(posted), sum(middle), sum(ready)),
             loop_waited=times.waited,
             workers_waited=sum(times.idle),
             elapsed=times.elapsed,
-            num_workers=len(self._streams),
+            num_workers=len(consumers),
         )
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
-        return [self._staff.pid(stream.number + 1) for stream in self._streams]
+        return [self._staff.pid(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""

@@ -72,7 +72,15 @@ def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
     array[:] = value
     del array
     writer.end()
-    return arena.take(slot, writer.used, writer.capacity)
+    return take(arena, slot, writer.used, writer.capacity)
+
+
+def take(arena: Arena, slot: int, used: int, capacity: int) -> Any:
+    """Decode a slot, and be done with its ticket."""
+    memory = arena.lend(slot, used, capacity)
+    if arena.slots.vacate(slot):
+        arena.release(slot)
+    return memory
 
 
 def whole(memory: Any, nbytes: int) -> np.ndarray[Any, Any]:
@@ -255,7 +263,7 @@ def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
         writer.begin(slot, arena.capacity(slot))
         writer.empty(MIB, np.uint8)[:] = 7
         writer.end()
-    memory = arena.take(slot, first.used, first.capacity)
+    memory = take(arena, slot, first.used, first.capacity)
     assert (whole(memory, MIB) == 7).all()
     first.close()
     second.close()
@@ -452,7 +460,7 @@ except MemoryError as error:
     print("in the worker:", error)
 writer.empty(8 * MIB, "u1")[:] = 1
 try:
-    arena.take(slot, writer.used, 256 * MIB)
+    arena.lend(slot, writer.used, 256 * MIB)
 except MemoryError as error:
     print("in the trainer:", error)
 arena.release(slot)

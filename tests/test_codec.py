@@ -815,7 +815,7 @@ done = subprocess.run(
     command, input=cloudpickle.dumps(make), stdout=subprocess.PIPE, pass_fds=[fd], check=True
 )
 *record, capacity = map(int, done.stdout.split())
-(pair, local) = decode(arena.take(slot, sum(record), capacity), record)
+(pair, local) = decode(arena.lend(slot, sum(record), capacity), record)
 assert type(pair) is Pair and type(pair.second[0]) is Sample and type(pair.second[1]) is Sample
 assert pair.first.tolist() == [0, 1, 2] and pair.second[0].image.tolist() == [0, 1, 2, 3]
 assert type(pair.second[2]) is Other and pair.second[3]() == 6

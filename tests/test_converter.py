@@ -497,7 +497,7 @@ def through_a_slot(batch: Any, cast: Dtype | None) -> Any:
     writer = Writer(arena.segment.fd, arena.segment.width)
     writer.begin(slot, arena.capacity(slot))
     record = codec.encode(batch, writer, cast)
-    memory = arena.take(slot, record.used, writer.capacity)
+    memory = arena.lend(slot, record.used, writer.capacity)
     writer.close()
     arena.close()
     return codec.decode(memory, record)

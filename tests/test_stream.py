@@ -25,7 +25,7 @@ from interrupting import first_hits, interrupted
 import cseq
 import cseq.staff
 from cseq._core import Lease
-from cseq.stream import Parcel, Streams
+from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -311,7 +311,7 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
         s.begin([6])
         writer.write(b"1")  # the first item can be made, and the second one not
         assert s.next(0)[1] == 0
-        while not s._run.pool._working(1):  # until the second item is in work
+        while not is_working(s):  # until the second item is in work
             pass
         waiting = s.stats().depths[0]
         assert waiting > 0
@@ -325,6 +325,11 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
         assert answer == [2]
         writer.write(b"3456")
         assert [s.next(0)[1] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def is_working(s: Streams) -> bool:
+    """Whether worker 0 has a ticket in work."""
+    return bool(s._run.pool.consumers[0].ring.held(1))
 
 
 class Gated(Numbers):
@@ -469,33 +474,54 @@ def test_an_item_that_cannot_be_sent() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 30])
-def test_a_shelf_tells_a_failure_from_an_end(prefetch: int) -> None:
-    """Items are taken off it; behind a failure, also one in a call, it does not just end."""
+def test_peek_and_commit(prefetch: int) -> None:
+    """The round's next item is shown until it is committed, with its number, which counts on."""
+    with streams(prefetch=prefetch) as s:
+        for _ in range(2):
+            s.begin([3, 5])
+            got = []
+            with contextlib.suppress(StopIteration):
+                while True:
+                    number, item = s.peek()
+                    assert number == len(got)
+                    assert s.peek()[1] is item
+                    s.commit(number)
+                    s.commit(number)  # it was done, so nothing happens
+                    got.append(item)
+                    if len(got) == 4:
+                        got.append(next(iter(s)))
+            assert plain(got) == in_process([3, 5])
+        with pytest.raises(RuntimeError, match="item 8 was not peeked at"):
+            s.commit(8)
+        s.interrupt()
+        with pytest.raises(InterruptedError):
+            s.peek()
+        with pytest.raises(InterruptedError):
+            s.commit(0)
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_peek_tells_a_failure_from_an_end(prefetch: int) -> None:
+    """Behind an exception, also one in a call, a stream does not just end."""
     with streams(Broken, prefetch=prefetch) as s:
         for _ in range(2):
             s.begin([(2, 9), (-1, 3)])
-            for worker, length in ((0, 2), (1, 3)):
-                for k in range(length):
-                    assert s.shelf(worker)[0][1] == s.shelf(worker)[0][1] == k
-                    del s.shelf(worker)[0]
+            for number, order in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+                assert s.peek()[1][:2] == order
+                s.commit(number)
             with pytest.raises(TwoArguments):
-                s.shelf(0)
+                s.peek()
             for _ in range(2):
                 with pytest.raises(RuntimeError, match=r"stream of worker 0.*TwoArguments: 0: bro"):
-                    s.shelf(0)
-                with pytest.raises(StopIteration):
-                    s.shelf(1)
-        s.begin([(-1, 3), (-1, 3)])
+                    s.peek()
+            assert next_or_none(s, 0) is None
+            assert next_or_none(s, 1)[:2] == (1, 2)
+        s.begin([(-1, 0), (-1, 3)])
         with pytest.raises(AttributeError):
             s.ask("nothing", worker=1)
         with pytest.raises(RuntimeError, match=r"stream of worker 1.*AttributeError"):
             for _ in range(4):
-                del s.shelf(1)[0]
-        with pytest.raises(IndexError):
-            s.shelf(2)
-        s.interrupt()
-        with pytest.raises(InterruptedError):
-            s.shelf(0)
+                s.commit(s.peek()[0])
 
 
 def test_stop_iteration_in_a_call_is_an_error() -> None:
@@ -598,7 +624,7 @@ FAULTY = """
 import sys
 import numpy as np
 from cseq import _core
-from cseq.stream import Parcel, Streams
+from cseq.stream import EncodedItem, Streams
 
 class Producer:
     def __init__(self, number, num_workers): self.number = number
@@ -918,37 +944,37 @@ def test_tensors() -> None:
 
 
 @pytest.mark.parametrize("kind", [Mixed, Pieces])
-def test_sealed_items(kind: type[Numbers]) -> None:
+def test_encoded_items(kind: type[Numbers]) -> None:
     """A parcel opens to its item; another process finds a large one in its slot."""
     lent = 0
-    with streams(kind, prefetch=20, sealed=True) as s:
+    with streams(kind, prefetch=20, encoded=True) as s:
         for _ in range(2):
             s.begin([40, 60])
-            parcels = [parcel for parcel in s if isinstance(parcel, Parcel)]
-            opened = [parcel.open() for parcel in parcels]
+            encoded_items = [parcel for parcel in s if isinstance(parcel, EncodedItem)]
+            opened = [parcel.decode() for parcel in encoded_items]
             if kind is Mixed:
                 assert plain(opened) == in_process([40, 60], Mixed)
             else:
                 order = [k for k in range(60) for w in (0, 1) if k < (40, 60)[w]]
                 assert opened == [kind(0, 1).item(k) for k in order]
-            for parcel in parcels:
+            for parcel in encoded_items:
                 if parcel.slot >= 0:
-                    unsealed(s, parcel)
+                    decoded(s, parcel)
                     lent += 1
-            del parcel, parcels, opened
+            del parcel, encoded_items, opened
     assert (lent > 0) == (kind is Mixed)
 
 
 @pytest.mark.parametrize("prefetch", [1, 30])
-def test_sealed_items_and_an_exception(prefetch: int) -> None:
-    """An exception comes out as itself, behind the parcels of the items before it."""
-    with streams(Broken, prefetch=prefetch, sealed=True) as s:
+def test_encoded_items_and_an_exception(prefetch: int) -> None:
+    """An exception comes out as itself, behind the encoded_items of the items before it."""
+    with streams(Broken, prefetch=prefetch, encoded=True) as s:
         for _ in range(3):
             s.begin([(5, 40), (-1, 3)])
-            assert [s.next(0).open()[1] for _ in range(5)] == list(range(5))
+            assert [s.next(0).decode()[1] for _ in range(5)] == list(range(5))
             with pytest.raises(TwoArguments, match="0: broken"):
                 s.next(0)
-            assert [item.open()[0] for item in s] == [1, 1, 1]
+            assert [item.decode()[0] for item in s] == [1, 1, 1]
 
 
 def test_epochs_take_no_more_memory() -> None:
@@ -959,7 +985,7 @@ def test_epochs_take_no_more_memory() -> None:
             list(itertools.islice(s, epoch % 20))
             s.ask("add", 1, 1)
         # Ten for items, two in work on what was given up, letters and calls; made by the dozen.
-        assert s._run.pool._arena.slots.capacity <= 32  # type: ignore[attr-defined]
+        assert s._run.pool._arena.slots.capacity <= 32
 
 
 # -- the end, from any state
@@ -1019,7 +1045,7 @@ def test_who_waits_in_another_thread_is_interrupted(tmp_path: Path, deed: str) -
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        while not any(pid for pid in s._run.pool._working(1)):  # type: ignore[attr-defined]
+        while not is_working(s):
             pass
         if deed == "interrupt":
             s.interrupt()
@@ -1061,7 +1087,7 @@ def test_dropped_without_close() -> None:
 
 SCRIPT = """
 import sys
-from cseq.stream import Parcel, Streams
+from cseq.stream import EncodedItem, Streams
 
 class Item:
     def __init__(self, k): self.k = k
@@ -1216,39 +1242,49 @@ class Reading:
 
     def __init__(self, s: Streams, producer: type[Numbers], lengths: Sequence[int]) -> None:
         self.s = s
-        self.pool: Any = s._run.pool
         s.begin(lengths)
         count = len(lengths)
         self.left = [plain(one_alone(w, count, n, producer)) for w, n in enumerate(lengths)]
         self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
+        self.taken = 0
         self.round: Iterator[Any] = iter(s)
         self.held: list[BaseException] = []  # with what their frames have
 
     def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
         """Take an item, in turn or of a worker; return whether that was interrupted."""
         worker = self.turns[0] if self.turns else 0
-        item, before = None, self.pool.delivered(worker)
+        before = delivered(self.s, worker)
+        items: list[Any] = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
-                if how == "shelf":
-                    shelf = self.s.shelf(worker) if self.turns else [None]
-                    item = shelf[0]
-                    del shelf[0]
+                if how == "peek":
+                    items += self.committed()
+                elif how == "turn":
+                    items += itertools.islice(self.round, 1)
                 else:
-                    item = next(self.round, None) if how == "turn" else next_or_none(self.s, worker)
+                    with contextlib.suppress(StopIteration):
+                        items.append(self.s.next(worker))
             except KeyboardInterrupt as error:
                 self.held += [error] if hold else []
                 raise
-        gone = self.pool.delivered(worker) - before
-        if item is not None:
-            assert plain([unsealed(self.s, item)]) == self.left[worker][:1]
+        assert delivered(self.s, worker) - before == len(items)
+        if items:
+            assert plain(decoded(self.s, item) for item in items) == self.left[worker][:1]
+            del self.turns[0], self.left[worker][0]
+            self.taken += 1
         else:
             assert struck.is_set() or not self.turns
-        on_its_way = struck.is_set() and how != "shelf" and gone == 1
-        assert gone == (item is not None) or on_its_way
-        if gone:
-            del self.turns[0], self.left[worker][0]
         return struck.is_set()
+
+    def committed(self) -> list[Any]:
+        """Take the next item of the round by `peek` and `commit`, if there is one."""
+        try:
+            number, item = self.s.peek()
+        except StopIteration:
+            return []
+        assert number == self.taken
+        self.s.commit(number)
+        return [item]
 
     def finish(self, how: str) -> None:
         """Take the rest; no slot may be lost then."""
@@ -1256,10 +1292,12 @@ class Reading:
             self.take(how)
         self.take(how)
         self.held.clear()
-        assert self.pool._torn or not lost_slots(self.s)  # what is torn will be mended
-        self.pool._settle()
-        self.pool._torn = False
         assert not lost_slots(self.s)
+
+
+def delivered(s: Streams, worker: int) -> int:
+    """Count the items of a worker that have come out."""
+    return s._run.pool.consumers[worker].delivered
 
 
 def lost_slots(s: Streams) -> set[int]:
@@ -1269,8 +1307,7 @@ def lost_slots(s: Streams) -> set[int]:
     free = list(iter(slots.acquire, -1))
     for slot in free:
         slots.release(slot)
-    letters = [*pool._retired, *(stream.assignment for stream in pool._streams)]
-    used = {letter.slot for letter in letters if letter}.union(free, pool._ring.slots())
+    used = set(free).union(*(consumer.taken_slots() for consumer in pool.consumers))
     return set(range(slots.capacity)) - used
 
 
@@ -1281,27 +1318,27 @@ class Leased(Numbers):
         return self.number, k, np.full(1 << 13, 10 * k + self.number)
 
 
-def unsealed(s: Streams, item: Any) -> Any:
+def decoded(s: Streams, item: Any) -> Any:
     """Open what is a parcel; as another process does, too, where it is in a slot."""
-    if not isinstance(item, Parcel):
+    if not isinstance(item, EncodedItem):
         return item
     if item.slot >= 0:
         (fd, width), size = s.segment, item.memory.nbytes
         assert os.pread(fd, size, width * item.slot) == item.memory.load_bytes(0, size)
-    return item.open()
+    return item.decode()
 
 
 TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
-HOW = [("turn", False), ("worker", False), ("shelf", False), ("worker", True)]
+HOW = [("turn", False), ("worker", False), ("peek", False), ("worker", True)]
 
 
-@pytest.mark.parametrize(("how", "sealed"), HOW)
+@pytest.mark.parametrize(("how", "encoded"), HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, sealed: bool
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, encoded: bool
 ) -> None:
     """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
-    with streams(producer, 2, prefetch=prefetch, sealed=sealed) as s:
+    with streams(producer, 2, prefetch=prefetch, encoded=encoded) as s:
         s.begin([500, 500])
         assert len(list(s)) == 1000  # from now on small items come together
 
@@ -1317,17 +1354,17 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
                 return hit
 
             hits += first_hits(step)
-        assert hits > 30
+        assert hits > 8
 
 
-@pytest.mark.parametrize(("how", "sealed"), HOW)
+@pytest.mark.parametrize(("how", "encoded"), HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_again_and_again(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, sealed: bool
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, encoded: bool
 ) -> None:
     """The going on after an interrupt may be interrupted, too, and so may calls in between."""
     rng, hits = random.Random(7), 0
-    with streams(producer, 2, prefetch=prefetch, sealed=sealed) as s:
+    with streams(producer, 2, prefetch=prefetch, encoded=encoded) as s:
         for _ in range(8):
             reading = Reading(s, producer, lengths)
             while reading.turns:
@@ -1337,25 +1374,25 @@ def test_ctrl_c_again_and_again(
                     with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
                         assert len(s.ask("count")) == 2
             reading.finish(how)
-    assert hits > 40
+    assert hits > 15
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("encoded", [False, True])
 @pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
-def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, sealed: bool) -> None:
+def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, encoded: bool) -> None:
     """Wherever a signal handler raises: what the producer has raised comes out, once."""
-    with streams(Broken, 2, prefetch=prefetch, sealed=sealed) as s:
+    with streams(Broken, 2, prefetch=prefetch, encoded=encoded) as s:
         s.begin([(-1, 500), (-1, 500)])
         assert len(list(s)) == 1000
 
         def step(countdown: int) -> bool:
             s.begin([(3, 9), (-1, 2)])
-            got = [unsealed(s, s.next(0))[1] for _ in range(behind)]
+            got = [decoded(s, s.next(0))[1] for _ in range(behind)]
             raised: list[BaseException] = []
 
             def take() -> None:
                 try:
-                    got.append(unsealed(s, s.next(0))[1])
+                    got.append(decoded(s, s.next(0))[1])
                 except TwoArguments as error:
                     raised.append(error)
 
@@ -1366,10 +1403,10 @@ def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, sealed: b
             without = [k for k in range(3) if k != behind]
             assert got == [0, 1, 2] or (struck.is_set() and got == without)
             assert next_or_none(s, 0) is None
-            assert [unsealed(s, item)[:2] for item in s] == [(1, 0), (1, 1)]
+            assert [decoded(s, item)[:2] for item in s] == [(1, 0), (1, 1)]
             return struck.is_set()
 
-        assert first_hits(step) > (1 if behind == 1 else 40)
+        assert first_hits(step) > 20 or behind == 1  # nothing is done for an item that is ready
 
 
 @pytest.mark.parametrize("prefetch", [1, 30])
@@ -1399,22 +1436,37 @@ class Pausing(Gated):
         os.read(self.gate, 1)
 
 
-def test_an_interrupted_call_keeps_its_letter(tmp_path: Path) -> None:
-    """The arguments of a call that nobody waits for any more stay until it is over."""
+def test_an_interrupted_call_keeps_its_request(tmp_path: Path) -> None:
+    """The arguments of a call whose answer is not waited for any more stay until it is over."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with (
         open(gate, "r+b", buffering=0) as writer,
         streams(partial(Pausing, str(gate)), 1) as s,
     ):
-        pool: Any = s._run.pool
-        with pytest.raises(KeyboardInterrupt):
-            s.ask("pause")
-        assert len(pool._retired) == 1
-        writer.write(b"1")
-        s.ask("pid")
-        assert not pool._retired
-        assert not lost_slots(s)
+        consumer = s._run.pool.consumers[0]
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                s.ask("pause")
+            for _ in range(2):
+                # Its arguments and its answer, and those of the one that waits behind it.
+                with pytest.raises(cseq.WorkerTimeout), time_limit(s, 0.05):
+                    s.ask("pid")
+                assert len(consumer.taken_slots()) == 4
+            writer.write(b"1")
+            s.ask("pid")
+            assert not consumer.taken_slots()
+            assert not lost_slots(s)
+
+
+@contextlib.contextmanager
+def time_limit(s: Streams, seconds: float) -> Iterator[None]:
+    """Give up what takes longer."""
+    s._run.pool._timeout = seconds
+    try:
+        yield
+    finally:
+        s._run.pool._timeout = None
 
 
 def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:

@@ -29,7 +29,7 @@ from cseq.adapters._torchdata_library import (
 )
 from cseq.arena import Writer
 from cseq.errors import WorkerDied, WorkerTimeout
-from cseq.producer import Parcel
+from cseq.producer import EncodedItem
 from cseq.threads import Threads
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
         self._connection, self._slots = _call(address)
         self._connection.send(worker)
 
-    def _ask(self, epoch: int, position: int) -> tuple[list[Parcel], bytes | None]:
+    def _ask(self, epoch: int, position: int) -> tuple[list[EncodedItem], bytes | None]:
         """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
         assert self._turn is not None
         assert self._connection is not None
@@ -73,7 +73,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
             items, error = pickle.loads(self._connection.recv_bytes())
             return [self._received(*item) for item in items], error  # asking again frees the slots
 
-    def _received(self, record: tuple[int, ...], data: bytes | tuple[int, int]) -> Parcel:
+    def _received(self, record: tuple[int, ...], data: bytes | tuple[int, int]) -> EncodedItem:
         """Give an item memory of its own."""
         if isinstance(data, bytes):
             memory = Block(len(data))
@@ -82,7 +82,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
             assert self._slots is not None
             self._slots.begin(*data)
             memory = copy_of(self._slots.memory, codec.used(record))
-        return Parcel(memory, record)
+        return EncodedItem(memory, record)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self.epoch, 0
@@ -90,7 +90,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
             items, error = self._ask(epoch, position)
             for item in items:
                 position += 1
-                yield item.open()
+                yield item.decode()
             if error is not None:
                 raise failure.unpack(error)
             if not items:
@@ -116,8 +116,9 @@ class Relay:
         self._next = 0  # the item that the stream comes to next
         self._over = False
         self._error: bytes | None = None
-        self._waiting: list[deque[Parcel]] = []  # of each worker: from what was sent on
-        self._held: list[list[Parcel]] = [[] for _ in range(num_workers)]  # what it may still read
+        self._waiting: list[deque[EncodedItem]] = []  # of each worker: from what was sent on
+        # What each may still read.
+        self._held: list[list[EncodedItem]] = [[] for _ in range(num_workers)]
         self._rewind()
         self._folder: str | None = None
         self._sockets: list[socket.socket] = []
@@ -184,7 +185,7 @@ class Relay:
                 return [_sent(item) for item in items], self._error
         return [], None
 
-    def _collect(self, worker: int) -> list[Parcel]:
+    def _collect(self, worker: int) -> list[EncodedItem]:
         """Take all that there is for a worker, one item at least; more if that is quick."""
         waiting = self._waiting[worker]
         if not waiting:
@@ -293,7 +294,7 @@ def _is_ours(caller: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def _sent(item: Parcel) -> Sent:
+def _sent(item: EncodedItem) -> Sent:
     """What a worker must be told of an item."""
     record = item.record[:4]
     if item.slot >= 0:

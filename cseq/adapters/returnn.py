@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import os
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,6 @@ except ModuleNotFoundError as missing:
 from cseq.adapters._returnn_worker import Maker, Plan, Request, unpack
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable, Iterator, Sequence
 
     from cseq.stats import Stats
@@ -56,6 +55,14 @@ __all__ = ["MultiProcDataset", "install"]
 SHARDING_METHODS = ("seq_order", "dedicated")
 
 _installed: Callable[[], None] | None = None  # `install`, once it was called
+
+
+class Books(NamedTuple):
+    """What is known of an epoch's sequences so far."""
+
+    taken: int  # sequences
+    complete: float  # greatest `complete_frac`
+    frames: dict[str, int]
 
 
 def install() -> None:
@@ -172,11 +179,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._serial = 0
         self._asked: tuple[Any, Any, Any] | None = None  # arguments of the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
-        self._left: list[int] | None = None  # workers not at their end; None: no epoch is under way
-        self._turn = 0  # whose turn it is among them
-        self._taken = 0  # sequences
-        self._complete = 0.0  # greatest `complete_frac` so far
-        self._frames: dict[str, int] = {}  # loaded so far
+        self._begun = False  # whether an epoch is under way
+        self._books = Books(0, 0.0, {})
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -270,7 +274,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
-        if self._left is None:  # else the order is that of the epoch under way
+        if not self._begun:  # else the order is that of the epoch under way
             self._order = None
 
     # -- the workers ----------------------------------------------------------------------------
@@ -282,7 +286,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _workers(self) -> Streams:
         """Return the workers; they are started at the first call, and again in a fork."""
         if self._streams is None or not self._is_running():
-            self._left = None
+            self._begun = False
             self._home = os.getpid()
             self._streams = Streams(
                 Maker(Plan(self.dataset, self._sharding_method, self.name, _installed)),
@@ -314,7 +318,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def close(self) -> None:
         """End the workers now rather than with this object; a later use starts new ones."""
         streams, self._streams = self._streams, None
-        self._left = None
+        self._begun = False
         if streams is not None and self._home == os.getpid():
             streams.close()
 
@@ -347,11 +351,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_order : sequence of int, optional
             Numbers in the corpus of the sequences to load, in order.
         """
-        self._left = None  # first: whatever interrupts the rest, no epoch is under way then
-        self._turn = self._taken = 0
+        self._begun = False  # first: whatever interrupts the rest, no epoch is under way then
+        self._books = Books(0, 0.0, {})
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
-        self._complete = 0.0
-        self._frames = {}
         self._order = None
         self._serial += 1
         if epoch is None and seq_list is None and seq_order is None:
@@ -364,7 +366,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             lengths = streams.begin(requests)
         self._num_seqs = None if None in lengths else sum(lengths)
         self.reached_final_seq = self._num_seqs == 0
-        self._left = list(range(self.num_workers))
+        self._begun = True
         return True
 
     def _request(self) -> Request:
@@ -409,7 +411,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def finish_epoch(self, *, free_resources: bool = False) -> None:
         """End the epoch; `free_resources`: the workers' datasets are dropped until the next one."""
         super().finish_epoch(free_resources=free_resources)
-        self._left = None
+        self._begun = False
         if self._is_running():
             with self._guarded() as streams:
                 streams.interrupt()
@@ -435,64 +437,57 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        while self._taken < end and (self._num_seqs is None or self._taken < self._num_seqs):
-            shelf = self._shelf()
-            if shelf is None:
-                self._check_length()
-            else:
-                self._take(shelf, start)
+        while self._books.taken < end and (
+            self._num_seqs is None or self._books.taken < self._num_seqs
+        ):
+            self._load_next(start)
+
+    def _load_next(self, start: int) -> None:
+        """Take the next sequence; keep it unless it is before `start`.
+
+        The books are written between `peek` and `commit`, each in a way that does no harm if it is
+        done twice: after an interrupt (Ctrl-C) the next call gets the same sequence and number.
+        """
+        streams = self._streams
+        if not self._begun or streams is None or self._home != os.getpid():
+            raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
+        try:
+            number, item = streams.peek()
+        except StopIteration:
+            self._check_length()
+            return
+        except Exception as error:
+            self._give_up(error)
+            raise
+        if number == self._books.taken:
+            self._write(number, item, start)
+        streams.commit(number)
+
+    def _write(self, number: int, item: Any, start: int) -> None:
+        """Enter a sequence in the books."""
+        tag, fraction, features = unpack(item)
+        complete, frames = self._books.complete, self._books.frames.copy()
+        if fraction is not None:
+            fraction = complete = max(fraction, complete)
+        for key, value in features.items():
+            frames[key] = frames.get(key, 0) + (len(value) if value.ndim else 1)
+        if number >= start and (not self.added_data or self.added_data[-1].seq_idx < number):
+            loaded = DatasetSeq(number, features, seq_tag=tag, complete_frac=fraction)
+            self.added_data.append(loaded)
+        self.reached_final_seq = number + 1 == self._num_seqs
+        self._books = Books(number + 1, complete, frames)
 
     def _check_length(self) -> None:
         """Learn the number of sequences from their end."""
         if self._num_seqs is not None:
             raise RuntimeError(
-                f"{self}: the wrapped dataset has {self._taken} sequences in this epoch, and said "
-                f"{self._num_seqs}"
+                f"{self}: the wrapped dataset has {self._books.taken} sequences in this epoch, and "
+                f"said {self._num_seqs}"
             )
         self.reached_final_seq = True
-        self._num_seqs = self._taken
-
-    def _shelf(self) -> deque[Any] | None:
-        """Find the next sequence, round robin: the first there; None when no worker has any."""
-        left = self._left
-        if left is None or self._streams is None or self._home != os.getpid():
-            raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
-        while left:
-            if self._turn >= len(left):
-                self._turn = 0
-            try:
-                return self._streams.shelf(left[self._turn])
-            except StopIteration:
-                del left[self._turn]
-            except Exception as error:
-                self._give_up(error)
-                raise
-        return None
-
-    def _take(self, shelf: deque[Any], start: int) -> None:
-        """Take the next sequence; have it among those that are loaded, unless it is before them."""
-        tag, fraction, features = unpack(shelf[0])
-        number, complete = self._taken, self._complete
-        if fraction is not None:
-            if fraction > complete:
-                complete = fraction
-            fraction = complete
-        loaded = []
-        if number >= start:
-            loaded.append(DatasetSeq(number, features, seq_tag=tag, complete_frac=fraction))
-        frames = self._frames.copy()
-        for key, value in features.items():
-            frames[key] = frames.get(key, 0) + (len(value) if value.ndim else 1)
-        # No call follows, so that no signal handler (Ctrl-C) comes in between: all or nothing.
-        self._frames = frames
-        self._complete = complete
-        self._taken = number + 1
-        self._turn += 1
-        self.reached_final_seq = self._taken == self._num_seqs
-        self.added_data += loaded
-        del shelf[0]
+        self._num_seqs = self._books.taken
 
     def get_num_timesteps(self) -> Any:
         """Return how many frames there were, after the last sequence."""
         assert self.reached_final_seq
-        return NumbersDict(self._frames)
+        return NumbersDict(self._books.frames)

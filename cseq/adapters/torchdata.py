@@ -361,7 +361,7 @@ class _Engine:
         if dispatched is not None:
             make = partial(Dispatcher, dispatched)
             room = self._num_workers * ahead
-            streams = Streams(make, 1, prefetch=room, sealed=True, **options)
+            streams = Streams(make, 1, prefetch=room, encoded=True, **options)
             self._relay = Relay(streams, self._num_workers)
             address = self._relay.open()
         worker = partial(Worker, root, service.worker_init_fn, service.worker_reset_fn, address)

@@ -8,10 +8,16 @@
  * processes share and private memory of threads: no pointers inside, fixed widths, every
  * word that two parties touch on lines of its own.
  *
+ * A ring is one of two kinds. A *shared* ring has any number of runners; each claims what it finds
+ * from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps the
+ * order: the trainer posts round the ring, and the runner looks at one cell only, the one behind the
+ * one that it claimed last. The last `calls` cells of a queue are not part of the round; the runner
+ * looks there first.
+ *
  * Who may write a cell's word, and when:
  *   FREE                    the trainer (post)
- *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel); both by
- *                           compare-and-swap, so exactly one of them succeeds
+ *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel, retract); both
+ *                           by compare-and-swap, so exactly one of them succeeds
  *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
  *                           to be gone, the trainer (repost)
  *   READY                   the trainer (take)
@@ -38,15 +44,14 @@
 #define CSEQ_LAYOUT 2u
 #define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
 
-/* States. PINNED is a flag beside them: the ticket is for the owner in the word alone. */
+/* States. */
 enum {
     CSEQ_FREE = 0,
     CSEQ_POSTED = 1,
     CSEQ_INDEXING = 2,
     CSEQ_INDEXED = 3,
     CSEQ_CONVERTING = 4,
-    CSEQ_READY = 5,
-    CSEQ_PINNED = 0x80
+    CSEQ_READY = 5
 };
 
 /* What claim and await return besides a cell's number. */
@@ -55,7 +60,7 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 /* word = ticket (40 bits) | owner (16 bits) | state (8 bits) */
 #define CSEQ_WORD(ticket, owner, state) \
     (((uint64_t)(ticket) << 24) | ((uint64_t)(owner) << 8) | (uint64_t)(state))
-#define CSEQ_STATE(word) ((int)((word)&0x7f))
+#define CSEQ_STATE(word) ((int)((word)&0xff))
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
@@ -103,14 +108,16 @@ typedef struct {
 
 typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
-    char pad[CSEQ_LINE - 24];
+    uint32_t calls; /* cells that are looked at first; 0: a shared ring, else a queue */
+    char pad[CSEQ_LINE - 28];
     uint32_t closed; /* written by the trainer, once */
     uint32_t spin;   /* ns that a runner looks at the ring before it sleeps */
     char pad1[CSEQ_LINE - 8];
     uint32_t spinner[2]; /* per stage: the owner that does so now, or 0. One is enough to catch the
                             next ticket, more would only take its core. Advisory */
     char pad4[CSEQ_LINE - 8];
-    uint32_t hint[2]; /* per stage: where to look first. Advisory, written by whoever claims */
+    uint32_t hint[2]; /* per stage: where to look first. Shared ring: advisory. Queue: the next cell
+                         to claim, written by the runner, and by repost when that is gone */
     char pad2[CSEQ_LINE - 8];
     cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer */
 } cseq_ring;
@@ -139,14 +146,18 @@ CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uin
 
 /* Fills zeroed memory. */
 CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_size,
-                                uint32_t runners) {
+                                uint32_t runners, uint32_t calls) {
     r->magic = CSEQ_MAGIC;
     r->layout = CSEQ_LAYOUT;
     r->capacity = capacity;
     r->batch_size = batch_size;
     r->runners = runners;
     r->fields = CSEQ_FIELDS;
+    r->calls = calls;
 }
+
+/* The cells of the round: all of a shared ring. */
+CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return r->capacity - r->calls; }
 
 /* 1 if `bytes` of memory hold a ring of this layout. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
@@ -191,51 +202,37 @@ CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
 }
 
-/* Where a runner should look: an open cell, or CSEQ_NONE. Tickets for anybody are taken from the
- * hint on, which is their order; those pinned to `owner` strictly in ticket order, since the hint
- * moves with what others claim. (Tickets are posted in that order, too, but for calls, which overtake:
- * whether one is seen in this look or in the next does not matter.) The cell's word into `word`. */
-CSEQ_INLINE int cseq_ring_look(const cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t *word) {
-    const uint32_t n = r->capacity;
+/* Where a runner should look: an open cell, or CSEQ_NONE. The cell's word into `word`.
+ * A look at several cells is no snapshot: of two tickets it may see the later one alone. So a queue's
+ * runner looks at one cell of the round, and the trainer fills the cell before the one behind it. */
+CSEQ_INLINE int cseq_ring_look(const cseq_ring *r, uint32_t stage, uint64_t *word) {
+    const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
-    uint32_t c = cseq_load_rlx_u32(&r->hint[stage]) % n;
-    int found = CSEQ_NONE;
-    for (uint32_t k = 0; k < n; k++, c = c + 1 == n ? 0 : c + 1) {
-        uint64_t w = cseq_load_sc_u64(&cseq_ring_cell(r, c)->word);
-        if (CSEQ_STATE(w) != open) continue;
-        if (!(w & CSEQ_PINNED)) {
-            *word = w;
-            return (int)c;
-        }
-        if (CSEQ_OWNER(w) != owner) continue;
-        if (found == CSEQ_NONE || cseq_before(CSEQ_TICKET(w), CSEQ_TICKET(*word))) {
-            found = (int)c;
-            *word = w;
-        }
+    for (uint32_t c = n; c < r->capacity; c++) {
+        *word = cseq_load_sc_u64(&cseq_ring_cell(r, c)->word);
+        if (CSEQ_STATE(*word) == open) return (int)c;
     }
-    return found;
+    uint32_t c = cseq_load_rlx_u32(&r->hint[stage]) % n;
+    for (uint32_t k = 0; k < most; k++, c = c + 1 == n ? 0 : c + 1) {
+        *word = cseq_load_sc_u64(&cseq_ring_cell(r, c)->word);
+        if (CSEQ_STATE(*word) == open) return (int)c;
+    }
+    return CSEQ_NONE;
 }
 
 /* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`: a cell, or CSEQ_NONE.
- * A failed compare-and-swap means that somebody else got on, so the loop ends.
+ * A failed compare-and-swap means that another runner or the trainer got on, so the loop ends.
+ * A runner that vanishes before it has moved the hint holds the cell, and repost sets it.
  * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
 CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
     uint64_t w = 0;
     int c;
-    while ((c = cseq_ring_look(r, stage, owner, &w)) != CSEQ_NONE) {
-        if (w & CSEQ_PINNED) {
-            /* One scan is no snapshot: a ticket of mine posted behind it in time may lie before it
-             * in the ring. Every earlier ticket was posted before the one seen, so a second scan
-             * finds it; if that finds only a later one, the one seen was cancelled meanwhile. */
-            uint64_t seen = CSEQ_TICKET(w);
-            if ((c = cseq_ring_look(r, stage, owner, &w)) == CSEQ_NONE) break;
-            if (cseq_before(seen, CSEQ_TICKET(w))) continue;
-        }
-        uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, (w & CSEQ_PINNED) | (uint64_t)(open + 1));
+    while ((c = cseq_ring_look(r, stage, &w)) != CSEQ_NONE) {
+        uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, open + 1);
         if (cseq_cas_sc_u64(&cseq_ring_cell(r, (uint32_t)c)->word, w, mine)) {
             CSEQ_POINT("claim");
-            cseq_store_rlx_u32(&r->hint[stage], (uint32_t)c + 1);
+            if ((uint32_t)c < cseq_ring_round(r)) cseq_store_rlx_u32(&r->hint[stage], (uint32_t)c + 1);
             break;
         }
     }
@@ -306,17 +303,16 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
-/* Offer a FREE cell, all its fields written, to any runner (owner 0) or to one.
+/* Offer a FREE cell, all its fields written; in a queue, the one behind the last one posted.
  * Does not wake: see cseq_gate_knock(&r->gate[0]). SYNC: ticket visible to runner */
-CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket, uint32_t owner) {
+CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
-    uint64_t w = CSEQ_WORD(ticket, owner, CSEQ_POSTED | (owner ? CSEQ_PINNED : 0));
     c->home = c->slot;
     c->home_capacity = c->capacity;
-    cseq_swap_sc_u64(&c->word, w);
+    cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
-/* A run of tickets begins in this cell: runners look here first. */
+/* A run of tickets begins in this cell of a shared ring: runners look here first. */
 CSEQ_INLINE void cseq_ring_begin(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);
@@ -339,7 +335,16 @@ CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
     return cseq_ring_state(r, cell) == CSEQ_READY;
 }
 
-/* Give up a ticket that nobody is working on: 1 if the cell is the trainer's again. */
+/* Take back the ticket of a queue that was posted last: 1 if no runner has claimed it. The cell is
+ * free, and the next one to post in. */
+CSEQ_INLINE int cseq_ring_retract(cseq_ring *r, uint32_t cell) {
+    cseq_cell *c = cseq_ring_cell(r, cell);
+    uint64_t w = cseq_load_sc_u64(&c->word);
+    return CSEQ_STATE(w) == CSEQ_POSTED && cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(0, 0, CSEQ_FREE));
+}
+
+/* Give up a ticket that no runner works on, but none in the round of a queue, where that would leave
+ * a gap: 1 if the cell is the trainer's again. */
 CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
@@ -355,7 +360,7 @@ CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
 }
 
 /* Post again what `owner` held, which must be gone for certain and not yet replaced; cells into
- * `held`. Runners look at the oldest of them first. */
+ * `held`. Runners look at the oldest of them first; in a queue there is one at most. */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
     uint32_t count = 0;
     uint64_t oldest = 0;
@@ -364,8 +369,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         uint64_t w = cseq_load_sc_u64(&cell->word);
         int state = CSEQ_STATE(w);
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
-        uint64_t pinned = w & CSEQ_PINNED;
-        uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), pinned ? owner : 0, pinned | (uint64_t)(state - 1));
+        uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, state - 1);
         cseq_store_rlx_u64(&cell->started_ns, 0);
         if (state == CSEQ_INDEXING) { /* it may have died on its way into another slot */
             cell->slot = cell->home;
@@ -374,7 +378,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
         if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);
-            cseq_store_rlx_u32(&r->hint[state == CSEQ_CONVERTING], c);
+            if (c < cseq_ring_round(r)) cseq_store_rlx_u32(&r->hint[state == CSEQ_CONVERTING], c);
         }
         held[count++] = c;
     }

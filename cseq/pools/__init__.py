@@ -14,7 +14,7 @@ from cseq.threads import imported
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._core import Exchange
+    from cseq._core import Consumer
     from cseq.converter import Output
     from cseq.sampler import Sampler
     from cseq.stats import Stats
@@ -129,8 +129,8 @@ class Pool(Protocol):
         """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
 
     @property
-    def exchange(self) -> Exchange | None:
-        """The short way of `next`, for batches that can go it."""
+    def consumer(self) -> Consumer | None:
+        """The trainer's end of the ring, if there is one."""
 
     def next(self) -> Any:
         """Return the next batch, or raise StopIteration at the end of the epoch."""

@@ -25,7 +25,7 @@ log = logging.getLogger("cseq")
 class InlinePool:
     """Same order, same results, no process and no thread."""
 
-    exchange = None  # there is no ring
+    consumer = None  # there is no ring
 
     def __init__(self, job: Job) -> None:
         self._job = job

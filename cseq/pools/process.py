@@ -196,7 +196,7 @@ class ProcessPool(Fed):
             memory_limit=job.memory_limit,
             locks=self._locks,
         )
-        self._ring, self._arena = staff.ring, staff.arena
+        (self._ring,), self._arena = staff.rings, staff.arena
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
         self._crew = Crew(self._ring)
         self._reader = SlotReader(self._arena)
@@ -272,7 +272,7 @@ class ProcessPool(Fed):
             output=job.output._replace(function=None),  # that is applied in the trainer
         )
 
-    def _describe(self, cell: int) -> Held:
+    def _describe(self, _: int, cell: int) -> Held:
         """Name the batch in a cell."""
         epoch, batch, count = self._ring.ticket(cell)
         indices: list[int] = self._ring.indices(cell)[:count].tolist()

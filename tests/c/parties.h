@@ -1,6 +1,7 @@
 /* The two parties at the ring, as _core.pyx plays them, with a payload that can be checked.
  *
- *   trainer_…   the class Ring: post, take, abandon, sweep, wait; and the loop of feed.py
+ *   trainer_…   the class Ring: post, take, abandon, sweep, wait; and the loop of feed.py. On a queue
+ *               (calls > 0) as StreamConsumer: post in turn, retract what is given up
  *   runner_…    the class Seat: claim, work, publish
  *
  * The payload is a pure function of the ticket, in plain words: the trainer writes indices, the
@@ -16,7 +17,7 @@
 
 #include "points.h"
 
-enum { MOST_CELLS = 16, MOST_RUNNERS = 8, MOST_TICKETS = 4096, BATCH = 4 };
+enum { MOST_CELLS = 16, CALLS = 2, MOST_RUNNERS = 8, MOST_TICKETS = 4096, BATCH = 4 };
 #define TICKET_MASK (((uint64_t)1 << 40) - 1)
 
 /* Prints what went wrong and where, and ends the program. */
@@ -50,7 +51,7 @@ typedef struct {
     cseq_ring *ring;
     uint32_t stage, owner;
     int last;          /* no stage follows */
-    uint64_t *latest;  /* 1 + the pinned ticket that this owner has claimed last */
+    uint64_t *latest;  /* 1 + the ticket of the round that a queue's runner has claimed last */
     cseq_turn *turn;   /* 0: it takes no turns */
 } seat;
 
@@ -71,11 +72,11 @@ static void runner_work(const seat *s, uint32_t cell) {
     uint64_t word = (cseq_load_rlx_u64)(&c->word), ticket = CSEQ_TICKET(word);
     REQUIRE(CSEQ_OWNER(word) == s->owner, "cell %u is worked on by %u and owned by %u", cell,
             s->owner, CSEQ_OWNER(word));
-    if (word & CSEQ_PINNED) { /* again only after a death, and otherwise in order */
+    if (s->ring->calls && cell < cseq_ring_round(s->ring)) { /* in order; again after a death */
         uint64_t before = *s->latest;
         REQUIRE(!before || before == ticket + 1 || cseq_before(before - 1, ticket),
-                "ticket %llu is pinned to %u, which has done %llu already",
-                (unsigned long long)ticket, s->owner, (unsigned long long)before - 1);
+                "ticket %llu comes behind %llu", (unsigned long long)ticket,
+                (unsigned long long)before - 1);
         *s->latest = ticket + 1;
     }
     const int64_t *indices = cseq_ring_indices(s->ring, cell);
@@ -111,7 +112,7 @@ typedef struct {
     uint32_t abandoned[MOST_CELLS], abandoned_count;
     uint32_t next_cell, unwoken, wake_at;
     int ordered;
-    uint32_t pins;              /* pinned in turn to the owners 1 … pins; 0: not pinned */
+    uint32_t call_every;        /* on a queue: every so many tickets are calls; 0: none */
     uint64_t start, posted, end;        /* tickets: the first, the next to post, the one after the last */
     uint64_t next;                      /* nothing before this one may come any more */
     uint64_t delivered, given_up;       /* tickets */
@@ -128,9 +129,12 @@ static void trainer_init(trainer *t, cseq_ring *ring, uint64_t start, uint32_t t
 }
 
 static int trainer_vacant(const trainer *t) {
-    uint32_t c = t->next_cell, n = t->ring->capacity;
-    for (uint32_t k = 0; k < n; k++, c = c + 1 == n ? 0 : c + 1)
-        if (cseq_ring_state(t->ring, c) == CSEQ_FREE) return (int)c;
+    const cseq_ring *r = t->ring;
+    uint32_t n = cseq_ring_round(r), c = t->next_cell, most = n;
+    if (r->calls) most = 1;
+    if (t->call_every && t->posted % t->call_every == 0) c = n, n = r->capacity, most = r->calls;
+    for (uint32_t k = 0; k < most; k++, c = c + 1 == n ? 0 : c + 1)
+        if (cseq_ring_state(r, c) == CSEQ_FREE) return (int)c;
     return -1;
 }
 
@@ -149,11 +153,11 @@ static void trainer_post(trainer *t, uint32_t cell) {
     for (uint64_t k = 0; k < c->count; k++) indices[k] = (int64_t)index_of(ticket, k);
     (cseq_store_rlx_u64)(&c->started_ns, 0);
     c->stage = c->status = 0;
-    if (!t->outstanding) cseq_ring_begin(t->ring, cell);
+    if (!t->outstanding && !t->ring->calls) cseq_ring_begin(t->ring, cell);
     t->order[(t->first + t->outstanding) % t->ring->capacity] = cell;
     t->outstanding++;
-    t->next_cell = (cell + 1) % t->ring->capacity;
-    cseq_ring_post(t->ring, cell, ticket, t->pins ? 1 + (uint32_t)(ticket % t->pins) : 0);
+    if (cell < cseq_ring_round(t->ring)) t->next_cell = (cell + 1) % cseq_ring_round(t->ring);
+    cseq_ring_post(t->ring, cell, ticket);
     t->posted++;
     if (++t->unwoken >= t->wake_at && !(t->turn && cseq_turn_seen(t->turn))) trainer_wake(t);
 }
@@ -162,7 +166,8 @@ static void trainer_sweep(trainer *t) {
     uint32_t kept = 0;
     for (uint32_t k = 0; k < t->abandoned_count; k++) {
         uint32_t cell = t->abandoned[k];
-        if (cseq_ring_cancel(t->ring, cell)) {
+        if (t->ring->calls && cell < cseq_ring_round(t->ring) ? cseq_ring_ready(t->ring, cell)
+                                                              : cseq_ring_cancel(t->ring, cell)) {
             cseq_ring_cell(t->ring, cell)->record[0] = 0; /* the trainer's now: nobody reads it */
             cseq_ring_retire(t->ring, cell);
         } else {
@@ -178,8 +183,36 @@ static void trainer_refill(trainer *t) {
     while (t->posted != t->end && (cell = trainer_vacant(t)) >= 0) trainer_post(t, (uint32_t)cell);
 }
 
-/* Nobody wants what is outstanding: the next ticket delivered is the next one posted. */
+/* On a queue: take back what the runner has not claimed, newest first. */
+static void trainer_retract(trainer *t) {
+    uint32_t n = t->ring->capacity, kept = 0;
+    uint32_t order[MOST_CELLS];
+    int stopped = 0;
+#ifdef M_RETRACT_OLDEST
+    for (uint32_t k = 0; k < t->outstanding; k++) {
+#else
+    for (uint32_t k = t->outstanding; k-- > 0;) {
+#endif
+        uint32_t cell = t->order[(t->first + k) % n];
+        int in_round = cell < cseq_ring_round(t->ring);
+#ifdef M_RETRACT_OLDEST
+        stopped = 0;
+#endif
+        if (in_round && !stopped && cseq_ring_retract(t->ring, cell)) {
+            t->next_cell = cell;
+            t->given_up++;
+        } else {
+            stopped |= in_round;
+            order[kept++] = cell;
+        }
+    }
+    t->outstanding = kept;
+    for (uint32_t k = 0; k < kept; k++) t->order[(t->first + k) % n] = order[kept - 1 - k];
+}
+
+/* What is outstanding is not wanted: the next ticket delivered is the next one posted. */
 static void trainer_abandon(trainer *t) {
+    if (t->ring->calls) trainer_retract(t);
     for (uint32_t k = 0; k < t->outstanding; k++)
         t->abandoned[t->abandoned_count++] = t->order[(t->first + k) % t->ring->capacity];
     t->given_up += t->outstanding;

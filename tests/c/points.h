@@ -56,6 +56,9 @@ CSEQ_INLINE uint64_t point_load_sc_u64(const char *place, const uint64_t *p) {
 
 CSEQ_INLINE void point_store_rlx_u32(const char *place, uint32_t *p, uint32_t v) {
     point(place);
+#ifdef M_NO_REWIND
+    if (PLACE("cseq_ring_repost")) return;
+#endif
     ON_STORE(p, v, cseq_store_rlx_u32(p, v));
 }
 CSEQ_INLINE void point_store_rel_u64(const char *place, uint64_t *p, uint64_t v) {

@@ -193,7 +193,11 @@ static void make_plan(void) {
     plan.tickets = MOST_TICKETS;
     plan.mortality = below(rng, 3) ? 20 + below(rng, 600) : 0;
     plan.gap = 1 + below(rng, 2) * below(rng, 2000) + below(rng, 300);
-    uint32_t capacity = cells[below(rng, 4)];
+    uint32_t capacity = cells[below(rng, 4)], calls = below(rng, 3) ? 0 : CALLS;
+    if (calls) { /* a queue */
+        plan.stages = plan.indexers = plan.runners = 1;
+        capacity += calls;
+    }
     notes_at = (cseq_ring_bytes(capacity, BATCH, plan.runners) + CSEQ_LINE - 1) / CSEQ_LINE * CSEQ_LINE;
     memory_bytes = notes_at + sizeof(notes);
     memory_fd = memfd_create("ring", MFD_CLOEXEC);
@@ -201,11 +205,11 @@ static void make_plan(void) {
     cseq_ring *ring = mmap(0, memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
     REQUIRE(ring != MAP_FAILED, "no memory");
     shared = (notes *)(void *)((char *)ring + notes_at);
-    cseq_ring_init(ring, capacity, BATCH, plan.runners);
+    cseq_ring_init(ring, capacity, BATCH, plan.runners, calls);
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 3000), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
     boss.wake_at = 1 + below(rng, capacity);
-    boss.pins = below(rng, 3) ? 0 : plan.indexers;
+    boss.call_every = calls ? 2 + below(rng, 20) : 0;
     cseq_wait_nap = below(rng, 4) == 0;
 }
 

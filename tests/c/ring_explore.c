@@ -46,7 +46,8 @@ typedef struct {
 } fiber;
 
 typedef struct {
-    uint32_t stages, runners, capacity, tickets, deaths, wake_at, pins;
+    uint32_t stages, runners, capacity, tickets, deaths, wake_at;
+    uint32_t call_every;  /* 0: a shared ring; else a queue, and every so many tickets are calls */
     uint32_t abandon_at;  /* tickets delivered before; more than all: never */
     uint32_t restarts;    /* a death beyond these is news for the trainer */
     int ordered;
@@ -54,15 +55,16 @@ typedef struct {
 } scenario;
 
 static const scenario SMALL[] = {
-    /* stages runners cells tickets deaths wake pins abandon restarts ordered first */
+    /* stages runners cells tickets deaths wake calls abandon restarts ordered first */
     {1, 1, 1, 2, 0, 1, 0, 99, 99, 1, 0},
     {1, 2, 1, 2, 0, 1, 0, 99, 99, 1, 0},
     {1, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0},
     {1, 2, 2, 3, 0, 2, 0, 99, 99, 1, 7},
     {1, 2, 2, 3, 0, 1, 0, 99, 99, 0, 0},
     {1, 2, 2, 3, 0, 1, 0, 1, 99, 1, 0},
-    {1, 1, 2, 4, 0, 1, 1, 99, 99, 1, 0},
-    {1, 2, 2, 4, 0, 2, 2, 99, 99, 1, 0},
+    {1, 1, 3, 3, 0, 1, 9, 1, 99, 1, 1},
+    {1, 1, 4, 4, 0, 2, 2, 99, 99, 1, 1},
+    {1, 1, 4, 4, 0, 1, 3, 1, 99, 0, 1},
     {1, 1, 2, 2, 0, 1, 0, 99, 0, 1, 0},
     {2, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0},
     {2, 2, 2, 3, 0, 2, 0, 1, 99, 1, 0},
@@ -117,9 +119,9 @@ static void fail(const char *format, ...) {
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf("\n  stages=%u runners=%u cells=%u tickets=%u wake_at=%u pins=%u abandon_at=%u restarts=%u "
+    printf("\n  stages=%u runners=%u cells=%u tickets=%u wake_at=%u call_every=%u abandon_at=%u restarts=%u "
            "ordered=%d first=%llu; %u deaths, %u steps\n",
-           plan.stages, plan.runners, plan.capacity, plan.tickets, plan.wake_at, plan.pins,
+           plan.stages, plan.runners, plan.capacity, plan.tickets, plan.wake_at, plan.call_every,
            plan.abandon_at, plan.restarts, plan.ordered, (unsigned long long)plan.first, deaths, steps);
     exit(1);
 }
@@ -340,11 +342,11 @@ static void play(void) {
     uint32_t last = plan.stages == 2 ? plan.runners : 0; /* the last runner converts */
     memset(memory, 0, cseq_ring_bytes(plan.capacity, BATCH, plan.runners));
     cseq_ring *ring = (cseq_ring *)(void *)memory;
-    cseq_ring_init(ring, plan.capacity, BATCH, plan.runners);
+    cseq_ring_init(ring, plan.capacity, BATCH, plan.runners, plan.call_every ? CALLS : 0);
     trainer_init(&boss, ring, plan.first, plan.tickets);
     boss.wake_at = plan.wake_at;
     boss.ordered = plan.ordered;
-    boss.pins = plan.pins;
+    boss.call_every = plan.call_every;
     count = plan.runners + 2;
     choices = steps = deaths = failed = preemptions = 0;
     for (uint32_t f = 1; f <= plan.runners; f++) {
@@ -391,7 +393,12 @@ static void random_plan(void) {
     plan.restarts = below(&rng, 6) ? 99 : below(&rng, 2);
     plan.wake_at = 1 + below(&rng, plan.capacity);
     plan.ordered = below(&rng, 3) > 0;
-    plan.pins = below(&rng, 3) ? 0 : plan.stages == 1 ? plan.runners : plan.runners - 1;
+    plan.call_every = 0;
+    if (below(&rng, 3) == 0) { /* a queue */
+        plan.stages = plan.runners = 1;
+        plan.capacity += CALLS;
+        plan.call_every = below(&rng, 2) ? 99 : 2 + below(&rng, 4);
+    }
     plan.abandon_at = below(&rng, 3) ? 99 : below(&rng, plan.tickets);
     plan.first = below(&rng, 2) ? 0 : ((uint64_t)1 << 40) - below(&rng, 6);
     calm = below(&rng, 2) ? below(&rng, 256) : 192 + below(&rng, 64);

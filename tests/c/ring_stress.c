@@ -164,17 +164,21 @@ static void make_plan(void) {
     plan.deaths_left = plan.mortality ? 1 + below(rng, 60) : 0;
     plan.haste = below(rng, 3) ? below(rng, 4000) : 0;
     plan.abandon_every = below(rng, 3) ? 0 : 1 + below(rng, 60);
-    uint32_t capacity = cells[below(rng, 4)];
+    uint32_t capacity = cells[below(rng, 4)], calls = below(rng, 3) ? 0 : CALLS;
+    if (calls) { /* a queue */
+        plan.stages = plan.indexers = plan.runners = 1;
+        capacity += calls;
+    }
     uint64_t bytes = cseq_ring_bytes(capacity, BATCH, plan.runners);
     cseq_ring *ring = aligned_alloc(CSEQ_LINE, (bytes + CSEQ_LINE - 1) / CSEQ_LINE * CSEQ_LINE);
     REQUIRE(ring != 0, "no memory");
     memset(ring, 0, bytes);
-    cseq_ring_init(ring, capacity, BATCH, plan.runners);
+    cseq_ring_init(ring, capacity, BATCH, plan.runners, calls);
     cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000));
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 300), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
     boss.wake_at = 1 + below(rng, capacity);
-    boss.pins = below(rng, 3) ? 0 : plan.indexers;
+    boss.call_every = calls ? 2 + below(rng, 20) : 0;
     cseq_wait_nap = below(rng, 4) == 0;
     memset(&turn, 0, sizeof turn);
     turn.ns = below(rng, 2) ? 0 : 1 + below(rng, 50000);

@@ -34,8 +34,10 @@
 #define RESTARTS DEATHS /* a death beyond these is an error that the trainer must hear of */
 #endif
 
-#if defined(COARSE) && defined(PINNED)
-#error "COARSE takes any ticket, also out of order"
+#ifdef QUEUE /* a ring of one runner, which claims in the order of the posts; else a shared ring */
+#if defined(COARSE) || RUNNERS > 1 || STAGES > 1
+#error "COARSE takes any ticket, also out of order; a queue has one runner"
+#endif
 #endif
 
 #define FREE 0
@@ -62,13 +64,15 @@
 byte state[CELLS];
 byte ticket[CELLS];
 byte owner[CELLS];
-bit pinned[CELLS];
 
 /* What the other fields and the slot carry: the ticket's number stands for the data. */
 byte input[CELLS];
 byte middle[CELLS];
 byte output[CELLS];
 
+#ifdef QUEUE
+byte hint; /* the next cell to claim */
+#endif
 bit closed;
 bit asleep[3];
 byte wanted;
@@ -77,7 +81,7 @@ bit sleeping[RUNNERS + 1]; /* in the kernel */
 
 /* What nobody in the program can see. */
 byte worked_by[CELLS]; /* the living runner that works on the cell */
-byte latest[RUNNERS + 1]; /* the pinned ticket that a runner has claimed last */
+byte latest[RUNNERS + 1]; /* the ticket that a queue's runner has claimed last */
 byte deaths;
 bit dead[RUNNERS + 1];    /* takes no step any more */
 bit gone[RUNNERS + 1];    /* and that is known for certain */
@@ -184,8 +188,8 @@ inline knock(g) {
 inline begin_work() {
     assert(worked_by[got] == 0);
     worked_by[got] = me;
-#ifdef PINNED
-    assert(STAGE_OF(me) == 1 || t >= latest[me]);
+#ifdef QUEUE
+    assert(t >= latest[me]);
     latest[me] = t;
 #endif
     if
@@ -194,15 +198,30 @@ inline begin_work() {
     fi
 }
 
-#define MINE(c) (state[c] == OPEN(me) && (!pinned[c] || owner[c] == me))
+#define IS_OPEN(c) (state[c] == OPEN(me))
 
-/* Where to look: `seen_at` with its ticket in `t`, or NONE. Begins at 0, or (HINT) anywhere. Among
- * those pinned to me the oldest is taken. */
+/* Where to look: `seen_at` with its ticket in `t`, or NONE. A shared ring: from 0, or (HINT) from
+ * anywhere on. A queue: at one cell. */
+#if defined(QUEUE) && !defined(M_QUEUE_SCANS)
+inline look() {
+    c = hint;
+    atomic {
+        if
+        :: IS_OPEN(c) -> seen_at = c; t = ticket[c]
+        :: else -> seen_at = NONE; t = NONE
+        fi;
+        c = 0
+    }
+}
+#else
 inline look() {
     atomic {
         k = 0;
         seen_at = NONE;
         t = NONE;
+#ifdef QUEUE
+        c = hint
+#else
 #ifdef HINT
         if
         :: c = 0
@@ -216,23 +235,15 @@ inline look() {
 #else
         c = 0
 #endif
+#endif
     }
     do
     :: atomic { k == CELLS -> k = 0; c = 0; break }
-    :: atomic { k < CELLS && !MINE(c) -> k++; c = AFTER(c) }
-    :: atomic {
-            k < CELLS && MINE(c) ->
-            if
-            :: ticket[c] < t -> seen_at = c; t = ticket[c]
-            :: else
-            fi;
-            if
-            :: pinned[c] -> k++; c = AFTER(c)
-            :: else -> k = 0; c = 0; break
-            fi
-        }
+    :: atomic { k < CELLS && !IS_OPEN(c) -> k++; c = AFTER(c) }
+    :: atomic { k < CELLS && IS_OPEN(c) -> seen_at = c; t = ticket[c]; k = 0; c = 0; break }
     od
 }
+#endif
 
 /* The effect of a compare-and-swap that succeeds. */
 inline grab() {
@@ -242,20 +253,13 @@ inline grab() {
     begin_work()
 }
 
-/* Later than what was seen first: that one was cancelled in between, so look again. */
-#if defined(PINNED) && !defined(M_PINNED_ONE_LOOK) && !defined(M_PINNED_LATER)
-#define NOT_LATER (t <= first_seen)
-#else
-#define NOT_LATER true
-#endif
-
 /* A cell in `got`, or NONE. */
 #ifdef COARSE
 inline claim() {
     do
     :: atomic { k == CELLS -> k = 0; break }
-    :: atomic { k < CELLS && !MINE(k) -> k++ }
-    :: atomic { k < CELLS && MINE(k) -> got = k; k = 0; grab(); break }
+    :: atomic { k < CELLS && !IS_OPEN(k) -> k++ }
+    :: atomic { k < CELLS && IS_OPEN(k) -> got = k; k = 0; grab(); break }
     od
 }
 #else
@@ -266,27 +270,15 @@ inline claim() {
         :: atomic { seen_at == NONE -> t = 0; seen_at = 0; break }
         :: atomic { seen_at != NONE -> skip }
         fi;
-#if defined(PINNED) && !defined(M_PINNED_ONE_LOOK)
-        /* One scan is no snapshot; but what was posted before what I saw is there in the next. */
-        first_seen = t;
-        look();
-        if
-        :: atomic { seen_at == NONE -> t = 0; seen_at = 0; first_seen = 0; break }
-        :: atomic { seen_at != NONE -> skip }
-        fi;
-#endif
         atomic {
             if
 #ifdef M_CLAIM_NO_CAS
             :: true ->
 #else
-            :: state[seen_at] == OPEN(me) && ticket[seen_at] == t && NOT_LATER ->
+            :: state[seen_at] == OPEN(me) && ticket[seen_at] == t ->
 #endif
                 got = seen_at;
                 seen_at = 0;
-#ifdef PINNED
-                first_seen = 0;
-#endif
 #ifdef M_CLAIM_THEN_OWNER
                 state[got] = OPEN(me) + 1;
 #else
@@ -295,10 +287,7 @@ inline claim() {
                 break
             :: else ->
                 t = 0;
-                seen_at = 0;
-#ifdef PINNED
-                first_seen = 0
-#endif
+                seen_at = 0
             fi
         }
     od
@@ -306,6 +295,13 @@ inline claim() {
     ;
     if
     :: atomic { got != NONE -> owner[got] = me; begin_work() }
+    :: else
+    fi
+#endif
+#ifdef QUEUE
+    ;
+    if
+    :: atomic { got != NONE -> hint = AFTER(got) }
     :: else
     fi
 #endif
@@ -318,12 +314,12 @@ inline quick() {
     atomic {
         if
         :: closed -> break
-        :: MINE(0) -> got = 0; grab()
+        :: IS_OPEN(0) -> got = 0; grab()
 #if CELLS > 1
-        :: MINE(1) -> got = 1; grab()
+        :: IS_OPEN(1) -> got = 1; grab()
 #endif
 #if CELLS > 2
-        :: MINE(2) -> got = 2; grab()
+        :: IS_OPEN(2) -> got = 2; grab()
 #endif
         :: !closed -> skip
         fi
@@ -346,7 +342,6 @@ inline hand_on() {
         fi;
         state[got] = NEXT(me);
         owner[got] = 0;
-        pinned[got] = 0;
         worked_by[got] = 0;
         t = 0
     }
@@ -375,9 +370,6 @@ inline publish() {
 
 proctype runner(byte me) {
     byte got = NONE, seen_at, c, k, t, i;
-#ifdef PINNED
-    byte first_seen;
-#endif
     bit old;
 born:
     {
@@ -406,9 +398,6 @@ born:
     } unless {
         atomic {
             dead[me] ->
-#ifdef PINNED
-            first_seen = 0;
-#endif
             got = NONE; seen_at = 0; c = 0; k = 0; t = 0; i = 0; old = 0;
             fresh[me] = 0;
             sleeping[me] = 0;
@@ -449,7 +438,10 @@ inline repost(who) {
             /* only one reposts an owner, so its compare-and-swap cannot fail */
             assert(owner[c] == who && ticket[c] == t && worked_by[c] == 0);
             state[c] = state[c] - 1;
-            owner[c] = (pinned[c] -> who : 0);
+            owner[c] = 0;
+#if defined(QUEUE) && !defined(M_NO_REWIND)
+            hint = c;
+#endif
             t = 0;
             c++
         }
@@ -510,7 +502,7 @@ end:
     do
     :: KILL(1, true)
 #if RUNNERS > 1
-#if STAGES == 1 && !defined(PINNED)
+#if STAGES == 1
     :: KILL(2, deaths > 0) /* they are alike: call the first to die 1 */
 #else
     :: KILL(2, true)
@@ -526,11 +518,15 @@ end:
 
 inline vacant() {
     d_step {
+#ifdef QUEUE
+        c = (state[at] == FREE -> at : CELLS)
+#else
         c = 0;
         do
         :: c < CELLS && state[c] != FREE -> c++
         :: else -> break
         od
+#endif
     }
 }
 
@@ -542,11 +538,10 @@ inline post() {
         output[c] = 0;
         state[c] = POSTED;
         ticket[c] = posted;
-#ifdef PINNED
-        pinned[c] = 1;
-        owner[c] = 1 + (posted - 1) / 2 % RUNNERS; /* two each */
-#endif
         where[posted] = c;
+#ifdef QUEUE
+        at = AFTER(c);
+#endif
         c = 0;
         posted++
     }
@@ -613,6 +608,39 @@ inline await(cell) {
     asleep[OUTPUT] = 0
 }
 
+/* Take back what a queue's runner has not claimed, newest first, so that no gap is left. */
+inline retract() {
+#ifdef M_RETRACT_OLDEST
+    k = next;
+#else
+    k = posted - 1;
+#endif
+    do
+    :: atomic { k < next || k == posted -> k = 0; break }
+    :: atomic {
+            k >= next && k < posted ->
+            c = where[k];
+            if
+            :: state[c] == POSTED ->
+                state[c] = FREE; ticket[c] = 0; where[k] = NONE; at = c; c = 0;
+#ifdef M_RETRACT_OLDEST
+                k++
+#else
+                k--
+#endif
+            :: else ->
+                c = 0;
+#ifdef M_RETRACT_OLDEST
+                k++
+#else
+                k = 0;
+                break
+#endif
+            fi
+        }
+    od
+}
+
 /* Give back what can be; `left`: outstanding among the tickets nobody wants. */
 inline sweep() {
     k = 1;
@@ -623,6 +651,7 @@ inline sweep() {
     :: atomic { k < given_up && k <= TICKETS && where[k] != NONE -> c = where[k]; old = 0; s = state[c] };
         if
         :: s == READY -> old = 1
+#ifndef QUEUE /* where that would leave a gap: it runs */
         :: s == POSTED || s == INDEXED ->
             atomic {
                 if
@@ -631,10 +660,11 @@ inline sweep() {
 #else
                 :: state[c] == s && ticket[c] == k ->
 #endif
-                    state[c] = READY; owner[c] = 0; pinned[c] = 0; old = 1
+                    state[c] = READY; owner[c] = 0; old = 1
                 :: else
                 fi
             }
+#endif
         :: else
         fi;
         atomic {
@@ -660,11 +690,17 @@ proctype trainer() {
     byte where[TICKETS + 1] = NONE;
     byte posted = 1, next = 1, taken, given_up = 1, left, c, k, s, i;
     bit unwoken, old, broken;
+#ifdef QUEUE
+    byte at; /* where to post next */
+#endif
     do
     :: true ->
 #ifdef ABANDON
         if
         :: !broken && next < posted -> /* the loop was left in the middle of an epoch */
+#ifdef QUEUE
+            retract();
+#endif
             atomic { broken = 1; given_up = posted; next = posted; unwoken = 0 }
         :: true
         fi;

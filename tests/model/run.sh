@@ -18,7 +18,7 @@ short   holds        -DDEATHS=0 -DTICKETS=2 -DGREEDY -DNEVER_LAZY
 normal  holds        -DDEATHS=0 -DTICKETS=2
 short   holds        -DCOARSE -DTICKETS=2 -DGREEDY -DNEVER_LAZY
 short   holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DGREEDY
-short   holds        -DRUNNERS=1 -DPINNED -DTICKETS=2 -DHINT
+short   holds        -DRUNNERS=1 -DQUEUE -DTICKETS=2
 normal  holds        -DTICKETS=2 -DGREEDY
 long    holds        -DTICKETS=2
 normal  holds        -DCELLS=1 -DTICKETS=2 -DGREEDY
@@ -31,8 +31,9 @@ normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DABANDON -DALWAYS_LAZY
 normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DRESTARTS=0
 normal  holds        -DCOARSE -DGREEDY -DTICKETS=2 -DUNORDERED -DALWAYS_LAZY
 long    holds        -DCOARSE -DGREEDY -DUNORDERED -DALWAYS_LAZY
-normal  holds        -DGREEDY -DPINNED -DTICKETS=2 -DALWAYS_LAZY -DHINT
-normal  holds        -DRUNNERS=1 -DPINNED -DTICKETS=4 -DABANDON -DGREEDY
+normal  holds        -DRUNNERS=1 -DQUEUE -DCELLS=3 -DTICKETS=4 -DGREEDY -DDEATHS=2
+normal  holds        -DRUNNERS=1 -DQUEUE -DTICKETS=4 -DABANDON -DGREEDY
+normal  holds        -DRUNNERS=1 -DQUEUE -DTICKETS=4 -DABANDON -DCELLS=3 -DDEATHS=2
 normal  holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DDEATHS=2
 normal  holds        -DRUNNERS=1 -DCELLS=2 -DTICKETS=4 -DABANDON
 long    holds        -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DABANDON
@@ -43,7 +44,7 @@ long    holds        -DCOARSE -DGREEDY -DSTAGES=2
 long    holds        -DCOARSE -DGREEDY -DSTAGES=2 -DRUNNERS=3 -DTICKETS=1 -DCELLS=1
 long    holds        -DCOARSE -DGREEDY -DABANDON -DALWAYS_LAZY
 long    holds        -DGREEDY
-long    holds        -DGREEDY -DPINNED -DALWAYS_LAZY
+long    holds        -DRUNNERS=1 -DQUEUE -DTICKETS=5 -DABANDON -DCELLS=3 -DDEATHS=2
 long    holds        -DGREEDY -DTICKETS=2 -DSTAGES=2
 
 # ── every run ends (LTL, weak fairness): alarms without timeouts, timeouts without alarms or wake-ups
@@ -76,8 +77,9 @@ short   fails        -DM_CLAIM_NO_CAS -DTICKETS=2 -DDEATHS=0
 short   fails        -DM_CLAIM_THEN_OWNER -DTICKETS=1
 short   fails        -DM_CANCEL_NO_CAS -DCOARSE -DTICKETS=2 -DDEATHS=0 -DGREEDY -DABANDON
 short   fails        -DM_REPOST_LIVING -DCOARSE -DTICKETS=2 -DDEATHS=0 -DGREEDY
-short   fails        -DM_PINNED_ONE_LOOK -DTICKETS=2 -DDEATHS=0 -DRUNNERS=1 -DPINNED
-short   fails        -DM_PINNED_LATER -DTICKETS=4 -DDEATHS=0 -DRUNNERS=1 -DPINNED -DABANDON
+short   fails        -DM_QUEUE_SCANS -DTICKETS=2 -DDEATHS=0 -DRUNNERS=1 -DQUEUE
+short   fails        -DM_NO_REWIND -DTICKETS=2 -DRUNNERS=1 -DQUEUE
+short   fails        -DM_RETRACT_OLDEST -DTICKETS=4 -DDEATHS=0 -DRUNNERS=1 -DQUEUE -DABANDON -DCELLS=3
 TABLE
 }
 

@@ -106,12 +106,12 @@ class StreamTrial:
     def run(self) -> None:
         """Go through some epochs, and end in one of several ways."""
         s = self.streams()
-        pool: Any = s._run.pool
+        pool = s._run.pool
         self.killer.workers = self.workers
         self.killer.target = pool._staff._keeper
         try:
             for _ in range(self.rng.randint(1, 5)):
-                self.epoch(s, pool)
+                self.epoch(s)
         finally:
             self.killer.target = None
         stats = s.stats()
@@ -129,21 +129,24 @@ class StreamTrial:
         while self.alarm.during(lambda: s.begin([(seed, lengths)] * self.workers)) != begun:
             pass
 
-    def epoch(self, s: Streams, pool: Any) -> None:
+    def epoch(self, s: Streams) -> None:
         """Go through an epoch or a part of it, in turn or not."""
         rng = self.rng
         seed = rng.randrange(2**32)
         lengths = [rng.randrange(self.most) for _ in range(self.workers)]
         self.begin(s, seed, lengths)
         order = [w for k in range(max(lengths)) for w in range(self.workers) if k < lengths[w]]
-        in_turn = rng.random() < 0.5
-        if not in_turn:
+        how = rng.choice(["in turn", "peek", "shuffled"])
+        if how == "shuffled":
             rng.shuffle(order)
         round_robin = iter(s)
         stop = rng.randrange(len(order) * 3 + 1)
         for number, worker in enumerate(order):
-            take = partial(next, round_robin) if in_turn else partial(s.next, worker)
-            self.take(pool, take, worker, seed)
+            if how == "peek":
+                self.peek(s, number, worker, seed)
+            else:
+                take = partial(next, round_robin) if how == "in turn" else partial(s.next, worker)
+                self.take(s, take, worker, seed)
             if rng.random() < 0.02:
                 self.call(s)
             if number == stop:
@@ -152,16 +155,33 @@ class StreamTrial:
         assert list(s) == [], "there are more items than there should be"
         self.count["epochs"] += 1
 
-    def take(self, pool: Any, step: Callable[[], Any], worker: int, seed: int) -> None:
+    def take(self, s: Streams, step: Callable[[], Any], worker: int, seed: int) -> None:
         """Take an item, until one has come out, and compare it."""
-        at, item = pool.delivered(worker), None
-        while pool.delivered(worker) == at:
+        consumer, item = s._run.pool.consumers[worker], None
+        at = consumer.delivered
+        while consumer.delivered == at:
             item = self.alarm.during(step)
-        assert pool.delivered(worker) == at + 1
-        self.count["items"] += 1
-        if item is None:  # it was on its way out when it was interrupted
+        assert consumer.delivered == at + 1
+        if item is None:  # it was on its way out, in a frame of this file, when it was interrupted
             self.count["items interrupted"] += 1
             return
+        self.look_at(item, worker, at, seed)
+
+    def peek(self, s: Streams, number: int, worker: int, seed: int) -> None:
+        """Take an item by `peek` and `commit`, until one has come out: none may be lost."""
+        consumer = s._run.pool.consumers[worker]
+        at = consumer.delivered
+        while consumer.delivered == at:
+            peeked = self.alarm.during(s.peek)
+            if peeked is not None:
+                assert peeked[0] == number, "a wrong number"
+                item = peeked[1]
+                self.alarm.during(lambda: s.commit(number))
+        self.look_at(item, worker, at, seed)
+
+    def look_at(self, item: Any, worker: int, at: int, seed: int) -> None:
+        """Compare an item that has come out, and keep it or write to it."""
+        self.count["items"] += 1
         assert (item[0], item[1]) == (worker, at), "a wrong item"
         self.compare(item, seed)
         if self.rng.random() < 0.05:
