@@ -328,7 +328,8 @@ class StreamConsumer:
         ring: Ring,
         slots: Slots,
         read: Callable[
-            [StreamConsumer], tuple[int, list[Any], BaseException | None, str, bool, int, int]
+            [StreamConsumer],
+            tuple[int, list[Any], BaseException | None, str, bool, int, int] | None,
         ],
         extend: Callable[[], None],
         *,
@@ -351,6 +352,7 @@ class StreamConsumer:
     def peek(
         self, cell: int, ticket: int
     ) -> tuple[int, int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
+    def holds(self, cell: int, ticket: int) -> bool: ...
     def take_reply(self, cell: int, token: int, failed: str) -> None: ...
 
 @final

@@ -2112,6 +2112,7 @@ cdef class StreamConsumer:
         ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, error, failed,
         ended, nbytes, ns)``. `token` is that of `peek`; `error` is what was raised behind the items,
         or None, and `failed` says so; `ended`: nothing follows; they took so many bytes, and so long.
+        None: a signal handler has taken that ticket out.
     extend : callable
         Makes the lowest free slot fit, or more slots.
     number : int
@@ -2409,21 +2410,20 @@ cdef class StreamConsumer:
         Returns
         -------
         tuple or None
-            (token, cell, status, slot, capacity, record). None: it has not, yet.
-
-        Raises
-        ------
-        InterruptedError
-            The ticket was given up.
+            (token, cell, status, slot, capacity, record). None: it has not answered, or the ticket
+            is not in the ring.
         """
         cdef cseq_cell* c = self.ring.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
         cdef uint64_t* f = c.record
-        if CSEQ_STATE(word) == CSEQ_FREE or CSEQ_TICKET(word) != ticket:
-            raise InterruptedError("a signal handler has given up what is waited for")
-        if CSEQ_STATE(word) != CSEQ_READY:
+        if CSEQ_STATE(word) != CSEQ_READY or CSEQ_TICKET(word) != ticket:
             return None
         return word, cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+
+    def holds(self, uint32_t cell, uint64_t ticket):
+        """Whether a ticket is still in the ring."""
+        cdef uint64_t word = cseq_load_acq_u64(&self.ring.at(cell).word)
+        return CSEQ_STATE(word) != CSEQ_FREE and CSEQ_TICKET(word) == ticket
 
     def take_reply(self, uint32_t cell, uint64_t token, str failed not None):
         """Take the answer to a call or a beginning out of the ring; see `peek`.
@@ -2450,7 +2450,10 @@ cdef class StreamConsumer:
         if not self.outstanding:
             self.request(0)
             return 0
-        token, items, error, failed, ended, nbytes, ns = self.read(self)
+        found = self.read(self)
+        if found is None:
+            return 0
+        token, items, error, failed, ended, nbytes, ns = found
         # What was called may have called anything: is it the oldest ticket still?
         if (self.outstanding and token == cseq_load_acq_u64(
                 &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):

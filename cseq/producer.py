@@ -138,7 +138,7 @@ class Making:
         self._at = 0  # which item comes next
 
     def __call__(self, seat: Seat) -> None:
-        """Make what the ticket in hand asks for; whatever is raised goes the same way."""
+        """Make what the ticket in hand asks for, and publish it, or what was raised instead."""
         epoch, kind, count = self._ring.ticket(seat.cell)
         try:
             if kind == ITEMS:
@@ -163,14 +163,14 @@ class Making:
         return reply
 
     def _read(self, seat: Seat, which: slice) -> Any:
-        """Read a request: a copy, since its slot has an end."""
+        """Read a request: copied, since the slot is used again."""
         slot, capacity, *record = self._rooms[seat.cell][which].tolist()
         self._writer.begin(slot, capacity)
         memory = copy_of(self._writer.memory, codec.used(record))
         return payload.load(*codec.decode(memory, record))
 
     def _answer(self, seat: Seat, epoch: int, kind: int) -> None:
-        """Call a method, and lay down what it returns."""
+        """Call a method, and publish what it returns."""
         if kind == BEGIN:
             reply = self._begin(seat, epoch)
         else:
@@ -196,7 +196,7 @@ class Making:
             self._make_some(seat, items, count)
 
     def _go_to(self, start: int) -> Iterator[Any]:
-        """Be where the ticket begins."""
+        """Return the iterator, at the item where the ticket begins."""
         if self._items is None or self._at != start:
             self._items = None
             self._items = iter(self._producer.items(start))
@@ -204,7 +204,7 @@ class Making:
         return self._items
 
     def _make_one(self, seat: Seat, items: Iterator[Any]) -> None:
-        """Lay one item into the slot."""
+        """Publish one item, encoded as a batch is."""
         begun = now_ns()
         item = next(items, _END)
         if item is _END:
@@ -217,9 +217,9 @@ class Making:
         seat.publish(BATCH, (*record, now_ns() - begun, 1 << 2), writer.capacity)
 
     def _make_some(self, seat: Seat, items: Iterator[Any], count: int) -> None:
-        """Lay several items into the slot, each before the next is made.
+        """Publish several items, each encoded before the next is made.
 
-        An exception behind the first of them is laid down like an item.
+        An exception behind the first of them is encoded as an item.
         """
         table = array("q")
         made = flags = 0
@@ -232,11 +232,11 @@ class Making:
                 if item is _END:
                     flags = ENDED
                     break
-                table.extend(self._lay(item))
+                table.extend(self._append(item))
             except BaseException as error:
                 if not made:
                     raise
-                table.extend(self._lay(failure.pack(error)))
+                table.extend(self._append(failure.pack(error)))
                 flags = ENDED | BROKEN
                 break
             made += 1
@@ -249,8 +249,8 @@ class Making:
         record = (offset, nbytes, 0, 0, now_ns() - begun, made << 2 | flags)
         seat.publish(BATCH, record, writer.capacity)
 
-    def _lay(self, item: Any) -> tuple[int, ...]:
-        """Lay an item behind the others, as if it lay at the beginning of a slot."""
+    def _append(self, item: Any) -> tuple[int, ...]:
+        """Encode an item behind the others; offsets in its record count from its beginning."""
         scratch, writer = self._scratch, self._writer
         if type(item) is bytearray:  # one piece, and read as one, wherever it lies
             return 0, *codec.encode(item, writer)
@@ -262,7 +262,7 @@ class Making:
 
 
 class Scratch(Writer):
-    """Private memory with the manners of a slot, for items so small that a copy is nothing."""
+    """A writer to private memory, for items that are copied into the slot once they are encoded."""
 
     __slots__ = ()
 
@@ -271,7 +271,7 @@ class Scratch(Writer):
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop what was written."""
         self.used = 0
         if self.capacity != SCRATCH:
             self.memory = Block(SCRATCH)

@@ -8,7 +8,7 @@ process begins with `enter`.
     trainer                                        worker process
       Staff ── setup ──► socket ────────────────►  enter ──► ring, writer, the user's object
       rings, arena ────► shared memory ─────────►
-      keeper ◄── end of file ── socket ──────────  whatever ends it
+      keeper ◄── end of file ── socket ──────────  its end
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Setup(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A ticket that somebody works on, for messages and errors."""
+    """A ticket that a worker works on, for messages and errors."""
 
     epoch: int
     batch: int
@@ -390,7 +390,7 @@ class Staff:
             self._keeper.close()
 
     def free(self) -> None:
-        """Let the shared memory go, when nobody works with it any more."""
+        """Release the shared memory, once no process or thread uses it."""
         self.arena.close()
         self._segment.close()
         if self._payload is not None:

@@ -398,8 +398,11 @@ class StreamPool:
 
     # -- waiting
 
-    def _await(self, consumer: StreamConsumer, post: Post, generation: int) -> Answer:
-        """Sleep until a ticket is answered, and peek at the answer."""
+    def _await(self, consumer: StreamConsumer, post: Post, generation: int) -> Answer | None:
+        """Sleep until a ticket is answered, and peek at the answer.
+
+        None: it is not in the ring any more, since a signal handler has used these streams.
+        """
         ring, owner = consumer.ring, consumer.number + 1
         idle = 0  # since when its worker, which could, has not taken it up: has that been stopped?
         while True:
@@ -407,7 +410,7 @@ class StreamPool:
             if self._interrupts != generation:
                 raise InterruptedError("the epoch was interrupted, or the streams were closed")
             answer = consumer.peek(*post)
-            if answer is not None:
+            if answer is not None or not consumer.holds(*post):
                 return answer
             self._staff.check()
             if self._timeout is not None:
@@ -455,9 +458,11 @@ class StreamPool:
 
     def _read(
         self, consumer: StreamConsumer
-    ) -> tuple[int, list[Any], BaseException | None, str, bool, int, int]:
+    ) -> tuple[int, list[Any], BaseException | None, str, bool, int, int] | None:
         """Wait for the oldest ticket and decode its items; it stays in the ring."""
         answer = self._await(consumer, consumer.oldest() or (0, 0), self._began)
+        if answer is None:
+            return None
         items, error = self._decode(consumer, answer)
         token, record, number = answer[0], answer[5], consumer.number
         failed = ""
@@ -546,7 +551,10 @@ class StreamPool:
 
     def _reply(self, consumer: StreamConsumer, post: Post, generation: int) -> Any:
         """Wait for the answer to a call."""
-        token, cell, status, slot, capacity, record = self._await(consumer, post, generation)
+        answer = self._await(consumer, post, generation)
+        if answer is None:
+            raise InterruptedError("a signal handler has made another call, or begun an epoch")
+        token, cell, status, slot, capacity, record = answer
         if status != RAISED:
             reply = self._slots.decode(cell, slot, capacity, record)
             consumer.take_reply(cell, token, "")

@@ -871,6 +871,32 @@ def test_a_producer_may_reuse_what_it_yields() -> None:
         assert s.stats().batches < 400
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+def test_idle_workers_are_left_asleep() -> None:
+    """A worker is not woken for what another one is asked."""
+    with streams(num_workers=4, prefetch=1) as s:
+        s.begin([200] * 4)
+        pids = s.ask("pid")
+        taken = [s.next(worker)[1] for worker in range(4)]
+        while s.stats().depths[2] < 4:  # until all are ready, so that the workers sleep, or will
+            pass
+        before = [sleeps(pid) for pid in pids[1:]]
+        taken += [s.next(0)[1] for _ in range(100)]
+        assert taken == [0] * 4 + list(range(1, 101))
+        # They wake up by themselves, once a second.
+        assert all(sleeps(pid) - slept < 30 for pid, slept in zip(pids[1:], before, strict=True))
+
+
+def sleeps(pid: int) -> int:
+    """Count how often a process has gone to sleep."""
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("voluntary_ctxt_switches")
+    )
+    return int(line.split()[1])
+
+
 # -- data
 
 
@@ -1159,6 +1185,45 @@ def test_ctrl_c_loses_nothing() -> None:
                 interrupts += 1
     assert got == list(range(40))
     assert interrupts > 0
+
+
+def test_a_signal_handler_may_take_items() -> None:
+    """It gets those that the interrupted call was waiting for, and that call gets the next one."""
+    with streams(Pressing, 1, prefetch=1) as s:
+        s.begin([40])
+        got: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda *_: got.append(s.next(0)[1]))
+        try:
+            while len(got) < 40:
+                with contextlib.suppress(StopIteration):
+                    got.append(s.next(0)[1])
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert got == list(range(40))
+
+
+def test_a_signal_handler_may_call() -> None:
+    """A call that it makes in the middle of another one ends that."""
+    with streams(Calling, 1) as s:
+        s.begin([3])
+        replies: list[Any] = []
+        before = signal.signal(signal.SIGINT, lambda *_: replies.append(s.ask("add", 1, 2)))
+        try:
+            with pytest.raises(InterruptedError, match="another call"):
+                s.ask("press")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert replies == [[(0, 3)]]
+        assert s.ask("add", 2, 3) == [(0, 5)]
+        assert plain(s) == in_process([3])
+        assert not lost_slots(s)
+
+
+class Calling(Numbers):
+    """Interrupts the process that calls it."""
+
+    def press(self) -> None:
+        os.kill(os.getppid(), signal.SIGINT)
 
 
 # -- any history

@@ -1,6 +1,6 @@
 """From the dispatching process to the workers, by way of the main process.
 
-Nobody opens an item on its way. A large one stays in its slot of shared memory, which the main
+Items are not decoded on their way. A large one stays in its slot of shared memory, which the main
 process holds until the worker asks for what follows; small ones are sent.
 """
 
@@ -59,7 +59,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
         self._turn: threading.Lock | None = None
 
     def connect(self, address: str, worker: int) -> None:
-        """Call the relay in the main process."""
+        """Connect to the relay in the main process."""
         self._turn = threading.Lock()
         self._connection, self._slots = _call(address)
         self._connection.send(worker)
@@ -74,7 +74,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
             return [self._received(*item) for item in items], error  # asking again frees the slots
 
     def _received(self, record: tuple[int, ...], data: bytes | tuple[int, int]) -> EncodedItem:
-        """Give an item memory of its own."""
+        """Copy an item to memory of its own."""
         if isinstance(data, bytes):
             memory = Block(len(data))
             memory.store_bytes(0, data)
@@ -100,10 +100,10 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 class Relay:
     """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
 
-    A thread for each worker sleeps on its connection. Whoever is asked for an item takes as many
-    from the stream as it needs to come to one for this worker; the others' wait for them to ask,
-    however many they are. A worker that asks for what was sent before has taken a dead one's
-    place: then the stream is begun again.
+    A thread for each worker sleeps on its connection. When its worker asks, it pulls from the
+    stream until it reaches an item for this worker; items for other workers are queued, without
+    bound. A worker that asks for what was sent before has replaced a dead one: then the stream is
+    begun again.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
@@ -127,7 +127,7 @@ class Relay:
         self._serving: list[threading.Thread] = []
 
     def open(self) -> str:
-        """Let workers call, and return where. Whatever is raised: `close` ends it."""
+        """Listen for workers, and return the address. Whatever is raised: `close` ends it."""
         address = self._make_address()
         self._sockets += (socket.socket(socket.AF_UNIX), *socket.socketpair())
         listener, _, hung_up = self._sockets
@@ -145,7 +145,7 @@ class Relay:
         return os.path.join(self._folder, "relay")
 
     def _accept(self, listener: socket.socket, hung_up: socket.socket) -> None:
-        """Wait for workers to call."""
+        """Accept the workers' connections."""
         while hung_up not in wait([listener, hung_up]):
             caller, _ = listener.accept()
             if not _is_ours(caller):
@@ -250,7 +250,7 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """End the epoch: whoever waits or asks for an item of it is told that there are no more."""
+        """End the epoch: a worker that waits or asks for an item of it gets none."""
         self._epoch = None
         self._streams.interrupt()
 
@@ -264,7 +264,7 @@ class Relay:
             with contextlib.suppress(OSError):  # it was closed
                 # Closing it is no sign while forked processes have copies of it.
                 self._sockets[1].send(b"!")
-            self._accepting.join(time.monotonic() + ENDING)  # then nobody calls any more
+            self._accepting.join(time.monotonic() + ENDING)  # then no worker connects any more
         for caller in self._callers:
             with contextlib.suppress(OSError):  # it has hung up
                 caller.shutdown(socket.SHUT_RDWR)
@@ -303,7 +303,7 @@ def _sent(item: EncodedItem) -> Sent:
 
 
 def _call(address: str) -> tuple[Connection[Any, Any], Writer]:
-    """Connect to a relay, and learn where the dispatching process lays its items down."""
+    """Connect to a relay; it sends the file of the dispatching process's slots."""
     caller = socket.socket(socket.AF_UNIX)
     try:
         caller.connect(address)
@@ -315,7 +315,7 @@ def _call(address: str) -> tuple[Connection[Any, Any], Writer]:
 
 
 def _of_dispatching(error: Exception) -> Exception:
-    """Let the death or the hanging of the dispatching process not look like that of a worker."""
+    """Name the dispatching process in an error about its death or timeout."""
     made: Any
     text = f"the dispatching process: {error}"
     if isinstance(error, WorkerDied):

@@ -143,7 +143,7 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph; nobody opens its items before the workers."""
+    """The dispatching process's part of the graph; its items are decoded by the workers."""
 
     where = DISPATCHING
 

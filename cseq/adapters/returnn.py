@@ -14,7 +14,7 @@ each worker loads its share of them, ahead of the loop; they arrive in that orde
         ⋮                         │
     worker N-1: …               ──┘
 
-With ``sharding_method='dedicated'`` nobody asks for the order: each worker's dataset is told to be
+With ``sharding_method='dedicated'`` the order is not asked for: each worker's dataset is told to be
 one of N shards, and those that end first are left out of the round.
 """
 

@@ -228,7 +228,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             self._engine = None
 
     def _stop(self) -> None:
-        """Let nobody here read on: the tail may have threads that do."""
+        """End reading in this process, also by threads of the tail."""
         if self._engine is not None:
             self._engine.stop()
         if self._outlet is not None:
@@ -395,7 +395,7 @@ class _Engine:
             self._relay.ask(verb, function)
 
     def stop(self) -> None:
-        """End the epoch: nobody gets an item of it, and nobody waits for one."""
+        """End the epoch: what waits for an item of it raises InterruptedError."""
         if os.getpid() == self._pid:
             if self._relay is not None:
                 self._relay.stop()
