@@ -291,7 +291,7 @@ class Staff:
         """Post again what a dead worker held; return whether to replace it."""
         held = [self._describe(cell) for cell in self.ring.held(owner)]
         self.ring.repost(owner)
-        self.arena.bury(owner)
+        self.arena.bury(owner, self.ring)
         if self.failure is not None or self.closed:
             return False
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=was_ready)
