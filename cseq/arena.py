@@ -666,16 +666,20 @@ class Arena:
         MemoryError
             If there is no room for the copy, or for a mapping; the slot stays taken then.
         """
-        memory: Memory
-        if used > SMALL:
-            mapping = self.look(slot, capacity, used)
-            with self._turn:
-                if self._may_lease(capacity):
-                    return self.slots.lease(slot, mapping, used)
-                self._count_copy()
-            memory = copy_of(mapping, used)
-        else:
+        if used <= SMALL:
             memory = self.copy(slot, used, capacity)
+            self.slots.release(slot)
+            return memory
+        mapping = self.look(slot, capacity, used)
+        lease: Memory | None = None
+        with self._turn:
+            if self._may_lease(capacity):
+                lease = self.slots.lease(slot, mapping, used)
+            else:
+                self._count_copy()
+        if lease is not None:
+            return lease
+        memory = copy_of(mapping, used)
         self.slots.release(slot)
         return memory
 
