@@ -468,8 +468,9 @@ cdef class Slots:
 
     A slot that a worker owns is TAKEN. `settle` books that a worker has published a ticket in a slot
     of its own: it adds the worker's number to the one slot and takes it off the other. So tickets may be
-    settled in any order; in between, `owned` can be negative. Under `lock`: a spin lock, held for a
-    few instructions.
+    settled in any order; in between, `owned` is a sum that says nothing, and can be negative. `owned`,
+    and the `home` of a published ticket, are written under `lock`: a spin lock, within which nothing
+    is allocated and no Python runs.
     """
 
     cdef slot_entry* chunk[CHUNKS]
@@ -655,35 +656,60 @@ cdef class Slots:
         self.check(slot)
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        self.at(slot).owned = owner
+        self.seize()
+        self.at(slot).owned += owner  # it may be waiting for a ticket to be settled
+        cseq_store_rel_u32(&self.lock, 0)
 
     cdef void seize(self) noexcept nogil:
         while not cseq_cas_sc_u32(&self.lock, 0, 1):
             pass
 
     cdef void settle(self, cseq_cell* c) noexcept nogil:
-        """Book where a ticket lies that was published; once, whoever comes first."""
+        """Book where a ticket lies that was published, before its cell is used again."""
         if c.slot >= self.made:  # in none
             return
         if c.slot != c.home:
             self.seize()
-            if c.slot != c.home and c.home < self.made:
-                self.at(c.home).owned += c.by
-                self.at(c.slot).owned -= c.by
-            c.home = c.slot
+            if c.slot != c.home:  # not booked meanwhile, by `bury`
+                self.book(c)
             cseq_store_rel_u32(&self.lock, 0)
         self.at(c.slot).nbytes = c.capacity
 
-    def bury(self, uint32_t owner):
-        """Take what a worker owned that is gone for certain: a list of slots. All that it has
-        published must be settled."""
+    cdef void book(self, cseq_cell* c) noexcept nogil:
+        """Under `lock`: what `settle` books."""
+        self.at(c.home).owned += c.by
+        self.at(c.slot).owned -= c.by
+        c.home = c.slot
+
+    cdef Py_ssize_t bury(self, cseq_ring* r, uint32_t owner, Py_ssize_t* taken) noexcept nogil:
+        """Take what a worker owned: slots into `taken`; how many.
+
+        First all published tickets are booked, also those of other workers: only then are the sums
+        numbers of workers. A ticket's cell is not used again before `settle` has had `lock`, if its
+        slot is not its home; so a word that is the same after a look at both says that they are its own.
+        """
         cdef Py_ssize_t slot
-        taken = []
+        cdef Py_ssize_t count = 0
+        cdef uint32_t k
+        cdef cseq_cell* c
+        cdef uint64_t word
+        cdef int state
+        self.seize()
+        for k in range(r.capacity):
+            c = cseq_ring_cell(r, k)
+            word = cseq_load_acq_u64(&c.word)
+            state = CSEQ_STATE(word)
+            if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
+                continue
+            if c.slot != c.home and c.slot < self.made and cseq_cas_sc_u64(&c.word, word, word):
+                self.book(c)
         for slot in range(self.made):
             if self.at(slot).owned == owner:
                 self.at(slot).owned = 0
-                taken.append(slot)
-        return taken
+                taken[count] = slot
+                count += 1
+        cseq_store_rel_u32(&self.lock, 0)
+        return count
 
 
 @cython.final
@@ -1383,26 +1409,24 @@ cdef class Ring:
             raise MemoryError(f"no memory for {self.r.capacity} cells")
         try:
             count = cseq_ring_repost(self.r, owner, held)
-            self.settle_all()
             return [held[k] for k in range(count)]
         finally:
             PyMem_RawFree(held)
 
-    cdef void settle_all(self) noexcept:
-        """Note where all published tickets lie, before a dead worker's slots are taken.
-
-        One that is taken out meanwhile was settled before that.
-        """
-        cdef uint32_t k
-        cdef cseq_cell* c
-        cdef uint64_t word
-        cdef int state
-        for k in range(self.r.capacity):
-            c = cseq_ring_cell(self.r, k)
-            word = cseq_load_acq_u64(&c.word)
-            state = CSEQ_STATE(word)
-            if state == CSEQ_INDEXED or state == CSEQ_CONVERTING or state == CSEQ_READY:
-                self.settle(c)
+    def bury(self, uint32_t owner):
+        """Take what `owner` owned, whose tickets were posted again: a list of slots."""
+        cdef Py_ssize_t count, k
+        cdef Py_ssize_t* taken
+        if self.arena is None:
+            return []
+        taken = <Py_ssize_t*>PyMem_RawMalloc(sizeof(Py_ssize_t) * <size_t>(self.arena.made + 1))
+        if taken == NULL:
+            raise MemoryError(f"no memory for {self.arena.made} slots")
+        try:
+            count = self.arena.bury(self.r, owner, taken)
+            return [taken[k] for k in range(count)]
+        finally:
+            PyMem_RawFree(taken)
 
     def alarm(self):
         """Wake the trainer, whatever it waits for."""

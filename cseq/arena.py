@@ -60,7 +60,7 @@ from cseq.threads import imported
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cseq._core import Seat
+    from cseq._core import Ring, Seat
 
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -642,10 +642,10 @@ class Arena:
                 granted.append((slot, self.slots.nbytes(slot)))
         return granted
 
-    def bury(self, owner: int) -> None:
+    def bury(self, owner: int, ring: Ring) -> None:
         """Take back what a worker owned that is gone for certain, once its tickets are reposted."""
         with self._turn:
-            for slot in self.slots.bury(owner):
+            for slot in ring.bury(owner):
                 self._shrink(slot, 0)
                 self.slots.release(slot)
 

@@ -312,7 +312,7 @@ class Staff:
         ring = self.rings[at]
         held = [self._describe(owner, cell) for cell in ring.held(number)]
         ring.repost(number)
-        self.arena.bury(owner)
+        self.arena.bury(number, ring)
         if self.failure is not None or self.closed:
             return False
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=was_ready)

@@ -529,6 +529,82 @@ def test_what_a_dead_runner_held() -> None:
     assert [take(ring), take(ring), take(ring)] == [1, 2, None]
 
 
+class Owned:
+    """A ring whose runners own slots, and put their batches into them."""
+
+    def __init__(self) -> None:
+        self.slots = _core.Slots(16)
+        self.ring = make_ring(cells=6, runners=9)
+        self.ring.arena = self.slots
+        self.count = 0
+
+    def grant(self, slot: int, owner: int) -> None:
+        """Give a free slot to a runner."""
+        assert self.slots.take(slot)
+        self.slots.grant(slot, owner)
+
+    def publish(self, owner: int, home: int, slot: int) -> int:
+        """Post a ticket, and have it published in a slot that its runner owns: its cell."""
+        cell = self.ring.vacant()
+        self.ring.post(cell, self.count, 0, self.count, 0, slot=home)
+        self.count += 1
+        claim(self.ring, owner).publish(0, (), 64, slot)
+        return cell
+
+    def take(self, cell: int) -> None:
+        """Take a ticket, and drop its batch."""
+        taken = self.ring.take(cell=cell)
+        assert taken is not None
+        self.slots.release(taken[2])
+
+
+def test_what_a_dead_runner_owned() -> None:
+    """Its slots are those it was given and those of the tickets that it put elsewhere."""
+    o = Owned()
+    for slot in (0, 1, 2):
+        o.grant(slot, 7)
+    for slot in (3, 4):
+        assert o.slots.take(slot)
+    first = o.publish(7, 3, 0)
+    second = o.publish(7, 4, 3)  # in the slot that it has kept, and that is not settled
+    assert o.ring.repost(7) == []
+    assert o.ring.bury(7) == [1, 2, 4]
+    assert o.ring.bury(7) == []
+    assert not any(o.slots.is_taken(slot) for slot in (5, 6))
+    o.take(second)
+    o.take(first)
+    assert o.slots.free() == [0, 3, *range(5, 16)]  # 1, 2 and 4 are the caller's of `bury`
+
+
+def test_a_dead_runner_takes_nothing_that_others_own() -> None:
+    """Also if the numbers of those whose tickets were taken out of turn add up to its own."""
+    o = Owned()
+    o.grant(0, 2)
+    o.grant(1, 5)
+    for slot in (3, 4):
+        assert o.slots.take(slot)
+    first = o.publish(2, 3, 0)
+    o.take(o.publish(2, 4, 3))  # before the first: 3 lacks what the first one brings
+    assert o.slots.take(3)
+    o.take(o.publish(5, 3, 1))  # now 3 is that of 5, and the sum of both is 3
+    assert o.ring.bury(3) == []
+    o.take(first)
+    assert (o.ring.bury(2), o.ring.bury(5)) == ([4], [3])
+
+
+def test_a_slot_is_given_to_a_runner_before_it_is_settled() -> None:
+    """A ticket that is settled later changes nothing of that."""
+    o = Owned()
+    o.grant(0, 2)
+    for slot in (3, 4):
+        assert o.slots.take(slot)
+    first = o.publish(2, 3, 0)
+    o.take(o.publish(2, 4, 3))
+    o.grant(3, 5)
+    o.take(first)
+    assert (o.ring.bury(2), o.ring.bury(5)) == ([4], [3])
+
+
 def test_abandoned_tickets() -> None:
     """Given-up tickets are never taken; their cells come back when no runner works on them."""
     ring = make_ring()

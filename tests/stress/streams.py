@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +85,12 @@ class Alarm:
 
 
 class StreamTrial:
-    """Streams, through some epochs."""
+    """Streams, through some epochs; after `end` (of `time.monotonic`) they are broken off."""
 
-    def __init__(self, rng: random.Random, killer: Any, count: Counter[str], alarm: Alarm) -> None:
+    def __init__(
+        self, rng: random.Random, killer: Any, count: Counter[str], alarm: Alarm, end: float
+    ) -> None:
+        self.end = end
         self.rng, self.killer, self.count, self.alarm = rng, killer, count, alarm
         self.workers = rng.randint(1, 4)
         self.sizes = rng.choice(list(SIZES))
@@ -149,7 +153,7 @@ class StreamTrial:
                 self.take(s, take, worker, seed)
             if rng.random() < 0.02:
                 self.call(s)
-            if number == stop:
+            if number == stop or time.monotonic() > self.end:
                 self.count["breaks"] += 1
                 return
         assert list(s) == [], "there are more items than there should be"

@@ -28,6 +28,7 @@ from streams import Alarm, StreamTrial
 import cseq
 import cseq.staff
 from cseq.context import generator
+from cseq.run import await_closings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
 # Chance, not the data, kills here, and may well strike the same batch many times.
 cseq.staff.TRIES = 10**9
 
+CLOSE_SECONDS = 60.0  # for what was dropped last
 END: Any = object()  # comes instead of a batch
 
 
 class Worker:
     """Batches whose content says everything about how they were made.
 
-    Their arrays are asked for (`cseq.empty`), made in the usual way, or that and kept as well.
+    Their arrays are asked for (`cseq.empty`), made in the usual way, or that and kept as well; or a
+    thread fills one of them while the batch before it is on its way.
     """
 
     def __init__(self, rows: int, microseconds: int, style: str) -> None:
@@ -50,6 +53,7 @@ class Worker:
         self.seconds = microseconds / 1e6
         self.style = style
         self.kept: list[tuple[np.ndarray, np.ndarray]] = []
+        self.notes: list[tuple[np.ndarray, threading.Thread]] = []
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
         if self.seconds:
@@ -64,7 +68,28 @@ class Worker:
             for array, of in self.kept:
                 assert np.array_equal(array, expected(of, self.rows)), "a kept array has changed"
             self.kept = [*self.kept[-2:], (data, indices.copy())]
-        return {"indices": indices, "data": data, "draw": cseq.rng().random(3)}
+        batch = {"indices": indices, "data": data, "draw": cseq.rng().random(3)}
+        if self.style == "ahead":
+            batch["note"] = self.take_note(int(indices[0]))
+        return batch
+
+    def take_note(self, value: int) -> np.ndarray:
+        """Take the array that a thread has filled, and have it fill the next."""
+        while len(self.notes) < 2:
+            make = np.empty if value % 2 else cseq.empty
+            note = make((self.rows, 64), np.int64)
+            thread = threading.Thread(target=fill, args=(note, value))
+            thread.start()
+            self.notes.append((note, thread))
+        note, thread = self.notes.pop(0)
+        thread.join()
+        return note
+
+
+def fill(note: np.ndarray, value: int) -> None:
+    """Fill an array in some steps."""
+    for row in note:
+        row[:] = value
 
 
 def expected(indices: np.ndarray, rows: int) -> np.ndarray:
@@ -77,6 +102,8 @@ def check(batch: dict[str, Any], indices: np.ndarray, rows: int) -> None:
     """Compare a batch with what it must be."""
     assert np.array_equal(batch["indices"], indices), "wrong samples"
     assert np.array_equal(batch["data"], expected(indices, rows)), "wrong data"
+    note = batch.get("note")
+    assert note is None or note.min() == note.max(), "an array that a thread has filled has changed"
 
 
 class Killer(threading.Thread):
@@ -89,6 +116,7 @@ class Killer(threading.Thread):
         self.target: Any = None  # a keeper
         self.workers = 0
         self.over = threading.Event()
+        self.starts: dict[int, tuple[int, bool]] = {}  # by worker: its process, if it is spared
 
     def run(self) -> None:
         """Strike every few milliseconds."""
@@ -96,14 +124,23 @@ class Killer(threading.Thread):
             keeper = self.target
             if keeper is None:
                 continue
-            ward = keeper._wards.get(self.rng.randint(1, self.workers))
-            if ward is None or (not ward.state and self.rng.random() < 0.9):
-                continue  # mostly those that work: killing is quicker than starting
+            owner = self.rng.randint(1, self.workers)
+            ward = keeper._wards.get(owner)
+            if ward is None or (not ward.state and self.spares(owner, id(ward.child))):
+                continue
             if self.rng.random() < 0.6:
                 ward.child.kill()
                 self.count["kills"] += 1
             else:
                 self.stop_for_a_while(ward.child)
+
+    def spares(self, owner: int, child: int) -> bool:
+        """Whether a process may get ready: nine of ten, also where a start takes many strikes."""
+        before, spared = self.starts.get(owner, (None, False))
+        if before != child:
+            spared = self.rng.random() < 0.9
+            self.starts[owner] = child, spared
+        return spared
 
     def stop_for_a_while(self, child: Any) -> None:
         """Let a worker stand still in the middle of whatever it does."""
@@ -117,12 +154,13 @@ class Killer(threading.Thread):
 
 
 class Trial:
-    """One manager, through some epochs."""
+    """One manager, through some epochs; after `end` (of `time.monotonic`) they are broken off."""
 
     def __init__(
-        self, rng: random.Random, killer: Killer, count: Counter[str], alarm: Alarm
+        self, rng: random.Random, killer: Killer, count: Counter[str], alarm: Alarm, end: float
     ) -> None:
         self.rng = rng
+        self.end = end
         self.killer = killer
         self.count = count
         self.alarm = alarm
@@ -134,7 +172,7 @@ class Trial:
         self.processes = rng.random() < 0.8
         self.workers = rng.randint(1, 6)
         self.micros = rng.choice([0, 0, 100, 3000])
-        self.style = rng.choice(["empty", "fresh", "keep"])
+        self.style = rng.choice(["empty", "fresh", "keep", "ahead"])
         self.held: list[tuple[dict[str, Any], np.ndarray]] = []
 
     def manager(self) -> cseq.MSequence:
@@ -184,7 +222,7 @@ class Trial:
             self.verify(batch, order, epoch, at)
             assert at not in seen, f"batch {at} came twice"
             seen.add(at)
-            if number == stop:
+            if number == stop or time.monotonic() > self.end:
                 self.count["breaks"] += 1
                 return m
         assert seen == set(range(len(m))), "batches are missing"
@@ -222,7 +260,8 @@ class Trial:
             self.held.append((part, indices))
             self.count["held"] += 1
         elif self.processes:
-            batch["data"][...] = -1  # nobody else may see this
+            for name in batch.keys() - {"indices", "draw"}:
+                batch[name][::2] = -1  # nobody else may see this
         if self.rng.random() < 0.02:
             self.look_at_held(all_of_them=False)
 
@@ -235,6 +274,8 @@ class Trial:
 
 def left_behind() -> Iterator[str]:
     """Name what should be gone."""
+    gc.collect()
+    await_closings(CLOSE_SECONDS)  # what was dropped ends on other threads
     gc.collect()
     own = str(os.getpid())
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -261,10 +302,10 @@ def main(seconds: float, seed: int) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if rng.random() < 0.6:
-            Trial(rng, killer, count, alarm).run()
+            Trial(rng, killer, count, alarm, end).run()
             count["managers"] += 1
         else:
-            StreamTrial(rng, killer, count, alarm).run()
+            StreamTrial(rng, killer, count, alarm, end).run()
             count["streams"] += 1
     killer.over.set()
     killer.join()
