@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypedDict
 
-    from cseq._core import Mapping, Ring, Seat, Slots
+    from cseq._core import Mapping, Reader, Ring, Seat, Slots
     from cseq.arena import Arena, Writer
 
     Fields = tuple[int, ...]
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         slots: Slots
         extend: Callable[[], None]
         discard: Callable[[int], None]
-        small: tuple[dict[int, Mapping], dict[bytes, Any], int]
+        small: tuple[dict[int, Mapping], Reader, int]
 
 
 __all__ = [
@@ -181,7 +181,7 @@ class SlotWriter:
 
     def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
         self._writer = writer
-        self._cast = cast
+        self._cast = writer.cast = cast
         # The writer's methods, without a call in between.
         self.begin = writer.turn
         self.give = writer.give
@@ -226,7 +226,7 @@ class SlotReader:
         return {
             "slots": self._arena.slots,
             "extend": self._arena.extend,
-            "small": (self._arena.mapped, codec.singles, SMALL),
+            "small": (self._arena.mapped, codec.reader, SMALL),
         }
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
