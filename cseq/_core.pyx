@@ -2314,17 +2314,17 @@ cdef class BatchIterator:
         Python code may run.
     consumer : Consumer or None
         None: there is no ring.
-    next : callable
+    following : callable
         Returns the next batch.
     """
 
     cdef readonly object run
     cdef readonly object present
-    cdef object next
+    cdef object following
     cdef Consumer consumer
 
-    def __cinit__(self, run, Consumer consumer, next, *args):
-        self.run, self.present, self.next = run, run.present, next
+    def __cinit__(self, run, Consumer consumer, following, *args):
+        self.run, self.present, self.following = run, run.present, following
         self.consumer = consumer
 
     def __iter__(self):
@@ -2342,7 +2342,7 @@ cdef class BatchIterator:
                 raise InterruptedError(
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
-            return self.next()
+            return self.following()
         finally:
             turn.release()
 

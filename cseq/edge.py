@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
-
     from typing_extensions import TypedDict
 
     from cseq._core import Mapping, Reader, Ring, Seat, Slots

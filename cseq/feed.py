@@ -149,7 +149,7 @@ class Feed:
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
         entry = epoch, batch, failure.repr_of(error)
         if self._skip_errors and isinstance(error, Exception):
-            # Its text alone: a log record that keeps the exception keeps its traceback, and the ring.
+            # Its text alone: a record that keeps the exception keeps its traceback, and the ring.
             log.error("skipped %s: %s", place, entry[2])
         return failure.named(error, place), entry
 

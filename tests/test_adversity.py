@@ -805,17 +805,18 @@ TAKING = ("feed.py", "edge.py", "arena.py", "codec.py", "pools/process.py", "poo
 
 
 @pytest.mark.parametrize("kind", ["proc", "thread"])
-@pytest.mark.parametrize("go_on", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool, ahead: int) -> None:
+def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahead: int) -> None:
     """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled.
 
-    In an epoch's middle or at its end, where there are no tickets to be posted any more.
+    In an epoch's middle or at its end, where there are no tickets to be posted any more. What was
+    taken is always in the caller's hands: there is no place between the two.
     """
     worker = Wide if kind == "proc" else np.arange(60)
     m = cseq.MSequence(
         worker, 60, batch_size=10, shuffle=False, out_type="null", thread_type=kind, buffer=3,
-        num_workers=1, **({"start_method": "fork"} if kind == "proc" else {}),
+        num_workers=1, ordered=ordered, **({"start_method": "fork"} if kind == "proc" else {}),
     )  # fmt: skip
     hits = 0
     with m.start():
@@ -824,19 +825,16 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, go_on: bool, ahead:
             got = [next(iterator)[0] for _ in range(ahead)]
             with interrupted(countdown, *TAKING) as struck:
                 got.append(next(iterator)[0])
-            hit = struck.is_set()
-            delivered = m.state_dict()["consumed"] // 10
-            if delivered == ahead + 1 and hit:  # it was on its way back to the loop
-                got.append(10 * ahead)
-            assert delivered == len(got)
-            if go_on or not hit:
-                got += [batch[0] for batch in iterator]
-                assert [int(np.ravel(first)[0]) for first in got] == list(range(0, 60, 10))
-            hits += hit
-        # Small batches go a way without such places, while there are more to come.
-        assert hits >= 5 or (kind == "thread" and ahead == 1)
+            hits += struck.is_set()
+            assert len(got) == ahead + (not struck.is_set())
+            if ordered:
+                assert m.state_dict()["consumed"] // 10 == len(got)
+            got += [batch[0] for batch in iterator]
+            assert sorted(int(np.ravel(first)[0]) for first in got) == list(range(0, 60, 10))
+        # What threads have made is taken in C alone, unless it has to be waited for.
+        assert hits >= 5 or kind == "thread"
         if kind == "proc":
-            assert m._run.pool._arena._slots.capacity == 16  # type: ignore[union-attr]
+            assert m._run.pool._arena.slots.capacity == 16  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bad", [True, False])
@@ -1410,12 +1408,12 @@ def test_epochs_leave_nothing() -> None:
         for _ in range(2):
             list(m)
         before = census()
-        slots = m._run.pool._arena._slots.capacity  # type: ignore[union-attr]
+        slots = m._run.pool._arena.slots.capacity  # type: ignore[union-attr]
         for _ in range(20):
             for _ in m:
                 pass
         assert census()[:2] == before[:2]
-        assert m._run.pool._arena._slots.capacity == slots  # type: ignore[union-attr]
+        assert m._run.pool._arena.slots.capacity == slots  # type: ignore[union-attr]
 
 
 # -- many at once

@@ -6,7 +6,6 @@ the futex on systems that have none.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import socket
@@ -30,16 +29,13 @@ from cseq._core import (
     PARK_NS,
     Block,
     Descriptor,
-    Exchange,
     Hand,
     Lease,
     Mapping,
     Memory,
-    Order,
     Ring,
     Seat,
     Slots,
-    Steps,
     Window,
     address_of,
     commit,
@@ -962,218 +958,6 @@ def test_copy_array_of_a_view_that_does_not_fit() -> None:
     source.store_bytes(16, b"layout")
     with pytest.raises(IndexError, match="16 bytes"):
         copy_array(source, (16, 2, 4, 0), known, 1000)
-
-
-# -- the short ways
-
-
-class Counter:
-    """An exchange over a ring of two cells and 5 batches of 2 samples, in their natural order."""
-
-    def __init__(self, convert: Callable[[Any], Any] | None = None, *, torn: bool = False) -> None:
-        self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
-        self.held: list[Any] = [None, None]
-        self.seat = Seat(self.ring, 0, 1, last=True)
-        self.exchange = Exchange(self.ring, Order(10, shuffle=False, seed=0), self.held, convert)
-        self.exchange.begin(7, 100, 5, 0, 2, 2)
-        for batch in range(2):
-            cell = self.ring.vacant()
-            self.ring.indices(cell)[:] = 2 * batch, 2 * batch + 1
-            self.ring.post(cell, batch, 7, 100 + batch, 2, start=2 * batch)
-        self.exchange.ticket = self.exchange.posted = 2
-        self.exchange.torn = torn
-
-    def work(self, batch: Any = "batch", status: int = 0) -> None:
-        """Publish the next ticket."""
-        assert self.seat.claim() is True
-        self.held[self.seat.cell] = batch
-        self.seat.publish(status)
-
-    def state(self) -> tuple[Any, ...]:
-        """All that `swap` may change."""
-        cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
-        x = self.exchange
-        return x.ticket, x.posted, x.taken, x.done, self.ring.depths(), *self.held, cells
-
-
-def test_a_swap() -> None:
-    """The oldest batch comes out, and the next ticket is posted where it lay."""
-    counter = Counter()
-    for batch in range(3):
-        counter.work(f"batch {batch}")
-        assert counter.exchange.swap() == f"batch {batch}"
-        cell = batch % 2
-        assert counter.held[cell] is None
-        assert counter.ring.ticket(cell) == (7, 102 + batch, 2)
-        assert counter.ring.indices(cell).tolist() == [4 + 2 * batch, 5 + 2 * batch]
-        assert (counter.exchange.taken, counter.exchange.done) == (batch + 1, batch + 1)
-        assert (counter.exchange.posted, counter.exchange.ticket) == (batch + 3, batch + 3)
-    assert counter.ring.taken_batches == 3
-    counter.work()
-    before = counter.state()
-    assert counter.exchange.swap() is None  # all batches are posted
-    assert counter.state() == before
-
-
-def prepare(counter: Counter, why: str) -> None:
-    """Make the short way impossible."""
-    if why == "raised":
-        counter.work(ValueError(), status=1)
-    elif why == "none":
-        counter.work(None)
-    elif why == "torn":
-        counter.work()
-        counter.exchange.torn = True
-    elif why == "empty":
-        counter.ring.abandon()
-    elif why == "short":
-        counter.exchange.begin(7, 100, 2, 0, 2, 2)
-        counter.exchange.posted = 2
-        counter.work()
-
-
-@pytest.mark.parametrize("why", ["not ready", "raised", "none", "torn", "empty", "short"])
-def test_what_cannot_be_swapped_stays_as_it_is(why: str) -> None:
-    """A batch that is none, or not ready, or an exception: nothing has changed."""
-    counter = Counter()
-    prepare(counter, why)
-    before = counter.state()
-    assert counter.exchange.swap() is None
-    assert counter.state() == before
-
-
-def refuse(batch: Any) -> Any:
-    """Be a conversion that fails."""
-    raise ValueError(batch)
-
-
-def interrupt(batch: Any) -> Any:
-    """Be a conversion during which Ctrl-C comes."""
-    raise KeyboardInterrupt
-
-
-def test_a_conversion_that_fails_in_a_swap() -> None:
-    """The long way is to see it: nothing has changed. A conversion to None goes there, too."""
-    for convert in (refuse, lambda _: None):
-        counter = Counter(convert)
-        counter.work()
-        before = counter.state()
-        assert counter.exchange.swap() is None
-        assert counter.state() == before
-        assert isinstance(counter.exchange.failed, ValueError) == (convert is refuse)
-    assert not counter.exchange.alone  # it may call anything: a lock is needed
-
-
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
-@pytest.mark.parametrize("late", [False, True])
-def test_ctrl_c_in_a_swap(late: bool) -> None:
-    """A signal handler raises before anything has changed, not behind it."""
-    # Sets what the handler is called for, and calls it not.
-    pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(
-        ("PyErr_SetInterrupt", ctypes.pythonapi)
-    )
-    counter = Counter(pending if late else interrupt)
-    counter.work()
-    before = counter.state()
-    with pytest.raises(KeyboardInterrupt):
-        counter.exchange.swap()
-    assert counter.state() == before
-
-
-def test_a_conversion_that_begins_another_epoch() -> None:
-    """What is converted then belongs to no epoch that is wanted: it does not come out."""
-
-    def begin(batch: Any) -> Any:
-        counter.exchange.begin(8, 0, 5, 0, 2, 2)
-        return batch
-
-    counter = Counter(begin)
-    counter.work()
-    assert counter.exchange.swap() is None
-    assert counter.ring.depths() == (1, 0, 1)
-    assert counter.exchange.taken == 0
-
-
-def in_slot(array: np.ndarray[Any, Any], most: int = 1000) -> Any:
-    """Lay an array into a slot, and swap it out."""
-    layout = b"layout of one array"
-    with file_of(PAGE) as fd:
-        slot = Mapping(fd, 0, PAGE)
-    ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
-    known = {layout: (64, array.dtype, array.shape, False)}
-    exchange = Exchange(ring, Order(9, shuffle=False, seed=0), ({3: slot}, known, most))
-    exchange.begin(0, 0, 9, 0, 1, 1)
-    swapped = []
-    for batch in range(4):
-        if not batch:
-            ring.post(0, 0, 0, 0, 1, slot=3, capacity=PAGE)
-            exchange.posted = exchange.ticket = 1
-        seat = claim(ring)
-        slot.store(64, np.asarray(array + batch))
-        offset = 64 + array.nbytes
-        slot.store_bytes(offset, layout)
-        seat.publish(0, (offset, 6, len(layout) - 6, 0), PAGE)
-        if batch == 2:
-            known.clear()  # the latest layout is remembered
-        swapped.append(exchange.swap())
-        if swapped[-1] is None:
-            break
-    return swapped
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
-def test_a_swap_from_a_slot(shape: tuple[int, ...]) -> None:
-    """A small array comes out as a copy of its own, which can be written to."""
-    array = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)
-    for batch, got in enumerate(in_slot(np.asarray(array))):
-        assert got.flags.owndata
-        assert got.flags.writeable
-        assert got.dtype == array.dtype
-        np.testing.assert_array_equal(got, array + batch, strict=True)
-        got[...] = -1
-
-
-def test_a_swap_of_a_large_array() -> None:
-    """What is not small is for the long way."""
-    assert in_slot(np.zeros(120)) == [None]
-    assert in_slot(np.zeros(100))[0] is not None
-
-
-class Going:
-    """A run whose iterators may go on as long as `present` does not change."""
-
-    def __init__(self) -> None:
-        self.present = 3
-        self.turn = threading.RLock()
-
-
-def test_steps() -> None:
-    """The short way if there is one, else the long way, with the lock held; then the end."""
-    run, counter = Going(), Counter()
-    long_way = iter(["long"])
-
-    def go() -> Any:
-        assert run.turn._is_owned()  # type: ignore[attr-defined]
-        return next(long_way)
-
-    steps = Steps(run, counter.exchange, go)
-    counter.work("short")
-    assert [next(steps), next(steps)] == ["short", "long"]
-    with pytest.raises(StopIteration):
-        next(steps)
-    assert iter(steps) is steps
-
-
-def test_steps_of_another_iterator() -> None:
-    """Once another iterator is the present one, neither way is gone; the lock is free again."""
-    run, counter = Going(), Counter()
-    steps = Steps(run, counter.exchange, list)
-    counter.work()
-    run.present = 4
-    with pytest.raises(InterruptedError, match="newer iterator"):
-        next(steps)
-    assert not run.turn._is_owned()  # type: ignore[attr-defined]
-    assert counter.exchange.taken == 0
 
 
 class Slot(Hand):

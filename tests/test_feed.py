@@ -50,7 +50,8 @@ class Stage:
         sampler = Sampler(samples, batch_size=batch_size, shuffle=False, seed=0, drop_last=False)
         self.feed = Feed(
             self.ring, sampler, self.edge,
-            ordered=ordered, skip_errors=skip_errors, check=self.check, convert=convert or self.convert,
+            ordered=ordered, skip_errors=skip_errors, check=self.check,
+            convert=convert or self.convert,
         )  # fmt: skip
 
     def check(self) -> None:
