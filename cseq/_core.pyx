@@ -383,6 +383,7 @@ cdef struct Cursor:
     Py_ssize_t object
 
 cdef object MEMMAP = numpy.memmap
+cdef object UNREAD = object()
 cdef dict CONTAINERS = {"tuple": TUPLE, "list": LIST, "dict": DICT}
 
 
@@ -2157,27 +2158,36 @@ cdef class Consumer:
         return (cseq_load_acq_u64(&c.word), cell, c.status, c.slot, c.capacity,
                 (f[0], f[1], f[2], f[3], f[4], f[5]))
 
-    cdef object decode(self, uint32_t cell):
-        """The batch in a cell, converted, if it can be made without `read`; else None."""
+    cdef object decode(self, uint32_t cell, bint whole):
+        """The batch in a cell, converted, if it can be made without `read`; else UNREAD.
+
+        If not `whole`, it can be converted leaf by leaf only.
+        """
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        cdef bint leaves = self.leaf_for is not None
         cdef Mapping slot
         cdef Plan plan
-        if c.status:
-            return None
+        if c.status or (self.convert is not None and not leaves and not whole):
+            return UNREAD
         if self.objects is not None:
-            return self.objects[cell] if self.convert is None else None
+            batch = self.objects[cell]
+            if batch is None or (self.convert is not None and not whole):
+                return UNREAD
+            return batch if self.convert is None else self.convert(batch)
         if c.stage or self.mapped is None or c.record[3] or not c.record[1]:
-            return None
+            return UNREAD
         slot = self.mapped.get(c.slot)
         if slot is None or <uint64_t>slot.size < c.capacity or c.record[0] > <uint64_t>self.most:
-            return None
-        if self.convert is not None and self.leaf_for is None:
-            return None
+            return UNREAD
         plan = self.reader.find(slot, c.record)
         if plan is None:
-            return None
+            return UNREAD
         arrays = plan.arrays(slot, c.record, True)
-        return plan.build(arrays, None, None if self.convert is None else self.conversion(plan))
+        if self.convert is None:
+            return plan.build(arrays, None, None)
+        if leaves:
+            return plan.build(arrays, None, self.conversion(plan))
+        return self.convert(plan.build(arrays, None, None))
 
     cdef list conversion(self, Plan plan):
         """What converts the leaves of batches of a plan."""
@@ -2233,8 +2243,16 @@ cdef class Consumer:
             return None
         cell = self.ring.outstanding_cell(k)
         token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
-        batch = self.decode(cell)
+        try:
+            batch = self.decode(cell, False)
+        except MemoryError:
+            raise
+        except Exception as error:
+            self.decoded = token, cell, None, error  # `next` names the batch
+            return None
         if batch is None:
+            self.decoded = token, cell, None, None
+        if batch is None or batch is UNREAD:
             return None
         self.prepare()
         PyErr_CheckSignals()
@@ -2296,12 +2314,12 @@ cdef class Consumer:
         cell = self.ring.outstanding_cell(k)
         token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
         try:
-            batch = self.decode(cell)
+            batch = self.decode(cell, True)
         except MemoryError:
             raise
         except Exception as error:
             return token, cell, None, error
-        return self.read() if batch is None else (token, cell, batch, None)
+        return self.read() if batch is UNREAD else (token, cell, batch, None)
 
 
 cdef class BatchIterator:
