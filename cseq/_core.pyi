@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, SupportsIndex, final
 
 import numpy as np
@@ -7,6 +7,9 @@ from typing_extensions import Self, disjoint_base
 
 FIELDS: Final[int]
 SMALL: Final[int]
+ALIGNMENT: Final[int]
+LONG: Final[int]
+REMEMBERED: Final[int]
 DEBUG: Final[bool]
 HAS_GIL: Final[bool]
 ALGORITHM: Final[str]
@@ -55,11 +58,37 @@ class Window(Memory):
 class Lease(Memory): ...
 
 def copy_of(source: Memory, nbytes: int, offset: int = 0) -> Block: ...
-def copy_array(
-    source: Memory, record: tuple[int, ...], known: dict[bytes, Any], most: int
-) -> NDArray[Any] | Block | None: ...
 def commit(fd: int, offset: int, nbytes: int) -> None: ...
 def address_of(array: NDArray[Any]) -> int: ...
+
+@final
+class Plan:
+    structure: Final[bytes]
+    cast: Final[np.dtype[Any] | None]
+    casts: Final[list[bool]]
+    fits: Final[bool]
+    def __new__(
+        cls,
+        structure: bytes,
+        token: Any,
+        split: int,
+        leaves: list[tuple[np.dtype[Any], int, bool]],
+        containers: dict[str, Any],
+        raw: Callable[[Any, np.dtype[Any]], tuple[Any, Any, Any, bool]] | None,
+        cast: np.dtype[Any] | None = None,
+        sources: list[np.dtype[Any]] | None = None,
+    ) -> Self: ...
+    def converters(self, leaf_for: Callable[[np.dtype[Any] | None], Any]) -> list[Any]: ...
+
+@final
+class Reader:
+    plans: Final[dict[bytes, Plan]]
+    def __new__(
+        cls,
+        parse: Callable[[bytes], Plan],
+        load: Callable[[Memory, int, int], list[Any]],
+    ) -> Self: ...
+    def decode(self, memory: Memory, record: Sequence[int], copied: bool = False) -> Any: ...
 
 @disjoint_base
 class Slots:
@@ -216,19 +245,19 @@ class Hand:
     mapped: dict[int, Mapping]
     older: list[Memory]
     slot: int
-    @property
-    def laid(self) -> Any: ...
+    cast: np.dtype[Any] | None
     def __new__(cls, *args: Any) -> Self: ...
-    def remember(
+    def remember(self, plan: Plan) -> None: ...
+    def match(
+        self, batch: Any, cast: np.dtype[Any] | None
+    ) -> tuple[Plan, list[NDArray[Any]], list[Any]] | None: ...
+    def lay(
         self,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        wanted: np.dtype[Any] | None,
-        cast: bool,
-        record: tuple[int, ...],
-        blob: bytes,
-    ) -> None: ...
-    def lay(self, batch: Any, wanted: np.dtype[Any] | None) -> bool: ...
+        plan: Plan,
+        arrays: list[NDArray[Any]],
+        pickled: bytes | None = None,
+        buffers: list[memoryview] | None = None,
+    ) -> tuple[int, int, int, int]: ...
     def turn(self, seat: Seat) -> None: ...
     def give(self, seat: Seat, batch: Any) -> bool: ...
 
@@ -256,8 +285,9 @@ class Consumer:
         slots: Slots | None = None,
         extend: Callable[[], None] | None = None,
         discard: Callable[[int], None] | None = None,
-        small: tuple[dict[int, Mapping], dict[bytes, Any], int] | None = None,
+        small: tuple[dict[int, Mapping], Reader, int] | None = None,
         convert: Callable[[Any], Any] | None = None,
+        leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...
     def begin(
         self,

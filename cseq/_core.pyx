@@ -349,6 +349,7 @@ def address_of(cnp.ndarray array not None):
 cdef enum:
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # of them, and of a writer's: those that are compared one by one
+    PLAIN_DEPTH = 4  # containers inside one another that are searched for atoms
 
     # Kinds of nodes.
     ARRAY = 0
@@ -404,21 +405,32 @@ cdef bint is_atom(object value):
             or cls is complex or (cls is bytes and len(<bytes>value) < MOST_PICKLED))
 
 
-cdef bint is_plain(object value):
-    """Whether a value is an atom, or a list or tuple of atoms."""
-    cdef Py_ssize_t k
-    if type(value) is list:
-        with cython.critical_section(value):
-            for k in range(PyList_GET_SIZE(value)):
-                if not is_atom(<object>PyList_GET_ITEM(value, k)):
-                    return False
-        return True
-    if type(value) is tuple:
+cdef bint is_plain(object value, int depth):
+    """Whether a value is an atom, or containers of atoms alone, `depth` of them inside one another."""
+    cdef Py_ssize_t k = 0
+    cdef PyObject* key
+    cdef PyObject* child
+    cls = type(value)
+    if cls is not list and cls is not tuple and cls is not dict:
+        return is_atom(value)
+    if not depth:
+        return False
+    if cls is tuple:
         for k in range(PyTuple_GET_SIZE(value)):
-            if not is_atom(<object>PyTuple_GET_ITEM(value, k)):
+            if not is_plain(<object>PyTuple_GET_ITEM(value, k), depth - 1):
                 return False
         return True
-    return is_atom(value)
+    with cython.critical_section(value):
+        if cls is list:
+            while k < PyList_GET_SIZE(value):
+                if not is_plain(<object>PyList_GET_ITEM(value, k), depth - 1):
+                    return False
+                k += 1
+        else:
+            while PyDict_Next(value, &k, &key, &child):
+                if not is_atom(<object>key) or not is_plain(<object>child, depth - 1):
+                    return False
+    return True
 
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
@@ -603,7 +615,7 @@ cdef class Plan:
         if n.kind == ARRAY:
             return self.match_array(n.leaf, value, arrays)
         if n.kind == OBJECT:
-            if not is_plain(value):
+            if not is_plain(value, PLAIN_DEPTH):
                 return False
             objects.append(value)
             return True

@@ -287,6 +287,7 @@ ARRAYS = {ndarray}
 # Types of elements that are nothing but bytes, and equal only to themselves.
 FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
 
+
 class _Survey:
     """What a batch consists of: its leaves, in the order of its tree."""
 
@@ -309,7 +310,7 @@ class _Survey:
         if tag == "scalar":
             return self._raw(SCALAR, np.asarray(value))
         if tag == "bytes" and len(value) >= LONG:
-            return self._raw(BYTES, _bytes_array(value))
+            return self._raw(BYTES, np.frombuffer(value, np.uint8))
         return self._tensor(value) if tag == "tensor" else self._object(value)
 
     def _container(self, tag: str, value: Any, depth: int) -> Token:
@@ -444,9 +445,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
 
 
-def _survey(
-    batch: Any, writer: Writer, cast: Dtype | None
-) -> tuple[Plan, list[Array], list[Any]]:
+def _survey(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
     """Find out what a batch consists of, and have the writer remember it."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)
@@ -454,7 +453,8 @@ def _survey(
     sources = [array.dtype for array in arrays]
     split = len(survey.arrays)
     kinds = [_target(dtype, cast) for dtype in sources[:split]] + sources[split:]
-    leaves = [(kind, array.ndim, array.flags.fnc) for kind, array in zip(kinds, arrays, strict=True)]
+    pairs = zip(kinds, arrays, strict=True)
+    leaves: list[Leaf] = [(kind, array.ndim, array.flags.fnc) for kind, array in pairs]
     structure = _pickled(batch, (tree, split, leaves))[0]
     plan = Plan(structure, tree, split, leaves, _KINDS, _raw, cast, sources)
     writer.remember(plan)
@@ -469,8 +469,8 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
     return cast
 
 
-def _raw(token: Token, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
-    """Tell how a leaf that is no array becomes one and is made of it: its type, both, if a tensor."""
+def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
+    """Tell how a leaf that is no array is taken apart and put together; see `Plan`."""
     if token == SCALAR:
         return dtype.type, np.asarray, operator.itemgetter(()), False
     if token == BYTES:

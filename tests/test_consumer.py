@@ -282,7 +282,7 @@ class Slotted:
         self.consumer.begin(0, 0, 9, 9, 0, 1, 1)
         self.consumer.refill()
 
-    def describe(self, cell: int, error: BaseException) -> tuple[BaseException, Any]:  # noqa: ARG002
+    def describe(self, cell: int, error: BaseException) -> tuple[BaseException, Any]:
         """Leave the exception as it is."""
         return error, None
 

@@ -984,7 +984,8 @@ def test_laying_an_array() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [FLOATS.astype("f8"), FLOATS.astype(">f4"), FLOATS[None], FLOATS.view(np.recarray), [1, 2], None, [FLOATS]],
+    [FLOATS.astype("f8"), FLOATS.astype(">f4"), FLOATS[None], FLOATS.view(np.recarray), [1, 2],
+     None, [FLOATS]],
 )  # fmt: skip
 def test_other_batches_do_not_match(other: Any) -> None:
     """What is not like the array before is left to the survey, and the slot as it is."""
