@@ -78,7 +78,11 @@ class Plan:
         cast: np.dtype[Any] | None = None,
         sources: list[np.dtype[Any]] | None = None,
     ) -> Self: ...
-    def converters(self, leaf_for: Callable[[np.dtype[Any] | None], Any]) -> list[Any]: ...
+    def converters(
+        self,
+        leaf_for: Callable[[np.dtype[Any] | None], Any],
+        convert: Callable[[Any], Any] | None,
+    ) -> list[Any]: ...
 
 @final
 class Reader:
@@ -285,7 +289,8 @@ class Consumer:
         slots: Slots | None = None,
         extend: Callable[[], None] | None = None,
         discard: Callable[[int], None] | None = None,
-        small: tuple[dict[int, Mapping], Reader, int] | None = None,
+        small: tuple[dict[int, Mapping], Reader, int, Callable[[int, int, int], Memory]]
+        | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...

@@ -751,7 +751,10 @@ cdef class Plan:
             return self.build_leaf(n, n.leaf, arrays, converters)
         if n.kind == OBJECT:
             at.object += 1
-            return objects[at.object - 1]
+            loose = objects[at.object - 1]
+            if converters is None or is_plain(loose, PLAIN_DEPTH):
+                return loose
+            return (<object>PyList_GET_ITEM(converters, self.leaf_count))(loose)
         loose = None
         if n.loose:
             at.object += 1
@@ -778,14 +781,16 @@ cdef class Plan:
             return children
         return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
 
-    def converters(self, leaf_for):
-        """List what is to be applied to each leaf.
+    def converters(self, leaf_for, convert):
+        """List what is to be applied to each leaf, and behind these to what was pickled.
 
         Parameters
         ----------
         leaf_for : callable
             ``leaf_for(dtype)`` is a function of a fresh array of that type, ``leaf_for(None)`` one
             of a tensor; or None, where they stay as they are.
+        convert : callable
+            Converts any batch.
         """
         cdef Node* n
         cdef int k, i
@@ -798,6 +803,7 @@ cdef class Plan:
             elif n.leaf >= 0:
                 for i in range(n.leaf, n.leaf + max(n.count, <int>(n.kind == ARRAY))):
                     result[i] = leaf_for(<object>self.leaves[i].dtype)
+        result.append(convert)
         return result
 
 
@@ -849,6 +855,14 @@ cdef class Reader:
         if plan is not None:
             self.recent = [plan, *self.recent[:RECENT - 1]]
         return plan
+
+    cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1:
+        """Whether the objects of a batch are a pickle and nothing else."""
+        cdef uint64_t count
+        cdef uint64_t end = record[0] + record[1] + record[2] + record[3]
+        memory.inside(<Py_ssize_t>end - 8, 8)
+        memcpy(&count, memory.data + end - 8, 8)
+        return count == 0
 
     cdef Plan learn(self, bytes structure):
         """The plan of a structure, from now on a known one."""
@@ -1954,8 +1968,9 @@ cdef class Consumer:
     discard : callable, optional
         ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
     small : tuple, optional
-        ``(mapped, reader, most)``: batches of a structure that the `Reader` knows are decoded in C
-        if their arrays take at most `most` bytes; `mapped` has the `Mapping` of each slot.
+        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded
+        in C; arrays of at most `most` bytes together are copied, and others are views of what
+        `lend` (see `Arena`) returns. `mapped` has the `Mapping` of each slot.
     convert : callable, optional
         Applied to the batch as the last part of decoding it; `read` does so itself.
     leaf_for : callable, optional
@@ -1980,6 +1995,7 @@ cdef class Consumer:
     cdef dict mapped
     cdef Reader reader
     cdef Py_ssize_t most
+    cdef object lend
     cdef object leaf_for
     cdef dict converters  # by plan
     cdef Plan latest
@@ -2010,7 +2026,7 @@ cdef class Consumer:
         self.ordered, self.skip_errors = ordered, skip_errors
         self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
         if small is not None:
-            self.mapped, self.reader, self.most = small
+            self.mapped, self.reader, self.most, self.lend = small
         self.convert, self.leaf_for = convert, leaf_for
         self.converters = {}
         self.alone = GIL and (convert is None or leaf_for is not None)
@@ -2173,33 +2189,47 @@ cdef class Consumer:
     cdef object decode(self, uint32_t cell, bint whole):
         """The batch in a cell, converted, if it can be made without `read`; else UNREAD.
 
-        If not `whole`, it can be converted leaf by leaf only.
+        If not `whole`, then only if no Python code is needed but for converting single leaves.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         cdef bint leaves = self.leaf_for is not None
-        cdef Mapping slot
-        cdef Plan plan
-        if c.status or (self.convert is not None and not leaves and not whole):
+        if c.status or not (whole or self.convert is None or (leaves and self.objects is None)):
             return UNREAD
         if self.objects is not None:
             batch = self.objects[cell]
-            if batch is None or (self.convert is not None and not whole):
+            if batch is None:
                 return UNREAD
-            return batch if self.convert is None else self.convert(batch)
-        if c.stage or self.mapped is None or c.record[3] or not c.record[1]:
+        else:
+            batch = self.decode_slot(c, whole, leaves)
+            if leaves or batch is UNREAD:
+                return batch
+        return batch if self.convert is None else self.convert(batch)
+
+    cdef object decode_slot(self, cseq_cell* c, bint whole, bint leaves):
+        """The batch in a cell's slot, if its structure is known; else UNREAD."""
+        cdef Mapping slot
+        cdef Plan plan
+        cdef Memory memory
+        cdef uint64_t* f = c.record
+        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
+        cdef bint small = f[0] <= <uint64_t>self.most
+        if c.stage or self.mapped is None or not f[1] or not (whole or (small and not f[3])):
             return UNREAD
         slot = self.mapped.get(c.slot)
-        if slot is None or <uint64_t>slot.size < c.capacity or c.record[0] > <uint64_t>self.most:
+        if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
-        plan = self.reader.find(slot, c.record)
+        plan = self.reader.find(slot, f)
         if plan is None:
             return UNREAD
-        arrays = plan.arrays(slot, c.record, True)
-        if self.convert is None:
-            return plan.build(arrays, None, None)
-        if leaves:
-            return plan.build(arrays, None, self.conversion(plan))
-        return self.convert(plan.build(arrays, None, None))
+        memory, objects = slot, None
+        if not small:
+            memory = self.lend(c.slot, end, c.capacity)
+        if f[3]:
+            if small and not self.reader.is_in_band(slot, f):
+                return UNREAD
+            objects = self.reader.load(memory, end - f[3], f[3])
+        arrays = plan.arrays(memory, f, small)
+        return plan.build(arrays, objects, self.conversion(plan) if leaves else None)
 
     cdef list conversion(self, Plan plan):
         """What converts the leaves of batches of a plan."""
@@ -2210,7 +2240,7 @@ cdef class Consumer:
         if leaves is None:
             if len(self.converters) >= MOST_KNOWN:
                 self.converters.clear()
-            leaves = self.converters[plan] = plan.converters(self.leaf_for)
+            leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
         self.latest, self.leaves = plan, leaves
         return leaves
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import TypedDict
 
-    from cseq._core import Mapping, Reader, Ring, Seat, Slots
+    from cseq._core import Mapping, Memory, Reader, Ring, Seat, Slots
     from cseq.arena import Arena, Writer
 
     Fields = tuple[int, ...]
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         slots: Slots
         extend: Callable[[], None]
         discard: Callable[[int], None]
-        small: tuple[dict[int, Mapping], Reader, int]
+        small: tuple[dict[int, Mapping], Reader, int, Callable[[int, int, int], Memory]]
 
 
 __all__ = [
@@ -225,7 +225,7 @@ class SlotReader:
         return {
             "slots": self._arena.slots,
             "extend": self._arena.extend,
-            "small": (self._arena.mapped, codec.reader, SMALL),
+            "small": (self._arena.mapped, codec.reader, SMALL, self._lend),
         }
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
@@ -235,9 +235,12 @@ class SlotReader:
         batch = codec.decode_copy(mapping, record, SMALL)
         if batch is not None:  # a batch that is None is decoded below
             return batch
+        return codec.decode(self._lend(slot, codec.used(record), capacity), record)
+
+    def _lend(self, slot: int, used: int, capacity: int) -> Memory:
+        """Lend what lies in a slot, or copy it."""
         with self._lock:
-            memory = self._arena.lend(slot, codec.used(record), capacity)
-        return codec.decode(memory, record)
+            return self._arena.lend(slot, used, capacity)
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""

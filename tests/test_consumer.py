@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 from cseq import codec
-from cseq._core import BatchIterator, Block, Consumer, Mapping, Order, Ring, Seat, Slots, ring_bytes
+from cseq._core import (
+    BatchIterator,
+    Block,
+    Consumer,
+    Lease,
+    Mapping,
+    Order,
+    Ring,
+    Seat,
+    Slots,
+    ring_bytes,
+)
 from cseq.producer import Scratch
 
 if TYPE_CHECKING:
@@ -274,7 +285,7 @@ class Slotted:
         os.close(fd)
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.seat = Seat(self.ring, 0, 1, last=True)
-        small = None if reader is None else (self.mapped, reader, most)
+        small = None if reader is None else (self.mapped, reader, most, self.lend)
         self.consumer = Consumer(
             self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
             slots=self.slots, extend=lambda: self.slots.extend(1, PAGE), small=small, **options,
@@ -285,6 +296,11 @@ class Slotted:
     def describe(self, cell: int, error: BaseException) -> tuple[BaseException, Any]:
         """Leave the exception as it is."""
         return error, None
+
+    def lend(self, slot: int, used: int, capacity: int) -> Any:
+        """Lend a slot."""
+        assert used <= capacity
+        return self.slots.lend(slot, self.mapped[slot])
 
     def read(self) -> Any:
         """Lend the slot."""
@@ -333,6 +349,13 @@ def test_lent_twice() -> None:
     assert bench.work() == 1
     del left
     assert bench.slots.leased == 0
+
+
+class Holder:
+    """Any object with an array, which a pickle does not hold itself."""
+
+    def __init__(self) -> None:
+        self.array = np.arange(200)
 
 
 class Written(Slotted):
@@ -391,28 +414,52 @@ def test_a_batch_of_a_structure_that_is_not_known() -> None:
     assert bench.consumer.step() is not None
 
 
-def test_a_batch_with_objects() -> None:
-    """What goes by pickle is for Python to decode."""
+@pytest.mark.parametrize("convert", [None, lambda batch: codec.map_leaves(convert_leaf, batch)])
+def test_a_batch_with_objects(convert: Any) -> None:
+    """What goes by pickle is decoded with the lock held, and converted unless it is plain."""
+    leaf_for = None if convert is None else lambda _: convert_leaf
+    bench = Written(convert=convert, leaf_for=leaf_for)
+    batch = [ARRAY, "text", {"a": [1]}, np.ma.masked_array([1, 2], [True, False])]
+    bench.learn(batch)
+    bench.write(batch)
+    assert bench.consumer.step() is None
+    want = batch if convert is None else convert(batch)
+    assert repr(bench.consumer.next()) == repr(want)
+    assert bench.slots.leased == 0
+
+
+def test_objects_with_buffers() -> None:
+    """Those that lie in the slot are for Python to decode."""
     bench = Written()
-    bench.learn([ARRAY, "text"])
-    bench.write([ARRAY, "text"])
-    assert bench.consumer.step() is None
+    bench.learn([ARRAY, Holder()])
+    bench.write([ARRAY, Holder()])
+    assert isinstance(bench.consumer.next(), Lease)  # what `read` returns here
 
 
-def test_a_large_array() -> None:
-    """What is not small is for Python to decode."""
+def test_a_large_batch() -> None:
+    """What is not small is a view of the slot, and takes it along."""
     bench = Written(960)
-    bench.learn(np.zeros(120))
-    bench.write(np.zeros(121))
+    bench.learn([np.zeros(120)])
+    bench.write([np.full(121, 7.0)])
     assert bench.consumer.step() is None
-    bench = Written(960)
-    bench.write(np.zeros(120))
+    got = bench.consumer.next()
+    assert got[0].tolist() == [7] * 121
+    assert bench.slots.leased == 1
+    bench.write([np.zeros(120)])
     assert bench.consumer.step() is not None
+    assert bench.slots.leased == 1
+    del got
+    assert bench.slots.leased == 0
 
 
 def negative(array: Any) -> Any:
     """Convert an array."""
     return -array
+
+
+def convert_leaf(leaf: Any) -> Any:
+    """Convert arrays, masked ones too."""
+    return -leaf if isinstance(leaf, np.ndarray) else leaf
 
 
 def convert_for(dtype: Any) -> Any:
