@@ -64,6 +64,9 @@ def address_of(array: NDArray[Any]) -> int: ...
 @final
 class Plan:
     structure: Final[bytes]
+    token: Final[Any]
+    leaves: Final[list[tuple[np.dtype[Any], int, bool]]]
+    sources: Final[list[np.dtype[Any]] | None]
     cast: Final[np.dtype[Any] | None]
     casts: Final[list[bool]]
     fits: Final[bool]
@@ -74,6 +77,7 @@ class Plan:
         split: int,
         leaves: list[tuple[np.dtype[Any], int, bool]],
         containers: dict[str, Any],
+        tag: Callable[[type], str],
         raw: Callable[[Any, np.dtype[Any]], tuple[Any, Any, Any, bool]] | None,
         cast: np.dtype[Any] | None = None,
         sources: list[np.dtype[Any]] | None = None,
@@ -250,6 +254,7 @@ class Hand:
     older: list[Memory]
     slot: int
     cast: np.dtype[Any] | None
+    plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
     def remember(self, plan: Plan) -> None: ...
     def match(

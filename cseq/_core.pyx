@@ -9,11 +9,11 @@ into exceptions.
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.dict cimport PyDict_Next, PyDict_SetItem
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
+from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE, PyTuple_New, PyTuple_SET_ITEM
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.errno cimport errno
 from libc.string cimport memcmp, memcpy, memset
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
@@ -39,6 +39,7 @@ cdef extern from "numpy/arrayobject.h":
     object PyArray_Empty(int nd, cnp.npy_intp* dims, cnp.dtype descr, int fortran)
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
     int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
+    bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
 
     ctypedef struct PyDataMemAllocator:
         void* ctx
@@ -349,7 +350,7 @@ def address_of(cnp.ndarray array not None):
 cdef enum:
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # of them, and of a writer's: those that are compared one by one
-    PLAIN_DEPTH = 4  # containers inside one another that are searched for atoms
+    MOST_SEARCHED = 4  # containers inside one another, for what does not go by pickle
 
     # Kinds of nodes.
     ARRAY = 0
@@ -398,41 +399,6 @@ cdef inline bint is_fortran(cnp.ndarray array) noexcept:
     return not cnp.PyArray_IS_C_CONTIGUOUS(array) and cnp.PyArray_IS_F_CONTIGUOUS(array)
 
 
-cdef bint is_atom(object value):
-    """Whether a value consists of numbers and texts that always go by pickle."""
-    cls = type(value)
-    return (cls is str or cls is int or cls is float or value is None or cls is bool
-            or cls is complex or (cls is bytes and len(<bytes>value) < MOST_PICKLED))
-
-
-cdef bint is_plain(object value, int depth):
-    """Whether a value is an atom, or containers of atoms alone, `depth` of them inside one another."""
-    cdef Py_ssize_t k = 0
-    cdef PyObject* key
-    cdef PyObject* child
-    cls = type(value)
-    if cls is not list and cls is not tuple and cls is not dict:
-        return is_atom(value)
-    if not depth:
-        return False
-    if cls is tuple:
-        for k in range(PyTuple_GET_SIZE(value)):
-            if not is_plain(<object>PyTuple_GET_ITEM(value, k), depth - 1):
-                return False
-        return True
-    with cython.critical_section(value):
-        if cls is list:
-            while k < PyList_GET_SIZE(value):
-                if not is_plain(<object>PyList_GET_ITEM(value, k), depth - 1):
-                    return False
-                k += 1
-        else:
-            while PyDict_Next(value, &k, &key, &child):
-                if not is_atom(<object>key) or not is_plain(<object>child, depth - 1):
-                    return False
-    return True
-
-
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran):
     """An array on a memory, which it keeps alive."""
@@ -461,6 +427,8 @@ cdef class Plan:
         (dtype, dimensions, Fortran order) of each.
     containers : dict
         By tag: how a container is opened and closed.
+    tag : callable
+        ``tag(type)`` is ``"object"`` for types that always go by pickle.
     raw : callable
         ``raw(token, dtype)`` → (type, what makes it an array or None, what makes it of an array,
         whether it is a tensor).
@@ -471,8 +439,8 @@ cdef class Plan:
 
     Attributes
     ----------
-    structure : bytes
-    cast : numpy.dtype or None
+    structure, token, leaves, cast, sources
+        As given.
     casts : list of bool
         Which leaves are cast.
     fits : bool
@@ -480,10 +448,14 @@ cdef class Plan:
     """
 
     cdef readonly bytes structure
+    cdef readonly object token
     cdef readonly object cast
+    cdef readonly list leaves
+    cdef readonly list sources
     cdef readonly list casts
     cdef readonly bint fits
-    cdef Leaf* leaves
+    cdef object tag
+    cdef Leaf* leaf
     cdef Node* nodes
     cdef int leaf_count, node_count, room, split, objects
     cdef int made_arrays, made_raws
@@ -491,19 +463,19 @@ cdef class Plan:
     cdef list kept         # what nodes and leaves point to
 
     def __cinit__(self, bytes structure not None, token, int split, list leaves not None,
-                  dict containers not None, raw, cast=None, list sources=None):
+                  dict containers not None, tag, raw, cast=None, list sources=None):
         cdef int k
         cdef Leaf* leaf
-        self.structure, self.split, self.cast = structure, split, cast
-        leaves = list(leaves)
-        sources = None if sources is None else list(sources)
-        self.kept = [leaves, sources]
+        self.structure, self.token, self.split, self.cast = structure, token, split, cast
+        self.leaves, self.tag = list(leaves), tag
+        self.sources = None if sources is None else list(sources)
+        self.kept = []
         self.leaf_count = <int>len(leaves)
-        self.leaves = <Leaf*>PyMem_RawCalloc(self.leaf_count + 1, sizeof(Leaf))
-        if self.leaves == NULL:
+        self.leaf = <Leaf*>PyMem_RawCalloc(self.leaf_count + 1, sizeof(Leaf))
+        if self.leaf == NULL:
             raise MemoryError(f"no memory for {len(leaves)} leaves")
         for k in range(self.leaf_count):
-            leaf = &self.leaves[k]
+            leaf = &self.leaf[k]
             dtype, leaf.nd, leaf.fortran = leaves[k]
             if not isinstance(dtype, cnp.dtype) or dtype.hasobject or not 0 <= leaf.nd <= MAX_DIMS:
                 raise ValueError(f"leaf {leaves[k]!r} cannot lie in raw memory")
@@ -513,7 +485,7 @@ cdef class Plan:
             if sources is not None:
                 leaf.source = <PyObject*>sources[k]
                 leaf.casts = sources[k] is not dtype
-        self.casts = [self.leaves[k].casts for k in range(self.leaf_count)]
+        self.casts = [self.leaf[k].casts for k in range(self.leaf_count)]
         self.fits = sources is not None
         self.add(token, containers, raw)
         if self.made_arrays != split or self.made_arrays + self.made_raws != self.leaf_count:
@@ -521,7 +493,7 @@ cdef class Plan:
                              f"does not fit {split} of {self.leaf_count} leaves")
 
     def __dealloc__(self):
-        PyMem_RawFree(self.leaves)
+        PyMem_RawFree(self.leaf)
         PyMem_RawFree(self.nodes)
 
     cdef PyObject* keep(self, object value):
@@ -566,7 +538,7 @@ cdef class Plan:
             node.leaf = self.split + self.made_raws
             if node.leaf >= self.leaf_count:
                 raise ValueError("a tree has more arrays than its layout")
-            cls, opener, closer, node.tensor = raw(token, <object>self.leaves[node.leaf].dtype)
+            cls, opener, closer, node.tensor = raw(token, <object>self.leaf[node.leaf].dtype)
             self.made_raws += 1
             node.cls, node.open, node.close = self.keep(cls), self.keep(opener), self.keep(closer)
             if opener is None:
@@ -588,22 +560,58 @@ cdef class Plan:
     # -- writing
 
     cdef bint match(self, object batch, list arrays, list objects) except -1:
-        """Whether a batch is like this; then its leaves are in `arrays` (of NULLs) and `objects`."""
+        """Whether a batch is like this; then its leaves are in `arrays` and `objects`."""
         cdef int node = 0
         return self.match_node(&node, batch, arrays, objects)
 
+    cdef bint is_object(self, object value, int depth, bint plain) except -1:
+        """Whether a value always goes by pickle, whatever it contains.
+
+        At most `depth` containers inside one another are searched. If `plain`, only numbers and
+        texts are told for sure.
+        """
+        cdef Py_ssize_t k = 0
+        cdef PyObject* key
+        cdef PyObject* child
+        cls = type(value)
+        if cls is str or cls is int or cls is float or value is None or cls is bool:
+            return True
+        if cls is bytes:
+            return len(<bytes>value) < MOST_PICKLED
+        if cls is not list and cls is not tuple and cls is not dict:
+            return not plain and self.tag(cls) == "object"
+        if not depth:
+            return False
+        if cls is tuple:
+            for k in range(PyTuple_GET_SIZE(value)):
+                if not self.is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
+                    return False
+            return True
+        with cython.critical_section(value):
+            if cls is list:
+                while k < PyList_GET_SIZE(value):
+                    if not self.is_object(<object>PyList_GET_ITEM(value, k), depth - 1, plain):
+                        return False
+                    k += 1
+            else:
+                while PyDict_Next(value, &k, &key, &child):
+                    if not self.is_object(<object>child, depth - 1, plain):
+                        return False
+        return True
+
     cdef bint match_array(self, int k, object value, list arrays):
-        cdef Leaf* leaf = &self.leaves[k]
+        cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.ndarray array
         if type(value) is not cnp.ndarray and type(value) is not MEMMAP:
             return False
         array = <cnp.ndarray>value
-        if array.descr is not <object>leaf.source or cnp.PyArray_NDIM(array) != leaf.nd:
+        if cnp.PyArray_NDIM(array) != leaf.nd or is_fortran(array) != leaf.fortran:
             return False
-        if is_fortran(array) != leaf.fortran:
+        if array.descr is not <object>leaf.source and (
+                cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
+                or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
             return False
-        Py_INCREF(value)
-        PyList_SET_ITEM(arrays, k, value)
+        arrays[k] = value
         return True
 
     cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1:
@@ -615,7 +623,7 @@ cdef class Plan:
         if n.kind == ARRAY:
             return self.match_array(n.leaf, value, arrays)
         if n.kind == OBJECT:
-            if not is_plain(value, PLAIN_DEPTH):
+            if not self.is_object(value, MOST_SEARCHED, False):
                 return False
             objects.append(value)
             return True
@@ -693,10 +701,10 @@ cdef class Plan:
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        arrays = PyList_New(self.leaf_count)
+        arrays = [None] * self.leaf_count
         at = memory.data + record[0] + record[1]
         for k in range(self.leaf_count):
-            leaf = &self.leaves[k]
+            leaf = &self.leaf[k]
             memcpy(&word, at, 8)
             at += 8
             nbytes = <uint64_t>leaf.itemsize
@@ -714,8 +722,7 @@ cdef class Plan:
                 memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + word, nbytes)
             else:
                 array = array_at(memory, word, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
-            Py_INCREF(array)
-            PyList_SET_ITEM(arrays, k, array)
+            arrays[k] = array
         return arrays
 
     cdef object build(self, list arrays, list objects, list converters):
@@ -745,40 +752,32 @@ cdef class Plan:
         cdef int k
         cdef list children
         cdef dict mapping
-        cdef tuple items
         at.node += 1
         if n.kind <= RAW:
             return self.build_leaf(n, n.leaf, arrays, converters)
         if n.kind == OBJECT:
             at.object += 1
             loose = objects[at.object - 1]
-            if converters is None or is_plain(loose, PLAIN_DEPTH):
+            if converters is None or self.is_object(loose, MOST_SEARCHED, True):
                 return loose
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(loose)
         loose = None
         if n.loose:
             at.object += 1
             loose = objects[at.object - 1]
-        if n.kind == TUPLE:
-            items = PyTuple_New(n.count)
-            for k in range(n.count):
-                child = self.build_child(n, at, k, arrays, objects, converters)
-                Py_INCREF(child)
-                PyTuple_SET_ITEM(items, k, child)
-            return items
         if n.kind == DICT:
             mapping = {}
             for k in range(n.count):
                 child = self.build_child(n, at, k, arrays, objects, converters)
                 PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.fixed, k), child)
             return mapping
-        children = PyList_New(n.count)
+        children = [None] * n.count
         for k in range(n.count):
-            child = self.build_child(n, at, k, arrays, objects, converters)
-            Py_INCREF(child)
-            PyList_SET_ITEM(children, k, child)
+            children[k] = self.build_child(n, at, k, arrays, objects, converters)
         if n.kind == LIST:
             return children
+        if n.kind == TUPLE:
+            return PyList_AsTuple(children)
         return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
 
     def converters(self, leaf_for, convert):
@@ -802,7 +801,7 @@ cdef class Plan:
                     result[n.leaf] = leaf_for(None)
             elif n.leaf >= 0:
                 for i in range(n.leaf, n.leaf + max(n.count, <int>(n.kind == ARRAY))):
-                    result[i] = leaf_for(<object>self.leaves[i].dtype)
+                    result[i] = leaf_for(<object>self.leaf[i].dtype)
         result.append(convert)
         return result
 
@@ -852,7 +851,7 @@ cdef class Reader:
                     return plan
         structure = at[:record[1]]
         plan = self.plans.get(structure)
-        if plan is not None:
+        if GIL and plan is not None:
             self.recent = [plan, *self.recent[:RECENT - 1]]
         return plan
 
@@ -2526,6 +2525,8 @@ cdef class Hand:
     slot : int
     cast : numpy.dtype or None
         What `give` casts numbers to.
+    plans : list of Plan
+        Those of the last batches, the latest first.
     """
 
     cdef public Memory memory
@@ -2539,7 +2540,7 @@ cdef class Hand:
     cdef public list older
     cdef public int64_t slot
     cdef public object cast
-    cdef list plans      # of the last batches of different structure, the latest first
+    cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef int64_t* words  # room for a layout
     cdef Py_ssize_t room
 
@@ -2555,8 +2556,7 @@ cdef class Hand:
 
     def remember(self, Plan plan not None):
         """Let batches like this one be recognised."""
-        if plan.fits:  # else it has no sources, or what they are says too little
-            self.plans = [plan, *self.plans[:RECENT - 1]]
+        self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cpdef tuple match(self, batch, cast):
         """Find the plan of a batch.
@@ -2571,9 +2571,9 @@ cdef class Hand:
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(self.plans)):
             plan = <Plan>PyList_GET_ITEM(self.plans, k)
-            if plan.cast is not cast:
+            if plan.cast is not cast or not plan.fits:
                 continue
-            arrays = PyList_New(plan.leaf_count)
+            arrays = [None] * plan.leaf_count
             objects = []
             if plan.match(batch, arrays, objects):
                 if k:
@@ -2644,7 +2644,7 @@ cdef class Hand:
         self.reserve(plan.words + 2 * count + 1)
         word = self.words
         for k in range(plan.leaf_count):
-            leaf = &plan.leaves[k]
+            leaf = &plan.leaf[k]
             array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
             at = -1
             if self.loaned and not leaf.casts and (
@@ -2672,7 +2672,7 @@ cdef class Hand:
         memory = self.memory
         word = self.words
         for k in range(plan.leaf_count):
-            leaf = &plan.leaves[k]
+            leaf = &plan.leaf[k]
             if word[0] >= base:
                 write_array(memory, word, leaf, <cnp.ndarray>PyList_GET_ITEM(arrays, k))
             word += 1 + leaf.nd

@@ -455,8 +455,12 @@ def _survey(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[
     kinds = [_target(dtype, cast) for dtype in sources[:split]] + sources[split:]
     pairs = zip(kinds, arrays, strict=True)
     leaves: list[Leaf] = [(kind, array.ndim, array.flags.fnc) for kind, array in pairs]
+    for plan in writer.plans:  # those that `match` cannot be sure of
+        same = plan.cast is cast and plan.token == tree
+        if same and plan.leaves == leaves and plan.sources == sources:
+            return plan, arrays, survey.objects
     structure = _pickled(batch, (tree, split, leaves))[0]
-    plan = Plan(structure, tree, split, leaves, _KINDS, _raw, cast, sources)
+    plan = Plan(structure, tree, split, leaves, _KINDS, _tag, _raw, cast, sources)
     writer.remember(plan)
     return plan, arrays, survey.objects
 
@@ -567,7 +571,7 @@ def decode_copy(memory: Memory, record: tuple[int, ...], most: int) -> Any:
 def _parse(structure: bytes) -> Plan:
     """Read a structure."""
     tree, split, leaves = pickle.loads(structure)
-    return Plan(structure, tree, split, leaves, _KINDS, _raw)
+    return Plan(structure, tree, split, leaves, _KINDS, _tag, _raw)
 
 
 def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:

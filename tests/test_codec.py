@@ -391,6 +391,7 @@ KNOWN = [
     Pair(np.arange(3), [np.ones(2)]), Box(np.arange(3), Pair(1, np.ones(2))), 5, "text",
     [np.arange(3), 1, 2.5, "text", None, True, b"short", 1j, ["a", "b"], (1, 2)],
     OrderedDict(a=np.arange(2)), (np.float32(1.5), np.bool_(True)), np.arange(6).reshape(2, 3).T,
+    [np.zeros(2, "M8[s]"), np.zeros(2, ">f4"), np.array(["abc"]), Colour.RED, [range(3), {1: 2}]],
 ]  # fmt: skip
 
 
@@ -405,6 +406,22 @@ def test_a_known_structure_is_not_surveyed(
     monkeypatch.setattr(codec, "_survey", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
     assert_same(want, sent(writer, batch, cast))
     assert bool(surveyed) == (way == "surveyed")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{1: np.arange(3)}, defaultdict(list, a=np.arange(3)), [np.zeros(2, [("a", "i4")]), Pair(1, 2)]],
+    ids=repr,
+)  # fmt: skip
+def test_a_structure_that_cannot_be_recognised_is_made_once(
+    batch: Any, way: str, writer: Writer
+) -> None:
+    """It is surveyed each time, but described only once."""
+    assert_same(batch, sent(writer, batch))
+    plans = writer.plans
+    assert_same(batch, sent(writer, batch))
+    assert writer.plans is plans
+    assert len(plans) == (way == "known")
 
 
 A, B = np.arange(3), np.ones(2)

@@ -956,7 +956,9 @@ F4, F8 = np.dtype("f4"), np.dtype("f8")
 def plan_of(cast: Any = None, source: Any = F4, token: Any = "array") -> Plan:
     """Make the plan of an array of floats."""
     containers: Any = {"list": (None, None)}
-    return Plan(b"plan", token, 1, [(cast or source, 1, False)], containers, None, cast, [source])
+    return Plan(
+        b"plan", token, 1, [(cast or source, 1, False)], containers, str, None, cast, [source]
+    )
 
 
 def make_slot(cast: Any = None) -> Slot:
