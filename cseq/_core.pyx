@@ -454,6 +454,7 @@ cdef class Plan:
     cdef readonly list sources
     cdef readonly list casts
     cdef readonly bint fits
+    cdef bint is_array  # and nothing else
     cdef object tag
     cdef Leaf* leaf
     cdef Node* nodes
@@ -488,6 +489,7 @@ cdef class Plan:
         self.casts = [self.leaf[k].casts for k in range(self.leaf_count)]
         self.fits = sources is not None
         self.add(token, containers, raw)
+        self.is_array = self.node_count == 1 and self.nodes[0].kind == ARRAY
         if self.made_arrays != split or self.made_arrays + self.made_raws != self.leaf_count:
             raise ValueError(f"a tree of {self.made_arrays} arrays and {self.made_raws} raws "
                              f"does not fit {split} of {self.leaf_count} leaves")
@@ -682,55 +684,64 @@ cdef class Plan:
 
     # -- reading
 
-    cdef list arrays(self, Memory memory, uint64_t* record, bint copied):
-        """The arrays of a batch: copies, or views that keep the memory alive.
+    cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
+                     list converters):
+        """Make a batch: its arrays are copies, or views that keep the memory alive.
 
-        No Python code runs while the memory is read.
+        Parameters
+        ----------
+        record : uint64_t[4]
+        objects : list or None
+            What was pickled.
+        converters : list or None
+            What `converters` has returned.
         """
-        cdef Leaf* leaf
-        cdef int k, i
-        cdef uint64_t end = record[0]
-        cdef int64_t word
-        cdef uint64_t nbytes
-        cdef char* at
-        cdef cnp.npy_intp dims[MAX_DIMS]
+        cdef Cursor at
         cdef list arrays
+        cdef int k
+        cdef char* word
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size:
             memory.inside(record[0], record[1])
         memory.inside(<Py_ssize_t>(record[0] + record[1]), <Py_ssize_t>record[2])
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
+        word = memory.data + record[0] + record[1]
+        if self.is_array:
+            array = self.read_array(0, memory, &word, record[0], copied)
+            return array if converters is None or converters[0] is None else converters[0](array)
+        # All of them first: no Python code runs while the memory is read.
         arrays = [None] * self.leaf_count
-        at = memory.data + record[0] + record[1]
         for k in range(self.leaf_count):
-            leaf = &self.leaf[k]
-            memcpy(&word, at, 8)
-            at += 8
-            nbytes = <uint64_t>leaf.itemsize
-            for i in range(leaf.nd):
-                memcpy(&dims[i], at, 8)
-                at += 8
-                if dims[i] < 0 or (dims[i] and nbytes > <uint64_t>(PY_SSIZE_T_MAX // dims[i])):
-                    raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
-                nbytes *= <uint64_t>dims[i]
-            if word < 0 or <uint64_t>word > end or nbytes > end - <uint64_t>word:
-                raise IndexError(f"array {k} of a batch is outside its {end} bytes")
-            if copied:
-                Py_INCREF(<object>leaf.dtype)  # PyArray_Empty takes it over
-                array = PyArray_Empty(leaf.nd, dims, <cnp.dtype>leaf.dtype, leaf.fortran)
-                memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + word, nbytes)
-            else:
-                array = array_at(memory, word, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
-            arrays[k] = array
-        return arrays
-
-    cdef object build(self, list arrays, list objects, list converters):
-        """Put a batch together of its arrays and what was pickled."""
-        cdef Cursor at
+            arrays[k] = self.read_array(k, memory, &word, record[0], copied)
         at.node = 0
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
+
+    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied):
+        """Make an array; `word` is where the layout speaks of it, and behind that then."""
+        cdef Leaf* leaf = &self.leaf[k]
+        cdef int i
+        cdef int64_t offset, size
+        cdef uint64_t nbytes = <uint64_t>leaf.itemsize
+        cdef cnp.npy_intp dims[MAX_DIMS]
+        memcpy(&offset, word[0], 8)
+        word[0] += 8
+        for i in range(leaf.nd):
+            memcpy(&size, word[0], 8)
+            word[0] += 8
+            if size < 0 or (size and nbytes > <uint64_t>PY_SSIZE_T_MAX // <uint64_t>size):
+                raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
+            nbytes *= <uint64_t>size
+            dims[i] = <cnp.npy_intp>size
+        if offset < 0 or <uint64_t>offset > end or nbytes > end - <uint64_t>offset:
+            raise IndexError(f"array {k} of a batch is outside its {end} bytes")
+        if not copied:
+            return array_at(memory, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
+        Py_INCREF(<object>leaf.dtype)  # PyArray_Empty takes it over
+        array = PyArray_Empty(leaf.nd, dims, <cnp.dtype>leaf.dtype, leaf.fortran)
+        memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + offset, nbytes)
+        return array
 
     cdef object build_leaf(self, Node* n, int k, list arrays, list converters):
         cdef object value = <object>PyList_GET_ITEM(arrays, k)
@@ -893,7 +904,7 @@ cdef class Reader:
         for k in range(4):
             word = record[k]
             if word < 0 or word > memory.size:
-                memory.inside(0, word)
+                raise IndexError(f"record {record!r} is outside a memory of {memory.size} bytes")
             f[k] = word
         memory.inside(0, f[0] + f[1] + f[2] + f[3])
         if not f[1]:
@@ -904,7 +915,7 @@ cdef class Reader:
         if plan is None:
             plan = self.learn(memory.data[f[0]:f[0] + f[1]])
         objects = self.load(memory, f[0] + f[1] + f[2], f[3]) if f[3] else None
-        return plan.build(plan.arrays(memory, f, copied), objects, None)
+        return plan.read(memory, f, copied, objects, None)
 
 
 # ── slots ──────────────────────────────────────────────────────────────────────────────────
@@ -2227,8 +2238,7 @@ cdef class Consumer:
             if small and not self.reader.is_in_band(slot, f):
                 return UNREAD
             objects = self.reader.load(memory, end - f[3], f[3])
-        arrays = plan.arrays(memory, f, small)
-        return plan.build(arrays, objects, self.conversion(plan) if leaves else None)
+        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
 
     cdef list conversion(self, Plan plan):
         """What converts the leaves of batches of a plan."""
@@ -2543,6 +2553,7 @@ cdef class Hand:
     cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef int64_t* words  # room for a layout
     cdef Py_ssize_t room
+    cdef uint64_t fields[4]  # the record of what was laid down last
 
     def __cinit__(self, *args):
         self.memory = Block(0)
@@ -2564,7 +2575,8 @@ cdef class Hand:
         Returns
         -------
         tuple or None
-            (plan, arrays, objects): the leaves of the batch; None if no plan fits.
+            (plan, arrays, objects): the leaves of the batch, `objects` None if there are none. Or None
+            if no plan fits.
         """
         cdef Plan plan
         cdef list arrays, objects
@@ -2574,7 +2586,7 @@ cdef class Hand:
             if plan.cast is not cast or not plan.fits:
                 continue
             arrays = [None] * plan.leaf_count
-            objects = []
+            objects = [] if plan.objects else None
             if plan.match(batch, arrays, objects):
                 if k:
                     self.plans.insert(0, self.plans.pop(k))
@@ -2605,7 +2617,7 @@ cdef class Hand:
             self.words, self.room = words, count
         return 0
 
-    cpdef tuple lay(self, Plan plan, list arrays, bytes pickled=None, list buffers=None):
+    def lay(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
         """Lay a batch down: what `match` has returned.
 
         Parameters
@@ -2628,6 +2640,12 @@ cdef class Hand:
         MemoryError
             There is no room for it.
         """
+        cdef uint64_t* f = self.fields
+        self.lay_down(plan, arrays, pickled, buffers)
+        return f[0], f[1], f[2], f[3]
+
+    cdef int lay_down(self, Plan plan, list arrays, bytes pickled, list buffers) except -1:
+        """`lay`; the record is in `fields`."""
         cdef Py_ssize_t base = self.place(0) if self.aimed is not None else aligned(self.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = len(plan.structure)
@@ -2679,11 +2697,13 @@ cdef class Hand:
         for k in range(<int>count):
             memory.store_bytes(table[2 * k], buffers[k])
         memory.put(end, <const char*>plan.structure, structure)
-        memory.put(end + structure, <const char*>self.words, layout)
+        memcpy(memory.data + end + structure, self.words, layout)  # `nbytes` are inside
         if pickled is not None:
             memory.put(end + structure + layout, <const char*>pickled, len(pickled))
             memory.put(nbytes - 8 * (2 * count + 1), <const char*>table, 8 * (2 * count + 1))
-        return end, structure, layout, objects
+        self.fields[0], self.fields[1], self.fields[2], self.fields[3] = (
+            end, structure, layout, objects)
+        return 0
 
     def turn(self, Seat seat not None):
         """Turn to the slot of the ticket in hand."""
@@ -2703,19 +2723,24 @@ cdef class Hand:
         """Lay a batch down and publish it, if nothing else is to be done; else False."""
         cdef cseq_cell* c
         cdef int k
+        cdef Plan plan
+        cdef list arrays
         CSEQ_POINT("index")
         if self.aimed is not None or self.loaned:
             return False
-        found = self.match(batch, self.cast)
-        if found is None:
+        for k in range(<int>PyList_GET_SIZE(self.plans)):
+            plan = <Plan>PyList_GET_ITEM(self.plans, k)
+            if plan.cast is not self.cast or not plan.fits or plan.objects:
+                continue
+            arrays = [None] * plan.leaf_count
+            if plan.match(batch, arrays, None):
+                break
+        else:
             return False
-        plan, arrays, objects = <tuple>found
-        if objects:
-            return False
-        record = self.lay(plan, arrays)
+        self.lay_down(plan, arrays, None, None)
         c = seat.held()
         for k in range(4):
-            c.record[k] = record[k]
+            c.record[k] = self.fields[k]
         seat.deliver(c, 0, self.capacity)
         return True
 

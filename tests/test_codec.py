@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -410,9 +411,9 @@ def test_a_known_structure_is_not_surveyed(
 
 @pytest.mark.parametrize(
     "batch",
-    [{1: np.arange(3)}, defaultdict(list, a=np.arange(3)), [np.zeros(2, [("a", "i4")]), Pair(1, 2)]],
+    [{1: np.arange(3)}, defaultdict(list, a=np.arange(3)), [np.zeros(2, [("a", "i4")]), 1]],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_structure_that_cannot_be_recognised_is_made_once(
     batch: Any, way: str, writer: Writer
 ) -> None:
@@ -491,6 +492,48 @@ def test_records_are_checked(writer: Writer) -> None:
         decode(Block(record.used - 1), record)
     with pytest.raises(IndexError):
         decode(Block(0), record)
+    for number in range(4):
+        for word in (-1, 2**20, 2**63, 2**64, 2**70):
+            with pytest.raises(IndexError, match="outside"):
+                decode(writer.memory, [word if k == number else record[k] for k in range(4)])
+
+
+SOME = st.integers(-9, 200)
+
+
+@given(
+    words=st.dictionaries(st.integers(0, 6), st.integers(-(2**63), 2**63 - 1) | SOME),
+    record=st.dictionaries(st.integers(2, 3), st.integers(-(2**70), 2**70) | SOME),
+    copied=st.booleans(),
+)
+def test_a_layout_that_lies_does_not_leave_the_memory(
+    words: dict[int, int],
+    record: dict[int, int],
+    copied: bool,
+) -> None:
+    """Whatever the numbers say, arrays lie in the memory, or it is an error."""
+    arena = Arena()
+    writer = writer_of(arena)
+    true = encode([np.arange(4), np.ones((2, 3)), np.ones(()).T], writer)
+    block = Block(true.used)
+    block.copy_from(writer.memory)
+    writer.close()
+    arena.close()
+    numbers = block.view(true.offset + true.structure, np.dtype("i8"), (true.layout // 8,))
+    assert numbers.tolist() == [0, 4, 64, 2, 3, 128]
+    for at, word in words.items():
+        if at < len(numbers):
+            numbers[at] = word
+    said = [record.get(number, word) for number, word in enumerate(true)]
+    try:
+        arrays = codec.reader.decode(block, said, copied)
+    except (IndexError, pickle.UnpicklingError, EOFError):
+        return
+    start = block.address
+    for array in arrays:
+        at = array.ctypes.data - start
+        assert copied or 0 <= at <= at + array.nbytes <= true.offset
+        array.sum()
 
 
 def test_a_record_may_have_more_words(writer: Writer) -> None:
