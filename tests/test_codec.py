@@ -527,7 +527,7 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
     said = [record.get(number, word) for number, word in enumerate(true)]
     try:
         arrays = codec.reader.decode(block, said, copied)
-    except (IndexError, pickle.UnpicklingError, EOFError):
+    except (IndexError, ValueError, EOFError, pickle.UnpicklingError):
         return
     start = block.address
     for array in arrays:
