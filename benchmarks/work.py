@@ -70,6 +70,20 @@ class Structured(Images):
         return {"images": self.images[rows]} | {name: one[rows] for name, one in targets}
 
 
+class Parts:
+    """So many arrays of 32 floats that lie ready: alone, a pair, or a dict."""
+
+    def __init__(self, count: int) -> None:
+        arrays = [np.full(32, number, np.float32) for number in range(count)]
+        names = (f"part {number}" for number in range(count))
+        self.batch = {1: arrays[0], 2: tuple(arrays)}.get(
+            count, dict(zip(names, arrays, strict=True))
+        )
+
+    def __getitem__(self, indices):
+        return self.batch
+
+
 class Sleepy:
     """5 ms a batch, without work for the processor; some batches take 20 times as long."""
 

@@ -8,6 +8,9 @@ from typing_extensions import Self, disjoint_base
 FIELDS: Final[int]
 BULKY: Final[int]
 SMALL: Final[int]
+ALIGNMENT: Final[int]
+LONG: Final[int]
+REMEMBERED: Final[int]
 DEBUG: Final[bool]
 HAS_GIL: Final[bool]
 ALGORITHM: Final[str]
@@ -56,12 +59,46 @@ class Window(Memory):
 class Lease(Memory): ...
 
 def copy_of(source: Memory, nbytes: int, offset: int = 0) -> Block: ...
-def copy_array(
-    source: Memory, record: tuple[int, ...], known: dict[bytes, Any], most: int
-) -> NDArray[Any] | Block | None: ...
 def commit(fd: int, offset: int, nbytes: int) -> None: ...
 def punch(fd: int, offset: int, nbytes: int) -> bool: ...
 def address_of(array: NDArray[Any]) -> int: ...
+
+@final
+class Plan:
+    structure: Final[bytes]
+    token: Final[Any]
+    leaves: Final[list[tuple[np.dtype[Any], int, bool]]]
+    sources: Final[list[np.dtype[Any]] | None]
+    cast: Final[np.dtype[Any] | None]
+    casts: Final[list[bool]]
+    fits: Final[bool]
+    def __new__(
+        cls,
+        structure: bytes,
+        token: Any,
+        split: int,
+        leaves: list[tuple[np.dtype[Any], int, bool]],
+        containers: dict[str, Any],
+        tag: Callable[[type], str],
+        raw: Callable[[Any, np.dtype[Any]], tuple[Any, Any, Any, bool]] | None,
+        cast: np.dtype[Any] | None = None,
+        sources: list[np.dtype[Any]] | None = None,
+    ) -> Self: ...
+    def converters(
+        self,
+        leaf_for: Callable[[np.dtype[Any] | None], Any],
+        convert: Callable[[Any], Any] | None,
+    ) -> list[Any]: ...
+
+@final
+class Reader:
+    plans: Final[dict[bytes, Plan]]
+    def __new__(
+        cls,
+        parse: Callable[[bytes], Plan],
+        load: Callable[[Memory, int, int], list[Any]],
+    ) -> Self: ...
+    def decode(self, memory: Memory, record: Sequence[int], copied: bool = False) -> Any: ...
 
 @disjoint_base
 class Slots:
@@ -177,7 +214,7 @@ class Ring:
     ) -> None: ...
     def wake(self) -> None: ...
     def take(
-        self, ordered: bool = True
+        self, ordered: bool = True, cell: int = -1
     ) -> tuple[int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
     def alarms(self) -> int: ...
     def wait(self, seen: int, ordered: bool = True, ns: int = ..., cell: int = -1) -> None: ...
@@ -234,19 +271,20 @@ class Hand:
     mapped: dict[int, Mapping]
     older: list[Memory]
     slot: int
-    @property
-    def laid(self) -> Any: ...
+    cast: np.dtype[Any] | None
+    plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
-    def remember(
+    def remember(self, plan: Plan) -> None: ...
+    def match(
+        self, batch: Any, cast: np.dtype[Any] | None
+    ) -> tuple[Plan, list[NDArray[Any]], list[Any] | None] | None: ...
+    def lay(
         self,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        wanted: np.dtype[Any] | None,
-        cast: bool,
-        record: tuple[int, ...],
-        blob: bytes,
-    ) -> None: ...
-    def lay(self, batch: Any, wanted: np.dtype[Any] | None) -> bool: ...
+        plan: Plan,
+        arrays: list[NDArray[Any]],
+        pickled: bytes | None = None,
+        buffers: list[memoryview] | None = None,
+    ) -> tuple[int, int, int, int]: ...
     def turn(self, seat: Seat) -> None: ...
     def give(self, seat: Seat, batch: Any) -> bool: ...
 
@@ -274,8 +312,10 @@ class Consumer:
         slots: Slots | None = None,
         extend: Callable[[], None] | None = None,
         discard: Callable[[int], None] | None = None,
-        small: tuple[dict[int, Mapping], dict[bytes, Any], int] | None = None,
+        small: tuple[dict[int, Mapping], Reader, int, Callable[[int, int, int], Memory]]
+        | None = None,
         convert: Callable[[Any], Any] | None = None,
+        leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...
     def begin(
         self,

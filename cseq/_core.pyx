@@ -7,10 +7,13 @@ into exceptions.
 """
 
 from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.dict cimport PyDict_Next, PyDict_SetItem
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
-from cpython.ref cimport Py_DECREF, Py_INCREF
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.errno cimport errno
 from libc.string cimport memcmp, memcpy, memset
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
@@ -36,6 +39,7 @@ cdef extern from "numpy/arrayobject.h":
     object PyArray_Empty(int nd, cnp.npy_intp* dims, cnp.dtype descr, int fortran)
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
     int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
+    bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
 
     ctypedef struct PyDataMemAllocator:
         void* ctx
@@ -121,10 +125,15 @@ cdef enum:
     LARGE = 65536  # bytes; copies from here on let the GIL go
     MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which the long way does
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
-    
+    LINE = 64            # bytes; a cache line, and the widest vector register
+    MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
+
 FIELDS = CSEQ_FIELDS
 SMALL = MOST_COPIED
 BULKY = MOST_KEPT
+ALIGNMENT = LINE
+LONG = MOST_PICKLED
+REMEMBERED = MOST_KNOWN
 DEBUG = bool(CSEQ_POISON)
 
 # Whether one thread at a time runs Python.
@@ -285,42 +294,6 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
     return block
 
 
-def copy_array(Memory source not None, tuple record not None, dict known not None, Py_ssize_t most):
-    """A copy of a small batch.
-
-    Parameters
-    ----------
-    source : Memory
-        The slot that it lies in.
-    record : tuple of int
-        See `codec.Record`.
-    known : dict
-        For layouts that are those of one array and nothing else, the arguments of `view`.
-    most : int
-        Bytes that are small.
-
-    Returns
-    -------
-    numpy.ndarray, Block or None
-        The array that the batch is; or the copied bytes; or None if it is not small.
-    """
-    cdef Py_ssize_t offset = record[0]
-    cdef Py_ssize_t layout = <Py_ssize_t>record[1] + <Py_ssize_t>record[2]
-    cdef Py_ssize_t nbytes = offset + layout + <Py_ssize_t>record[3]
-    cdef Block block
-    cdef tuple view
-    if nbytes > most:
-        return None
-    source.inside(0, nbytes)
-    source.inside(offset, layout)
-    view = known.get(source.data[offset:offset + layout])
-    block = Block(nbytes if view is None else offset)
-    memcpy(block.data, source.data, block.size)
-    if view is None:
-        return block
-    return block.view(view[0], view[1], view[2], view[3])
-
-
 @cython.final
 @cython.no_gc
 cdef class Window(Memory):
@@ -440,6 +413,579 @@ def punch(int fd, uint64_t offset, uint64_t nbytes):
 def address_of(cnp.ndarray array not None):
     """Where an array's data begins."""
     return <uintptr_t>cnp.PyArray_DATA(array)
+
+
+# ── plans ──────────────────────────────────────────────────────────────────────────────────
+
+cdef enum:
+    MOST_KNOWN = 64  # structures that a reader remembers
+    RECENT = 4       # of them, and of a writer's: those that are compared one by one
+    MOST_SEARCHED = 4  # containers inside one another, for what does not go by pickle
+
+    # Kinds of nodes.
+    ARRAY = 0
+    RAW = 1
+    OBJECT = 2
+    TUPLE = 3
+    LIST = 4
+    DICT = 5
+    OTHER = 6
+
+cdef struct Leaf:
+    int nd
+    bint fortran
+    bint casts            # it is not of its source's type
+    Py_ssize_t itemsize
+    PyObject* dtype       # in the slot
+    PyObject* source      # of what is written; NULL in a reader
+
+cdef struct Node:
+    int kind
+    int count             # children
+    int leaf              # of ARRAY and RAW; of a container that has arrays only: the first; else -1
+    bint loose            # the first of its objects is no child
+    bint tensor
+    PyObject* cls
+    PyObject* fixed
+    PyObject* open
+    PyObject* close
+
+cdef struct Cursor:
+    int node
+    Py_ssize_t object
+
+cdef object MEMMAP = numpy.memmap
+cdef object UNREAD = object()
+cdef dict CONTAINERS = {"tuple": TUPLE, "list": LIST, "dict": DICT}
+
+
+cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
+    """Round up to whole cache lines."""
+    return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
+
+
+cdef inline bint is_fortran(cnp.ndarray array) noexcept:
+    """Whether an array is column-major and not row-major as well."""
+    return not cnp.PyArray_IS_C_CONTIGUOUS(array) and cnp.PyArray_IS_F_CONTIGUOUS(array)
+
+
+cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
+                     bint fortran):
+    """An array on a memory, which it keeps alive."""
+    Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
+    array = PyArray_NewFromDescr(
+        <PyTypeObject*>cnp.ndarray, dtype, nd, dims, NULL, memory.data + offset,
+        cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY, NULL)
+    Py_INCREF(memory)  # PyArray_SetBaseObject takes it over
+    PyArray_SetBaseObject(array, memory)
+    return array
+
+
+@cython.final
+cdef class Plan:
+    """Batches of one structure: k arrays in containers, written and read without another look at it.
+
+    Parameters
+    ----------
+    structure : bytes
+        What says the following in a slot.
+    token : str or tuple
+        The tree of containers and leaves: see `codec`.
+    split : int
+        How many leaves are arrays of the batch. Those that other leaves consist of (raws) follow.
+    leaves : list of tuple
+        (dtype, dimensions, Fortran order) of each.
+    containers : dict
+        By tag: how a container is opened and closed.
+    tag : callable
+        ``tag(type)`` is ``"object"`` for types that always go by pickle.
+    raw : callable
+        ``raw(token, dtype)`` → (type, what makes it an array or None, what makes it of an array,
+        whether it is a tensor).
+    cast : numpy.dtype, optional
+        What numbers are cast to.
+    sources : list of numpy.dtype, optional
+        Of the arrays before that. Without them, the plan is a reader's.
+
+    Attributes
+    ----------
+    structure, token, leaves, cast, sources
+        As given.
+    casts : list of bool
+        Which leaves are cast.
+    fits : bool
+        Whether `match` can tell that a batch is like this.
+    """
+
+    cdef readonly bytes structure
+    cdef readonly object token
+    cdef readonly object cast
+    cdef readonly list leaves
+    cdef readonly list sources
+    cdef readonly list casts
+    cdef readonly bint fits
+    cdef bint is_array  # and nothing else
+    cdef object tag
+    cdef Leaf* leaf
+    cdef Node* nodes
+    cdef int leaf_count, node_count, room, split, objects
+    cdef int made_arrays, made_raws
+    cdef Py_ssize_t words  # of a layout
+    cdef list kept         # what nodes and leaves point to
+
+    def __cinit__(self, bytes structure not None, token, int split, list leaves not None,
+                  dict containers not None, tag, raw, cast=None, list sources=None):
+        cdef int k
+        cdef Leaf* leaf
+        self.structure, self.token, self.split, self.cast = structure, token, split, cast
+        self.leaves, self.tag = list(leaves), tag
+        self.sources = None if sources is None else list(sources)
+        self.kept = []
+        self.leaf_count = <int>len(leaves)
+        self.leaf = <Leaf*>PyMem_RawCalloc(self.leaf_count + 1, sizeof(Leaf))
+        if self.leaf == NULL:
+            raise MemoryError(f"no memory for {len(leaves)} leaves")
+        for k in range(self.leaf_count):
+            leaf = &self.leaf[k]
+            dtype, leaf.nd, leaf.fortran = leaves[k]
+            if not isinstance(dtype, cnp.dtype) or dtype.hasobject or not 0 <= leaf.nd <= MAX_DIMS:
+                raise ValueError(f"leaf {leaves[k]!r} cannot lie in raw memory")
+            leaf.dtype = <PyObject*>dtype
+            leaf.itemsize = dtype.itemsize
+            self.words += 1 + leaf.nd
+            if sources is not None:
+                leaf.source = <PyObject*>sources[k]
+                leaf.casts = sources[k] is not dtype
+        self.casts = [self.leaf[k].casts for k in range(self.leaf_count)]
+        self.fits = sources is not None
+        self.add(token, containers, raw)
+        self.is_array = self.node_count == 1 and self.nodes[0].kind == ARRAY
+        if self.made_arrays != split or self.made_arrays + self.made_raws != self.leaf_count:
+            raise ValueError(f"a tree of {self.made_arrays} arrays and {self.made_raws} raws "
+                             f"does not fit {split} of {self.leaf_count} leaves")
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.leaf)
+        PyMem_RawFree(self.nodes)
+
+    cdef PyObject* keep(self, object value):
+        self.kept.append(value)
+        return <PyObject*>value
+
+    cdef int add(self, token, dict containers, raw) except -1:
+        """Append the nodes of a tree."""
+        cdef Node* n
+        cdef Node node
+        cdef int first
+        memset(&node, 0, sizeof(node))
+        node.leaf = -1
+        tag = token if isinstance(token, str) else token[0]
+        children = ()
+        if tag == "array":
+            node.kind = ARRAY
+            node.leaf = self.made_arrays
+            self.made_arrays += 1
+        elif tag == "object":
+            node.kind = OBJECT
+            self.objects += 1
+        elif tag in containers:
+            _, cls, fixed, node.loose, children = token
+            opener, closer = containers[tag]
+            node.kind = CONTAINERS.get(tag, OTHER)
+            if node.kind == DICT and fixed is None:
+                node.kind = OTHER  # keys that are not texts
+            node.cls, node.fixed = self.keep(cls), self.keep(fixed)
+            node.open, node.close = self.keep(opener), self.keep(closer)
+            if node.loose:
+                self.objects += 1
+                self.fits = False
+            if isinstance(children, int):
+                node.count, node.leaf = children, self.made_arrays
+                self.made_arrays += node.count
+                children = ()
+            else:
+                node.count = <int>len(children)
+        else:
+            node.kind = RAW
+            node.leaf = self.split + self.made_raws
+            if node.leaf >= self.leaf_count:
+                raise ValueError("a tree has more arrays than its layout")
+            cls, opener, closer, node.tensor = raw(token, <object>self.leaf[node.leaf].dtype)
+            self.made_raws += 1
+            node.cls, node.open, node.close = self.keep(cls), self.keep(opener), self.keep(closer)
+            if opener is None:
+                self.fits = False
+        if node.leaf >= 0 and node.leaf + max(node.count, <int>(node.kind == ARRAY)) > self.leaf_count:
+            raise ValueError("a tree has more arrays than its layout")
+        if self.node_count == self.room:
+            self.room = 2 * self.room + 4
+            n = <Node*>PyMem_RawRealloc(self.nodes, self.room * sizeof(Node))
+            if n == NULL:
+                raise MemoryError(f"no memory for {self.room} nodes")
+            self.nodes = n
+        self.nodes[self.node_count] = node
+        self.node_count += 1
+        for child in children:
+            self.add(child, containers, raw)
+        return 0
+
+    # -- writing
+
+    cdef bint match(self, object batch, list arrays, list objects) except -1:
+        """Whether a batch is like this; then its leaves are in `arrays` and `objects`."""
+        cdef int node = 0
+        return self.match_node(&node, batch, arrays, objects)
+
+    cdef bint is_object(self, object value, int depth, bint plain) except -1:
+        """Whether a value always goes by pickle, whatever it contains.
+
+        At most `depth` containers inside one another are searched. If `plain`, only numbers and
+        texts are told for sure.
+        """
+        cdef Py_ssize_t k = 0
+        cdef PyObject* key
+        cdef PyObject* child
+        cls = type(value)
+        if cls is str or cls is int or cls is float or value is None or cls is bool:
+            return True
+        if cls is bytes:
+            return len(<bytes>value) < MOST_PICKLED
+        if cls is not list and cls is not tuple and cls is not dict:
+            return not plain and self.tag(cls) == "object"
+        if not depth:
+            return False
+        if cls is tuple:
+            for k in range(PyTuple_GET_SIZE(value)):
+                if not self.is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
+                    return False
+            return True
+        with cython.critical_section(value):
+            if cls is list:
+                while k < PyList_GET_SIZE(value):
+                    if not self.is_object(<object>PyList_GET_ITEM(value, k), depth - 1, plain):
+                        return False
+                    k += 1
+            else:
+                while PyDict_Next(value, &k, &key, &child):
+                    if not self.is_object(<object>child, depth - 1, plain):
+                        return False
+        return True
+
+    cdef bint match_array(self, int k, object value, list arrays):
+        cdef Leaf* leaf = &self.leaf[k]
+        cdef cnp.ndarray array
+        if type(value) is not cnp.ndarray and type(value) is not MEMMAP:
+            return False
+        array = <cnp.ndarray>value
+        if cnp.PyArray_NDIM(array) != leaf.nd or is_fortran(array) != leaf.fortran:
+            return False
+        if array.descr is not <object>leaf.source and (
+                cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
+                or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
+            return False
+        arrays[k] = value
+        return True
+
+    cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1:
+        cdef Node* n = &self.nodes[at[0]]
+        cdef Py_ssize_t k = 0, place = 0
+        cdef PyObject* key
+        cdef PyObject* child
+        at[0] += 1
+        if n.kind == ARRAY:
+            return self.match_array(n.leaf, value, arrays)
+        if n.kind == OBJECT:
+            if not self.is_object(value, MOST_SEARCHED, False):
+                return False
+            objects.append(value)
+            return True
+        if type(value) is not <object>n.cls:
+            return False
+        if n.kind == RAW:
+            try:
+                array = (<object>n.open)(value)
+            except (RuntimeError, TypeError):
+                return False  # the long way tells what it is
+            return self.match_array(n.leaf, array, arrays)
+        if n.kind == TUPLE:
+            if PyTuple_GET_SIZE(value) != n.count:
+                return False
+            for k in range(n.count):
+                if not self.match_child(n, at, k, <object>PyTuple_GET_ITEM(value, k), arrays, objects):
+                    return False
+            return True
+        if n.kind == LIST:
+            with cython.critical_section(value):
+                if PyList_GET_SIZE(value) != n.count:
+                    return False
+                for k in range(n.count):
+                    if k >= PyList_GET_SIZE(value) or not self.match_child(
+                            n, at, k, <object>PyList_GET_ITEM(value, k), arrays, objects):
+                        return False
+            return True
+        if n.kind == DICT:
+            with cython.critical_section(value):
+                if len(<dict>value) != n.count:
+                    return False
+                while PyDict_Next(value, &place, &key, &child):
+                    if k >= n.count or not is_text(<object>key, (<tuple>n.fixed)[k]):
+                        return False
+                    if not self.match_child(n, at, k, <object>child, arrays, objects):
+                        return False
+                    k += 1
+            return k == n.count
+        opened = (<object>n.open)(value)
+        if opened is None:
+            return False
+        fixed, loose, children = opened
+        children = tuple(children)
+        if loose is not None or fixed != <object>n.fixed or len(<tuple>children) != n.count:
+            return False
+        for k in range(n.count):
+            if not self.match_child(n, at, k, (<tuple>children)[k], arrays, objects):
+                return False
+        return True
+
+    cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
+                          list objects) except -1:
+        if n.leaf >= 0:
+            return self.match_array(n.leaf + <int>k, value, arrays)
+        return self.match_node(at, value, arrays, objects)
+
+    # -- reading
+
+    cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
+                     list converters):
+        """Make a batch: its arrays are copies, or views that keep the memory alive.
+
+        Parameters
+        ----------
+        record : uint64_t[4]
+        objects : list or None
+            What was pickled.
+        converters : list or None
+            What `converters` has returned.
+        """
+        cdef Cursor at
+        cdef list arrays
+        cdef int k
+        cdef char* word
+        if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size:
+            memory.inside(record[0], record[1])
+        memory.inside(<Py_ssize_t>(record[0] + record[1]), <Py_ssize_t>record[2])
+        if record[2] != <uint64_t>(8 * self.words):
+            raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
+                             f"{8 * self.words}")
+        word = memory.data + record[0] + record[1]
+        if self.is_array:
+            array = self.read_array(0, memory, &word, record[0], copied)
+            return array if converters is None or converters[0] is None else converters[0](array)
+        # All of them first: no Python code runs while the memory is read.
+        arrays = [None] * self.leaf_count
+        for k in range(self.leaf_count):
+            arrays[k] = self.read_array(k, memory, &word, record[0], copied)
+        at.node = 0
+        at.object = 0
+        return self.build_node(&at, arrays, objects, converters)
+
+    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied):
+        """Make an array; `word` is where the layout speaks of it, and behind that then."""
+        cdef Leaf* leaf = &self.leaf[k]
+        cdef int i
+        cdef int64_t offset, size
+        cdef uint64_t nbytes = <uint64_t>leaf.itemsize
+        cdef cnp.npy_intp dims[MAX_DIMS]
+        memcpy(&offset, word[0], 8)
+        word[0] += 8
+        for i in range(leaf.nd):
+            memcpy(&size, word[0], 8)
+            word[0] += 8
+            if size < 0 or (size and nbytes > <uint64_t>PY_SSIZE_T_MAX // <uint64_t>size):
+                raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
+            nbytes *= <uint64_t>size
+            dims[i] = <cnp.npy_intp>size
+        if offset < 0 or <uint64_t>offset > end or nbytes > end - <uint64_t>offset:
+            raise IndexError(f"array {k} of a batch is outside its {end} bytes")
+        if not copied:
+            return array_at(memory, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
+        Py_INCREF(<object>leaf.dtype)  # PyArray_Empty takes it over
+        array = PyArray_Empty(leaf.nd, dims, <cnp.dtype>leaf.dtype, leaf.fortran)
+        memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + offset, nbytes)
+        return array
+
+    cdef object build_leaf(self, Node* n, int k, list arrays, list converters):
+        cdef object value = <object>PyList_GET_ITEM(arrays, k)
+        if n.kind == RAW:
+            value = (<object>n.close)(value)
+        if converters is None:
+            return value
+        convert = <object>PyList_GET_ITEM(converters, k)
+        return value if convert is None else convert(value)
+
+    cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
+                            list converters):
+        if n.leaf >= 0:
+            return self.build_leaf(n, n.leaf + k, arrays, converters)
+        return self.build_node(at, arrays, objects, converters)
+
+    cdef object build_node(self, Cursor* at, list arrays, list objects, list converters):
+        cdef Node* n = &self.nodes[at.node]
+        cdef int k
+        cdef list children
+        cdef dict mapping
+        at.node += 1
+        if n.kind <= RAW:
+            return self.build_leaf(n, n.leaf, arrays, converters)
+        if n.kind == OBJECT:
+            at.object += 1
+            loose = objects[at.object - 1]
+            if converters is None or self.is_object(loose, MOST_SEARCHED, True):
+                return loose
+            return (<object>PyList_GET_ITEM(converters, self.leaf_count))(loose)
+        loose = None
+        if n.loose:
+            at.object += 1
+            loose = objects[at.object - 1]
+        if n.kind == DICT:
+            mapping = {}
+            for k in range(n.count):
+                child = self.build_child(n, at, k, arrays, objects, converters)
+                PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.fixed, k), child)
+            return mapping
+        children = [None] * n.count
+        for k in range(n.count):
+            children[k] = self.build_child(n, at, k, arrays, objects, converters)
+        if n.kind == LIST:
+            return children
+        if n.kind == TUPLE:
+            return PyList_AsTuple(children)
+        return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
+
+    def converters(self, leaf_for, convert):
+        """List what is to be applied to each leaf, and behind these to what was pickled.
+
+        Parameters
+        ----------
+        leaf_for : callable
+            ``leaf_for(dtype)`` is a function of a fresh array of that type, ``leaf_for(None)`` one
+            of a tensor; or None, where they stay as they are.
+        convert : callable
+            Converts any batch.
+        """
+        cdef Node* n
+        cdef int k, i
+        cdef list result = [None] * self.leaf_count
+        for k in range(self.node_count):
+            n = &self.nodes[k]
+            if n.kind == RAW:
+                if n.tensor:
+                    result[n.leaf] = leaf_for(None)
+            elif n.leaf >= 0:
+                for i in range(n.leaf, n.leaf + max(n.count, <int>(n.kind == ARRAY))):
+                    result[i] = leaf_for(<object>self.leaf[i].dtype)
+        result.append(convert)
+        return result
+
+
+cdef bint is_text(object key, object expected):
+    """Whether a key is a text that is known."""
+    return key is expected or (type(key) is str and key == expected)
+
+
+@cython.final
+cdef class Reader:
+    """Reads batches of any structure, and remembers the structures.
+
+    Parameters
+    ----------
+    parse : callable
+        ``parse(structure)`` → Plan.
+    load : callable
+        ``load(memory, offset, nbytes)`` → list: the objects that went by pickle.
+    """
+
+    cdef object parse, load
+    cdef readonly dict plans  # by structure
+    cdef list recent
+
+    def __cinit__(self, parse, load):
+        self.parse, self.load = parse, load
+        self.plans = {}
+        self.recent = []
+
+    cdef Plan find(self, Memory memory, uint64_t* record):
+        """The plan of what lies in a memory, if it is known."""
+        cdef Py_ssize_t k
+        cdef Plan plan
+        cdef bytes structure
+        cdef char* at = memory.data + record[0]
+        if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size - record[0]:
+            memory.inside(<Py_ssize_t>min(record[0], <uint64_t>PY_SSIZE_T_MAX),
+                          <Py_ssize_t>min(record[1], <uint64_t>PY_SSIZE_T_MAX))
+        if GIL:
+            for k in range(PyList_GET_SIZE(self.recent)):
+                plan = <Plan>PyList_GET_ITEM(self.recent, k)
+                if (<uint64_t>len(plan.structure) == record[1]
+                        and memcmp(<const char*>plan.structure, at, record[1]) == 0):
+                    if k:
+                        self.recent.insert(0, self.recent.pop(k))
+                    return plan
+        structure = at[:record[1]]
+        plan = self.plans.get(structure)
+        if GIL and plan is not None:
+            self.recent = [plan, *self.recent[:RECENT - 1]]
+        return plan
+
+    cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1:
+        """Whether the objects of a batch are a pickle and nothing else."""
+        cdef uint64_t count
+        cdef uint64_t end = record[0] + record[1] + record[2] + record[3]
+        memory.inside(<Py_ssize_t>end - 8, 8)
+        memcpy(&count, memory.data + end - 8, 8)
+        return count == 0
+
+    cdef Plan learn(self, bytes structure):
+        """The plan of a structure, from now on a known one."""
+        cdef Plan plan = self.parse(structure)
+        if len(self.plans) >= MOST_KNOWN:
+            self.plans.clear()
+        self.plans[structure] = plan
+        return plan
+
+    def decode(self, Memory memory not None, record, bint copied=False):
+        """Read a batch.
+
+        Parameters
+        ----------
+        memory : Memory
+        record : sequence of int
+            See `codec.Record`.
+        copied : bool
+            Arrays are copies, not views of `memory`.
+
+        Raises
+        ------
+        IndexError
+            If the record does not fit the memory.
+        """
+        cdef uint64_t f[4]
+        cdef int k
+        cdef Plan plan
+        for k in range(4):
+            word = record[k]
+            if word < 0 or word > memory.size:
+                raise IndexError(f"record {record!r} is outside a memory of {memory.size} bytes")
+            f[k] = word
+        memory.inside(0, f[0] + f[1] + f[2] + f[3])
+        if not f[1]:
+            return bytearray(memory.data[f[0]:f[0] + f[3]])
+        if copied and f[3]:
+            return self.decode(copy_of(memory, f[0] + f[1] + f[2] + f[3]), record)
+        plan = self.find(memory, f)
+        if plan is None:
+            plan = self.learn(memory.data[f[0]:f[0] + f[1]])
+        objects = self.load(memory, f[0] + f[1] + f[2], f[3]) if f[3] else None
+        return plan.read(memory, f, copied, objects, None)
 
 
 # ── slots ──────────────────────────────────────────────────────────────────────────────────
@@ -1271,8 +1817,8 @@ cdef class Ring:
                 return <int>k
         return -1
 
-    def take(self, bint ordered=True):
-        """Take the next finished ticket out of the ring: the oldest, or (unordered) any one.
+    def take(self, bint ordered=True, int cell=-1):
+        """Take a finished ticket out of the ring: the oldest, (unordered) any one, or that in a cell.
 
         Returns
         -------
@@ -1280,13 +1826,17 @@ cdef class Ring:
             (cell, status, slot, capacity, record): what the runners wrote. The cell is free; its
             ticket and indices can be read until the next `post` there. None: not yet finished.
         """
-        cdef int k = self.find(ordered)
-        cdef uint32_t cell
+        cdef int k
         cdef cseq_cell* c
         cdef uint64_t* f
+        if cell < 0:
+            k = self.find(ordered)
+        else:
+            self.at(<uint32_t>cell)
+            k = self.place(<uint32_t>cell) if cseq_ring_ready(self.r, <uint32_t>cell) else -1
         if k < 0:
             return None
-        cell = self.outstanding_cell(<uint32_t>k)
+        cell = <int>self.outstanding_cell(<uint32_t>k)
         c = cseq_ring_cell(self.r, cell)
         self.settle(c)
         f = self.free(c, <uint32_t>k)
@@ -1629,10 +2179,13 @@ cdef class Consumer:
     discard : callable, optional
         ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
     small : tuple, optional
-        ``(mapped, known, most)``: one small array is decoded in C; `Mapping` by slot, and see
-        `copy_array`.
+        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded
+        in C; arrays of at most `most` bytes together are copied, and others are views of what
+        `lend` (see `Arena`) returns. `mapped` has the `Mapping` of each slot.
     convert : callable, optional
         Applied to the batch as the last part of decoding it; `read` does so itself.
+    leaf_for : callable, optional
+        Says the same of the leaves of a batch that is decoded in C: see `Plan.converters`.
 
     Attributes
     ----------
@@ -1651,9 +2204,14 @@ cdef class Consumer:
     cdef list objects
     cdef Slots slots
     cdef dict mapped
-    cdef dict known
+    cdef Reader reader
     cdef Py_ssize_t most
-    cdef readonly bint alone  # `step` needs no lock: it calls no Python code, and there is a GIL
+    cdef object lend
+    cdef object leaf_for
+    cdef dict converters  # by plan
+    cdef Plan latest
+    cdef list leaves      # converters of `latest`
+    cdef readonly bint alone  # `step` needs no lock: there is a GIL, and nothing converts batches as a whole
     cdef readonly list skipped
     cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
     cdef readonly uint64_t ticket  # number of the next one
@@ -1670,27 +2228,20 @@ cdef class Consumer:
     cdef object next_indices
     cdef uint64_t next_for, next_start
     cdef uint32_t next_count
-    # The latest layout of a small array: of `nbytes`, at `at`.
-    cdef bytes layout
-    cdef Py_ssize_t at, nbytes
-    cdef cnp.dtype dtype
-    cdef int nd
-    cdef bint fortran
-    cdef cnp.npy_intp dims[MAX_DIMS]
 
     def __cinit__(self, Ring ring not None, Order order not None, fill, read, describe, *,
                   bint ordered=True, bint skip_errors=False, list objects=None, Slots slots=None,
-                  extend=None, discard=None, small=None, convert=None):
+                  extend=None, discard=None, small=None, convert=None, leaf_for=None):
         self.ring, self.order = ring, order
         self.fill, self.read, self.describe = fill, read, describe
         self.ordered, self.skip_errors = ordered, skip_errors
         self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
         if small is not None:
-            self.mapped, self.known, self.most = small
-        self.convert = convert
-        self.alone = GIL and convert is None
+            self.mapped, self.reader, self.most, self.lend = small
+        self.convert, self.leaf_for = convert, leaf_for
+        self.converters = {}
+        self.alone = GIL and (convert is None or leaf_for is not None)
         self.skipped = []
-        self.layout = b""
         self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
         self.next_indices = self.next_memory.view(
             0, numpy.dtype(numpy.int64), (ring.r.batch_size,))
@@ -1847,62 +2398,66 @@ cdef class Consumer:
         return (cseq_load_acq_u64(&c.word), cell, c.status, c.slot, c.capacity,
                 (f[0], f[1], f[2], f[3], f[4], f[5]))
 
-    cdef bint is_known(self, Mapping slot, uint64_t offset, uint64_t length) except -1:
-        """Whether a layout in a slot is that of one array; it is the latest one then."""
-        cdef tuple view
-        cdef int i
-        cdef bytes layout
-        if (length == <uint64_t>len(self.layout)
-                and memcmp(slot.data + offset, <const char*>self.layout, length) == 0):
-            return True
-        layout = slot.data[offset:offset + length]
-        view = self.known.get(layout)
-        if view is None or len(<tuple>view[2]) > MAX_DIMS:
-            return False
-        self.layout = b""
-        self.at, self.dtype, shape, self.fortran = view
-        self.nd = <int>len(shape)
-        self.nbytes = self.dtype.itemsize
-        for i in range(self.nd):
-            self.dims[i] = shape[i]
-            self.nbytes *= self.dims[i]
-        if self.at < 0 or self.nbytes < 0 or self.at + self.nbytes > self.most:
-            return False
-        self.layout = layout
-        return True
+    cdef object decode(self, uint32_t cell, bint whole):
+        """The batch in a cell, converted, if it can be made without `read`; else UNREAD.
 
-    cdef object copied(self, cseq_cell* c):
-        """The batch in a cell's slot, copied, if it is one small array; else None."""
-        cdef uint64_t* f = c.record
-        cdef uint64_t end = f[0] + f[1] + f[2]
-        cdef Mapping slot
-        if self.mapped is None:
-            return None
-        slot = self.mapped.get(c.slot)
-        if slot is None or <uint64_t>slot.size < c.capacity or f[3] or not f[1]:
-            return None
-        if c.capacity > MOST_KEPT and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity:
-            return None  # the arena is to count it: the slot may be too large
-        # From time to time one goes the long way, so that its slot can shrink.
-        if c.capacity > MOST_KEPT and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity:
-            return None
-        if f[0] > <uint64_t>self.most or end > <uint64_t>self.most or end > <uint64_t>slot.size:
-            return None
-        if not self.is_known(slot, f[0], f[1] + f[2]) or <uint64_t>(self.at + self.nbytes) > end:
-            return None
-        Py_INCREF(self.dtype)  # PyArray_Empty takes it over
-        array = PyArray_Empty(self.nd, self.dims, self.dtype, self.fortran)
-        memcpy(cnp.PyArray_DATA(array), slot.data + self.at, self.nbytes)
-        return array
-
-    cdef object decode(self, uint32_t cell):
-        """The batch in a cell, if C alone can make it; else None. It is not converted."""
+        If not `whole`, then only if no Python code is needed but for converting single leaves.
+        """
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
-        if c.status:
-            return None
+        cdef bint leaves = self.leaf_for is not None
+        if c.status or not (whole or self.convert is None or (leaves and self.objects is None)):
+            return UNREAD
         if self.objects is not None:
-            return self.objects[cell]
-        return None if c.stage else self.copied(c)
+            batch = self.objects[cell]
+            if batch is None:
+                return UNREAD
+        else:
+            batch = self.decode_slot(c, whole, leaves)
+            if leaves or batch is UNREAD:
+                return batch
+        return batch if self.convert is None else self.convert(batch)
+
+    cdef object decode_slot(self, cseq_cell* c, bint whole, bint leaves):
+        """The batch in a cell's slot, if its structure is known; else UNREAD."""
+        cdef Mapping slot
+        cdef Plan plan
+        cdef Memory memory
+        cdef uint64_t* f = c.record
+        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
+        cdef bint small = f[0] <= <uint64_t>self.most
+        if c.stage or self.mapped is None or not f[1] or not (whole or (small and not f[3])):
+            return UNREAD
+        slot = self.mapped.get(c.slot)
+        if slot is None or <uint64_t>slot.size < c.capacity:
+            return UNREAD
+        # From time to time the arena is to count a small batch, so that its slot can shrink.
+        if (small and c.capacity > MOST_KEPT
+                and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity):
+            return UNREAD
+        plan = self.reader.find(slot, f)
+        if plan is None:
+            return UNREAD
+        memory, objects = slot, None
+        if not small:
+            memory = self.lend(c.slot, end, c.capacity)
+        if f[3]:
+            if small and not self.reader.is_in_band(slot, f):
+                return UNREAD
+            objects = self.reader.load(memory, end - f[3], f[3])
+        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
+
+    cdef list conversion(self, Plan plan):
+        """What converts the leaves of batches of a plan."""
+        cdef list leaves
+        if plan is self.latest:
+            return self.leaves
+        leaves = self.converters.get(plan)
+        if leaves is None:
+            if len(self.converters) >= MOST_KNOWN:
+                self.converters.clear()
+            leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
+        self.latest, self.leaves = plan, leaves
+        return leaves
 
     cdef int commit(self, uint32_t k) except -1:
         """Take the ticket at position `k` of the outstanding ones out; post the next in its cell."""
@@ -1936,20 +2491,34 @@ cdef class Consumer:
             The batch. None: nothing has changed.
         """
         cdef int k
-        if self.convert is not None or not self.is_brief():
+        cdef uint32_t cell
+        cdef uint64_t token
+        if not self.is_brief():
             return None
         k = self.ring.find(self.ordered)
         if k < 0:
             return None
-        batch = self.decode(self.ring.outstanding_cell(k))
+        cell = self.ring.outstanding_cell(k)
+        token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
+        try:
+            batch = self.decode(cell, False)
+        except MemoryError:
+            raise
+        except Exception as error:
+            self.decoded = token, cell, None, error  # `next` names the batch
+            return None
         if batch is None:
+            self.decoded = token, cell, None, None
+        if batch is None or batch is UNREAD:
             return None
         self.prepare()
         PyErr_CheckSignals()
-        # A handler may have called anything, `step` too.
-        if k != self.ring.find(self.ordered) or self.next_is_missing():
+        # What was called may have called anything, `step` too: is it the same ticket still?
+        k = self.ring.place(cell)
+        if (k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
+                or self.next_is_missing()):
             return None
-        self.commit(k)
+        self.commit(<uint32_t>k)
         self.done = self.taken
         return batch
 
@@ -2001,17 +2570,13 @@ cdef class Consumer:
             return self.read()
         cell = self.ring.outstanding_cell(k)
         token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
-        batch = self.decode(cell)
-        if batch is None:
-            return self.read()
-        if self.convert is not None:
-            try:
-                batch = self.convert(batch)
-            except MemoryError:
-                raise
-            except Exception as error:
-                return token, cell, None, error
-        return token, cell, batch, None
+        try:
+            batch = self.decode(cell, True)
+        except MemoryError:
+            raise
+        except Exception as error:
+            return token, cell, None, error
+        return self.read() if batch is UNREAD else (token, cell, batch, None)
 
 
 cdef class BatchIterator:
@@ -2849,14 +3414,14 @@ cdef class Solo:
         raise StopIteration
 
 
-# ── a worker's short way ───────────────────────────────────────────────────────────────────
+# ── a worker's slot ────────────────────────────────────────────────────────────────────────
 
 
 cdef class Hand:
-    """What changes in a writer from ticket to ticket; and the short way of a small array.
+    """What changes in a writer from ticket to ticket; and how a batch comes into the slot.
 
-    An array just like the one before it, in type, shape and what is done to it, is laid down and
-    published by `give` without asking anything more. `arena.Writer` has the rest.
+    A batch of the structure of one of the last is laid down by `write`, and published by `give`,
+    without asking anything more. `arena.Writer` has the rest.
 
     Attributes
     ----------
@@ -2880,8 +3445,10 @@ cdef class Hand:
     older : list of Memory
         Mappings of the slot that gave way during this ticket.
     slot : int
-    laid : Record
-        The record of what `lay` has laid down.
+    cast : numpy.dtype or None
+        What `give` casts numbers to.
+    plans : list of Plan
+        Those of the last batches, the latest first.
     """
 
     cdef public Memory memory
@@ -2894,70 +3461,161 @@ cdef class Hand:
     cdef public dict mapped
     cdef public list older
     cdef public int64_t slot
-    cdef readonly object laid
-    # Of the array before: what it was, what it became, and what stands behind it.
-    cdef cnp.dtype dtype
-    cdef tuple shape
-    cdef object wanted
-    cdef bint cast
-    cdef bytes blob
-    cdef Py_ssize_t offset, end
-    cdef uint64_t fields[4]
+    cdef public object cast
+    cdef readonly list plans  # of the last batches of different structure, the latest first
+    cdef int64_t* words  # room for a layout
+    cdef Py_ssize_t room
+    cdef uint64_t fields[4]  # the record of what was laid down last
 
     def __cinit__(self, *args):
         self.memory = Block(0)
         self.mapped = {}
         self.older = []
         self.slot = -1
+        self.plans = []
 
-    def remember(self, cnp.dtype dtype not None, tuple shape not None, wanted, bint cast, record,
-                 bytes blob not None):
-        """Learn how an array came to the beginning of a slot.
+    def __dealloc__(self):
+        PyMem_RawFree(self.words)
+
+    def remember(self, Plan plan not None):
+        """Let batches like this one be recognised."""
+        self.plans = [plan, *self.plans[:RECENT - 1]]
+
+    cpdef tuple match(self, batch, cast):
+        """Find the plan of a batch.
+
+        Returns
+        -------
+        tuple or None
+            (plan, arrays, objects): the leaves of the batch, `objects` None if there are none. Or None
+            if no plan fits.
+        """
+        cdef Plan plan
+        cdef list arrays, objects
+        cdef Py_ssize_t k
+        for k in range(PyList_GET_SIZE(self.plans)):
+            plan = <Plan>PyList_GET_ITEM(self.plans, k)
+            if plan.cast is not cast or not plan.fits:
+                continue
+            arrays = [None] * plan.leaf_count
+            objects = [] if plan.objects else None
+            if plan.match(batch, arrays, objects):
+                if k:
+                    self.plans.insert(0, self.plans.pop(k))
+                return plan, arrays, objects
+        return None
+
+    cdef Py_ssize_t stay(self, int k, list arrays, Py_ssize_t base) except -2:
+        """Where in the slot an array lies already, and no array before it; else -1."""
+        cdef Py_ssize_t at = self.find(arrays[k])
+        cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(<cnp.ndarray>arrays[k])
+        cdef Py_ssize_t other
+        cdef int j
+        cdef int64_t* word = self.words
+        for j in range(k if at >= 0 else 0):
+            other = word[0]
+            word += 1 + cnp.PyArray_NDIM(<cnp.ndarray>arrays[j])
+            if (other < base and at < other + cnp.PyArray_NBYTES(<cnp.ndarray>arrays[j])
+                    and at + nbytes > other):
+                return -1
+        return at
+
+    cdef int reserve(self, Py_ssize_t count) except -1:
+        cdef int64_t* words
+        if count > self.room:
+            words = <int64_t*>PyMem_RawRealloc(self.words, 8 * count)
+            if words == NULL:
+                raise MemoryError(f"no memory for a layout of {count} numbers")
+            self.words, self.room = words, count
+        return 0
+
+    def lay(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
+        """Lay a batch down: what `match` has returned.
 
         Parameters
         ----------
-        dtype, shape
-            Of the array, which was C-contiguous.
-        wanted : numpy.dtype or None
-            What numbers are to be cast to.
-        cast : bool
-            Whether it was.
-        record : Record
-        blob : bytes
-            Structure and layout.
-        """
-        cdef int k
-        self.dtype = None
-        for k in range(4):
-            self.fields[k] = record[k]
-        self.shape, self.wanted, self.cast, self.laid, self.blob = shape, wanted, cast, record, blob
-        self.offset = <Py_ssize_t>self.fields[0]
-        self.end = self.offset + <Py_ssize_t>len(blob)
-        self.dtype = dtype
+        plan : Plan
+        arrays : list of numpy.ndarray
+            Its arrays, and what other leaves consist of. Those in this slot are not copied.
+        pickled : bytes, optional
+            Its other leaves.
+        buffers : list of memoryview, optional
+            Those of their bytes that are not in the pickle.
 
-    cpdef bint lay(self, batch, wanted) except -1:
-        """Lay a batch down, if it is an array like the one before; `laid` is its record then."""
+        Returns
+        -------
+        tuple of int
+            See `codec.Record`.
+
+        Raises
+        ------
+        MemoryError
+            There is no room for it.
+        """
+        cdef uint64_t* f = self.fields
+        self.lay_down(plan, arrays, pickled, buffers)
+        return f[0], f[1], f[2], f[3]
+
+    cdef int lay_down(self, Plan plan, list arrays, bytes pickled, list buffers) except -1:
+        """`lay`; the record is in `fields`."""
+        cdef Py_ssize_t base = self.place(0) if self.aimed is not None else aligned(self.used)
+        cdef Py_ssize_t end = base
+        cdef Py_ssize_t structure = len(plan.structure)
+        cdef Py_ssize_t count = 0 if buffers is None else len(buffers)
+        cdef Py_ssize_t layout = 8 * plan.words
+        cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + 8 * (2 * count + 1)
+        cdef Py_ssize_t at, nbytes
+        cdef int64_t* word
+        cdef int64_t* table
+        cdef int k, i
+        cdef Leaf* leaf
         cdef cnp.ndarray array
-        cdef Py_ssize_t k
-        if (self.dtype is None or type(batch) is not cnp.ndarray or wanted is not self.wanted
-                or self.used or self.watched):
-            return False
-        array = batch
-        if array.descr is not self.dtype or cnp.PyArray_NDIM(array) != len(self.shape):
-            return False
-        for k in range(len(self.shape)):
-            if cnp.PyArray_DIM(array, k) != <Py_ssize_t>self.shape[k]:
-                return False
-        if (not cnp.PyArray_IS_C_CONTIGUOUS(array) or self.end > self.capacity
-                or self.end > self.memory.size):
-            return False
-        self.used = self.end
-        if not self.cast:
-            self.memory.put(0, <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+        cdef Memory memory
+        self.reserve(plan.words + 2 * count + 1)
+        word = self.words
+        for k in range(plan.leaf_count):
+            leaf = &plan.leaf[k]
+            array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
+            at = -1
+            if self.loaned and not leaf.casts and (
+                    cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
+                at = self.stay(k, arrays, base)
+            if at < 0:
+                at = end
+                end += aligned(leaf.itemsize * cnp.PyArray_SIZE(array))
+            word[0] = at
+            for i in range(leaf.nd):
+                word[1 + i] = cnp.PyArray_DIM(array, i)
+            word += 1 + leaf.nd
+        table = word
+        for k in range(<int>count):
+            nbytes = buffers[k].nbytes
+            word[0], word[1] = end, nbytes
+            word += 2
+            end += aligned(nbytes)
+        word[0] = count
+        nbytes = end + structure + layout + objects
+        if self.aimed is None and nbytes <= self.capacity and nbytes <= self.memory.size:
+            self.used = nbytes
         else:
-            PyArray_CopyInto(self.memory.view(0, self.wanted, self.shape), array)
-        self.memory.put(self.offset, <const char*>self.blob, len(self.blob))
-        return True
+            self.place(nbytes - base)
+        memory = self.memory
+        word = self.words
+        for k in range(plan.leaf_count):
+            leaf = &plan.leaf[k]
+            if word[0] >= base:
+                write_array(memory, word, leaf, <cnp.ndarray>PyList_GET_ITEM(arrays, k))
+            word += 1 + leaf.nd
+        for k in range(<int>count):
+            memory.store_bytes(table[2 * k], buffers[k])
+        memory.put(end, <const char*>plan.structure, structure)
+        memcpy(memory.data + end + structure, self.words, layout)  # `nbytes` are inside
+        if pickled is not None:
+            memory.put(end + structure + layout, <const char*>pickled, len(pickled))
+            memory.put(nbytes - 8 * (2 * count + 1), <const char*>table, 8 * (2 * count + 1))
+        self.fields[0], self.fields[1], self.fields[2], self.fields[3] = (
+            end, structure, layout, objects)
+        return 0
 
     def turn(self, Seat seat not None):
         """Turn to the slot of the ticket in hand."""
@@ -2974,20 +3632,43 @@ cdef class Hand:
         self.watched = False
 
     def give(self, Seat seat not None, batch):
-        """Lay a batch down and publish it, if nothing else is to be done; else False.
-
-        What is wanted of the batches of one writer must always be the same.
-        """
+        """Lay a batch down and publish it, if nothing else is to be done; else False."""
         cdef cseq_cell* c
         cdef int k
+        cdef Plan plan
+        cdef list arrays
         CSEQ_POINT("index")
-        if self.aimed is not None or self.loaned or not self.lay(batch, self.wanted):
+        if self.aimed is not None or self.loaned:
             return False
+        for k in range(<int>PyList_GET_SIZE(self.plans)):
+            plan = <Plan>PyList_GET_ITEM(self.plans, k)
+            if plan.cast is not self.cast or not plan.fits or plan.objects:
+                continue
+            arrays = [None] * plan.leaf_count
+            if plan.match(batch, arrays, None):
+                break
+        else:
+            return False
+        self.lay_down(plan, arrays, None, None)
         c = seat.held()
         for k in range(4):
             c.record[k] = self.fields[k]
         seat.deliver(c, 0, self.capacity)
         return True
+
+
+cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
+    """Copy an array to where its layout says, and cast it."""
+    cdef cnp.npy_intp dims[MAX_DIMS]
+    cdef int i
+    if not leaf.casts and (leaf.fortran or cnp.PyArray_IS_C_CONTIGUOUS(array)):
+        return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+    for i in range(leaf.nd):
+        dims[i] = word[1 + i]
+    memory.inside(word[0], leaf.itemsize * cnp.PyArray_SIZE(array))
+    PyArray_CopyInto(
+        array_at(memory, word[0], <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran), array)
+    return 0
 
 
 def arm_fault():

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from cseq._core import (
+    ALIGNMENT,
     BULKY,
     SMALL,
     Block,
@@ -77,8 +78,7 @@ SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
 # What is tried where a file cannot be that long: (width in bytes, slots).
 NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
 
-ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
-FIRST = 16 * KIB  # committed when a slot is made, so that an error report always fits
+FIRST = SMALL  # bytes; committed when a slot is made, so that an error report always fits
 LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 CHECK = 32 * MIB  # committed after one look at the free memory; the look takes about 1 ms
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings

@@ -13,6 +13,11 @@ when it changes. *Layout* says where the arrays begin and their shapes: integers
 the other leaves: one pickle. All of it lies in the slot, so a batch can be read without knowing
 any other batch, whichever worker wrote it. A `bytearray` alone has neither structure nor layout.
 
+What a structure says is a `Plan`, at both ends. A batch that fits one of the writer's last plans is
+written in C without another look at its structure; any other batch is surveyed here, which gives
+the next plan. What the structure says is written and read by the plan alone, for one array as for
+a hundred.
+
 The guarantee: what is read equals what was written, types and bits, and can be written to. Arrays
 arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
 arrives as two; a tensor arrives without its graph (a leaf that requires gradients if it did).
@@ -22,21 +27,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import operator
 import pickle
 import sys
 from array import array as machine_array
 from collections import OrderedDict, defaultdict
 from dataclasses import fields, is_dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy import copyto, ndarray
+from numpy import ndarray
 
 from cseq import payload
-from cseq._core import Block, copy_array
+from cseq._core import ALIGNMENT, LONG, Plan, Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -46,15 +49,13 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-View: TypeAlias = tuple[int, Dtype, tuple[int, ...], bool]  # offset, dtype, shape, Fortran order
 Leaf: TypeAlias = tuple[Dtype, int, bool]  # dtype, dimensions, Fortran order
 
-ALIGNMENT = 64  # bytes; a cache line, and the widest vector register
+__all__ = ["ALIGNMENT", "LONG", "Record", "castable", "decode", "encode", "map_leaves", "used"]
+
 BYTE = np.dtype(np.uint8)
 MAX_DEPTH = 100  # containers inside one another
-LONG = 4096  # bytes; `bytes` from here on are not pickled
 IN_BAND = 512  # bytes; buffers below this stay inside the pickle
-REMEMBERED = 64  # batches of different shape that a reader has read the layout of
 
 
 class Record(NamedTuple):
@@ -280,18 +281,11 @@ SCALAR = "scalar"
 BYTES = "bytes"
 Token: TypeAlias = "str | tuple[Any, ...]"
 
-ALONE = pickle.dumps((OBJECT, 0, []), 5)  # the structure of a batch that is one object
 NO_BUFFERS = bytes(8)  # a table of buffers with none in it
 
 ARRAYS = {ndarray}
 # Types of elements that are nothing but bytes, and equal only to themselves.
 FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
-
-# How an array comes into the slot (bits).
-FORTRAN = 1  # column-major
-CONVERT = 2  # element by element; else its bytes as they lie
-CAST = 4  # to another type, too
-PLACED = 8  # it lies there already
 
 
 class _Survey:
@@ -369,7 +363,7 @@ class _Survey:
             return self._object(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         if self.cast is not None and not plain.is_complex():
-            plain = plain.to(_torch_type(self.cast))
+            plain = plain.to(torch_type(self.cast))
         bits, name = _bits(plain.dtype)
         if bits is not None:
             plain = plain.view(bits)
@@ -388,8 +382,8 @@ class _ByHandle:
 
 
 @functools.cache
-def _torch_type(dtype: Dtype) -> Any:
-    """Tell torch's name of a type."""
+def torch_type(dtype: Dtype) -> Any:
+    """Give torch's name for a type of numpy; TypeError if it has none."""
     return _torch().from_numpy(np.empty(0, dtype)).dtype
 
 
@@ -404,22 +398,9 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
     return None, None
 
 
-class _Plan(NamedTuple):
-    """How batches of one shape come into a slot, from one offset on."""
-
-    base: int
-    cast: Dtype | None
-    tree: Token
-    signature: list[Any]  # per array: dtype, shape, how, offset if it is placed
-    hows: list[int]
-    views: list[View]
-    leaves: list[Leaf]
-    blob: bytes  # structure and layout
-    record: Record  # if there are no objects
-
-
-# Of the last batch. Replaced as a whole, so threads may share it.
-_latest = _Plan(-1, None, "", [], [], [], [], b"", Record(0, 0, 0, 0))
+def _bytes_array(value: bytes) -> Array | None:
+    """Give long bytes as an array; None for those that go by pickle."""
+    return np.frombuffer(value, np.uint8) if len(value) >= LONG else None
 
 
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
@@ -447,157 +428,63 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    if writer.lay(batch, cast):  # an array just like the last batch
-        record: Record = writer.laid
-        return record
     if type(batch) is bytearray:
         offset = writer.place(len(batch))
         writer.memory.store_bytes(offset, batch)
         return Record(offset, 0, 0, len(batch))
-    return _encode(batch, writer, cast)
+    found = writer.match(batch, cast)
+    plan, arrays, objects = _survey(batch, writer, cast) if found is None else found
+    if writer.watched:
+        plain = zip(arrays, plan.casts, strict=True)
+        writer.learn([array for array, casts in plain if not casts and array.flags.forc])
+    if not objects:
+        return _record(writer.lay(plan, arrays))
+    return _record(writer.lay(plan, arrays, *_pickled(batch, objects)))
 
 
-def _encode(batch: Any, writer: Writer, cast: Dtype | None) -> Record:
-    """Lay any batch into a slot."""
+_record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
+
+
+def _survey(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
+    """Find out what a batch consists of, and have the writer remember it."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)
-    if tree == OBJECT:
-        return _encode_object(batch, survey, writer)
-    plan = _plan_for(batch, tree, survey, writer)
-    sources = survey.arrays + survey.raws
-    if writer.watched:
-        plain = zip(sources, plan.hows, strict=True)
-        writer.learn([source for source, how in plain if not how & CONVERT])
-    if survey.objects:
-        return _write_objects(writer, plan, sources, *_pickled(batch, survey.objects))
-    writer.place(plan.record.used - plan.base)
-    _write(writer.memory, plan, sources, plan.record.offset)
-    _remember(writer, plan)
-    return plan.record
+    arrays = survey.arrays + survey.raws
+    sources = [array.dtype for array in arrays]
+    split = len(survey.arrays)
+    kinds = [_target(dtype, cast) for dtype in sources[:split]] + sources[split:]
+    pairs = zip(kinds, arrays, strict=True)
+    leaves: list[Leaf] = [(kind, array.ndim, array.flags.fnc) for kind, array in pairs]
+    for plan in writer.plans:  # those that `match` cannot be sure of
+        same = plan.cast is cast and plan.token == tree
+        if same and plan.leaves == leaves and plan.sources == sources:
+            return plan, arrays, survey.objects
+    structure = _pickled(batch, (tree, split, leaves))[0]
+    plan = Plan(structure, tree, split, leaves, _KINDS, _tag, _raw, cast, sources)
+    writer.remember(plan)
+    return plan, arrays, survey.objects
 
 
-def _encode_object(batch: Any, survey: _Survey, writer: Writer) -> Record:
-    """Lay a batch into a slot that goes by pickle as a whole."""
-    pickled, buffers = _pickled(batch, survey.objects)
-    if buffers:
-        plan = _plan_for(batch, OBJECT, survey, writer)
-        return _write_objects(writer, plan, [], pickled, buffers)
-    data = ALONE + pickled + NO_BUFFERS
-    offset = writer.place(len(data))
-    writer.memory.store_bytes(offset, data)
-    return Record(offset, len(ALONE), 0, len(data) - len(ALONE))
+def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
+    """Tell what type arrays of a type have in the slot."""
+    # Not `==` alone: a dtype of float64 equals None.
+    if cast is None or not castable(dtype) or dtype == cast:
+        return dtype
+    return cast
 
 
-def _remember(writer: Writer, plan: _Plan) -> None:
-    """Open the short way for arrays like this one, if it is one, without its own place."""
-    if plan.tree is ARRAY and not plan.base and plan.hows[0] in (0, CONVERT | CAST):
-        dtype, shape = plan.signature[:2]
-        writer.remember(dtype, shape, plan.cast, bool(plan.hows[0]), plan.record, plan.blob)
-
-
-def _plan_for(batch: Any, tree: Token, survey: _Survey, writer: Writer) -> _Plan:
-    """Get the plan for a batch: the latest one, if it fits."""
-    global _latest
-    plan, cast, base = _latest, survey.cast, writer.place(0)
-    find = writer.find if writer.loaned else None
-    signature = _signature(survey.arrays, cast, find) + _signature(survey.raws, None, find)
-    # Not `==` for types: a dtype of float64 equals None.
-    alike = plan.base == base and plan.cast is cast and plan.tree == tree
-    if not alike or plan.signature != signature:
-        plan = _latest = _make_plan(batch, base, survey, tree, signature)
-    return plan
-
-
-def _signature(
-    arrays: list[Array], cast: Dtype | None, find: Callable[[Array], int] | None
-) -> list[Any]:
-    """Say of every array all that decides how it comes into the slot: four values each."""
-    signature: list[Any] = []
-    taken: list[tuple[int, int]] = []  # parts of the slot where arrays stay
-    for array in arrays:
-        dtype, flags, at = array.dtype, array.flags, -1
-        how = 0 if flags.c_contiguous else FORTRAN if flags.f_contiguous else CONVERT
-        if cast is not None and dtype is not cast and castable(dtype) and dtype != cast:
-            how |= CONVERT | CAST
-        elif find is not None and not how & CONVERT:
-            at = _stay(find(array), array.nbytes, taken)
-            how |= PLACED if at >= 0 else 0
-        signature += (dtype, array.shape, how, at)
-    return signature
-
-
-def _stay(at: int, nbytes: int, taken: list[tuple[int, int]]) -> int:
-    """Let an array stay where it lies, unless another one does: -1, as if it did not lie there."""
-    if at < 0 or any(at < end and at + nbytes > start for start, end in taken):
-        return -1
-    taken.append((at, at + nbytes))
-    return at
-
-
-def _make_plan(batch: Any, base: int, survey: _Survey, tree: Token, signature: list[Any]) -> _Plan:
-    """Find a place for every array, and describe the result."""
-    views: list[View] = []
-    numbers = machine_array("q")
-    end = base
-    four = iter(signature)
-    for dtype, shape, how, at in zip(four, four, four, four, strict=True):
-        kind: Any = survey.cast if how & CAST else dtype
-        offset = at if how & PLACED else end
-        views.append((offset, kind, shape, bool(how & FORTRAN)))
-        numbers.extend((offset, *shape))
-        if not how & PLACED:
-            end += _aligned(kind.itemsize * math.prod(shape))
-    leaves = [(kind, len(shape), fortran) for _, kind, shape, fortran in views]
-    structure = _structure(batch, tree, len(survey.arrays), leaves)
-    layout = numbers.tobytes()
-    return _Plan(
-        base, survey.cast, tree, signature, signature[2::4], views, leaves,
-        structure + layout, Record(end, len(structure), len(layout), 0),
-    )  # fmt: skip
-
-
-def _structure(batch: Any, tree: Token, split: int, leaves: list[Leaf]) -> bytes:
-    """Write the structure of a batch; it is the latest one's if only shapes have changed."""
-    latest = _latest
-    if latest.tree == tree and latest.leaves == leaves:
-        return latest.blob[: latest.record.structure]
-    return _pickled(batch, (tree, split, leaves))[0]
-
-
-def _write(memory: Memory, plan: _Plan, sources: list[Array], offset: int) -> None:
-    """Copy the arrays into the slot, and structure and layout to `offset`."""
-    for source, view, how in zip(sources, plan.views, plan.hows, strict=True):
-        if not how & (CONVERT | PLACED):
-            memory.store(view[0], source)
-        elif how & CONVERT:
-            copyto(memory.view(*view), source, casting="unsafe")
-    memory.store_bytes(offset, plan.blob)
-
-
-def _write_objects(
-    writer: Writer, plan: _Plan, sources: list[Array], pickled: bytes, buffers: list[memoryview]
-) -> Record:
-    """Copy everything into the slot, where some of it is pickled."""
-    end, structure, layout, _ = plan.record
-    table = machine_array("q")  # per buffer offset and length, then how many there are
-    for buffer in buffers:
-        table.extend((end, buffer.nbytes))
-        end += _aligned(buffer.nbytes)
-    table.append(len(buffers))
-    record = Record(end, structure, layout, len(pickled) + len(table) * table.itemsize)
-    writer.place(record.used - plan.base)
-    memory = writer.memory
-    _write(memory, plan, sources, end)
-    for buffer, offset in zip(buffers, table[:-1:2], strict=True):
-        memory.store_bytes(offset, buffer)
-    memory.store_bytes(end + structure + layout, pickled)
-    memory.store_bytes(end + structure + layout + len(pickled), table.tobytes())
-    return record
-
-
-def _aligned(nbytes: int) -> int:
-    """Round up to whole cache lines."""
-    return (nbytes + (ALIGNMENT - 1)) & -ALIGNMENT
+def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
+    """Tell how a leaf that is no array is taken apart and put together; see `Plan`."""
+    if token == SCALAR:
+        return dtype.type, np.asarray, operator.itemgetter(()), False
+    if token == BYTES:
+        return bytes, _bytes_array, ndarray.tobytes, False
+    torch = _torch()
+    _, name, grad = token
+    if name is None and not grad:
+        # `numpy` refuses what is not strided, not on the CPU, or not what its bytes say.
+        return torch.Tensor, torch.Tensor.numpy, torch.from_numpy, True
+    return torch.Tensor, None, functools.partial(_as_tensor, name=name, grad=grad), True
 
 
 # -- pickle -------------------------------------------------------------------------------------
@@ -676,80 +563,15 @@ def _labelled(value: Any) -> Iterator[tuple[str, Any]]:
 # -- reading ------------------------------------------------------------------------------------
 
 
-class _Parsed(NamedTuple):
-    """The structure and layout of a batch."""
-
-    alone: View | None  # of the array that is the whole batch
-    tree: Token
-    split: int  # arrays, before the raws
-    views: list[View]
-
-
-_structures: dict[bytes, tuple[Token, int, list[Leaf]]] = {}
-_parsed: dict[bytes, _Parsed] = {}
-singles: dict[bytes, View] = {}  # those of `_parsed` that are one array
-
-
-def decode(memory: Memory, record: Sequence[int]) -> Any:
-    """Read a batch. Its arrays and tensors are views of `memory` and keep it alive.
-
-    Parameters
-    ----------
-    memory : Memory
-        The slot, or a copy of what of it is used.
-    record : Record
-        What `encode` has returned, or more words that begin with it.
-
-    Raises
-    ------
-    IndexError
-        If the record does not fit the memory.
-    """
-    if not record[1]:
-        return bytearray(memory.load_bytes(record[0], record[3]))
-    blob = memory.load_bytes(record[0], record[1] + record[2])
-    if blob == ALONE:
-        return _load_objects(memory, record[0] + len(blob), record[3])[0]
-    alone, tree, split, views = _parsed.get(blob) or _parse(blob, record[1])
-    if alone is not None:
-        return memory.view(*alone)
-    arrays = [memory.view(*view) for view in views]
-    objects = _load_objects(memory, record[0] + len(blob), record[3]) if record[3] else ()
-    return _build(tree, iter(arrays), iter(arrays[split:]), iter(objects))
-
-
 def decode_copy(memory: Memory, record: tuple[int, ...], most: int) -> Any:
-    """Read a batch of at most `most` bytes from a copy of its own, or return None."""
-    copied = copy_array(memory, record, singles, most)
-    return decode(copied, record) if type(copied) is Block else copied
+    """Read a batch of at most `most` bytes as copies of its own, or return None."""
+    return None if used(record) > most else decode(memory, record, copied=True)
 
 
-def _parse(blob: bytes, structure: int) -> _Parsed:
-    """Read structure and layout, and remember them."""
-    tree, split, leaves = _parse_structure(blob[:structure])
-    numbers = iter(machine_array("q", blob[structure:]))
-    views = [
-        (next(numbers), dtype, tuple(islice(numbers, ndim)), fortran)
-        for dtype, ndim, fortran in leaves
-    ]
-    if len(_parsed) >= REMEMBERED:
-        _parsed.clear()
-        singles.clear()
-    alone = views[0] if tree == ARRAY else None
-    if alone is not None:
-        singles[blob] = alone
-    _parsed[blob] = parsed = _Parsed(alone, tree, split, views)
-    return parsed
-
-
-def _parse_structure(data: bytes) -> tuple[Token, int, list[Leaf]]:
-    """Read a structure, and remember it."""
-    structure = _structures.get(data)
-    if structure is None:
-        if len(_structures) >= REMEMBERED:
-            _structures.clear()
-        structure = _structures[data] = pickle.loads(data)
-    return structure
+def _parse(structure: bytes) -> Plan:
+    """Read a structure."""
+    tree, split, leaves = pickle.loads(structure)
+    return Plan(structure, tree, split, leaves, _KINDS, _tag, _raw)
 
 
 def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
@@ -764,29 +586,7 @@ def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
     return objects
 
 
-def _build(
-    token: Token, arrays: Iterator[Array], raws: Iterator[Array], objects: Iterator[Any]
-) -> Any:
-    """Put a batch together from its leaves."""
-    if isinstance(token, str):
-        if token == ARRAY:
-            return next(arrays)
-        if token == OBJECT:
-            return next(objects)
-        return next(raws)[()] if token == SCALAR else next(raws).tobytes()
-    if token[0] == "tensor":
-        return _as_tensor(next(raws), token[1], token[2])
-    tag, cls, fixed, has_loose, tokens = token
-    loose = next(objects) if has_loose else None
-    children = (
-        islice(arrays, tokens)
-        if isinstance(tokens, int)
-        else [_build(child, arrays, raws, objects) for child in tokens]
-    )
-    return _KINDS[tag].close(cls, fixed, loose, children)
-
-
-def _as_tensor(array: Array, name: str | None, grad: bool) -> Any:  # noqa: FBT001 - from a token
+def _as_tensor(array: Array, *, name: str | None, grad: bool) -> Any:
     """Make a tensor that shares an array's memory."""
     torch = _torch()
     tensor = torch.from_numpy(array)
@@ -799,3 +599,7 @@ def _as_tensor(array: Array, name: str | None, grad: bool) -> Any:  # noqa: FBT0
 def _torch() -> Any:
     """Import torch, now that there is a tensor."""
     return importlib.import_module("torch")
+
+
+reader = Reader(_parse, _load_objects)
+decode = reader.decode

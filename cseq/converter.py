@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
-from cseq.codec import castable, map_leaves
+from cseq.codec import castable, map_leaves, torch_type
 from cseq.edge import Lost
 from cseq.threads import imported
 
@@ -273,14 +273,15 @@ def _plan(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | None:
     """
     target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
     try:
-        return target, _torch_type(target)
+        return target, torch_type(target)
     except TypeError:
         return None
 
 
-def _torch_type(dtype: Dtype) -> TorchType:
-    """Give torch's name for a type of numpy; TypeError if it has none."""
-    return importlib.import_module("torch").from_numpy(np.empty(0, dtype)).dtype
+def _from_numpy() -> Callable[[Array], Tensor]:
+    """Give what lays a tensor on an array."""
+    function: Callable[[Array], Tensor] = importlib.import_module("torch").from_numpy
+    return function
 
 
 def _usable(array: Array, target: Dtype) -> bool:
@@ -308,7 +309,7 @@ class _Host:
         self.from_numpy: Callable[[Array], Tensor] = torch.from_numpy
         self.cast = output.dtype
         self.late = getattr(torch, output.torch_dtype) if output.torch_dtype else None
-        self.wanted = _torch_type(output.dtype) if output.dtype is not None else self.late
+        self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
 
     def leaf(self, leaf: object) -> object:
         """Convert a leaf of a batch; what is neither array nor CPU tensor is kept."""
@@ -394,6 +395,25 @@ class Converter:
     def __init__(self, output: Output) -> None:
         self.output = output
         self.convert: Convert = _MAKERS[output.kind](output)
+
+    def leaf_for(self, dtype: Dtype | None) -> Convert | None:
+        """Tell what `convert` does to arrays of a type, fresh ones, or (None) to CPU tensors.
+
+        Returns
+        -------
+        callable or None
+            To be applied to each of them; None if they stay as they are.
+        """
+        output = self.output
+        if output.kind != "cpu":
+            return self.convert
+        if dtype is None:
+            return None if output.dtype is None and output.torch_dtype is None else self.convert
+        plan = _plan(dtype, output.dtype)
+        if plan is None:
+            return None
+        ready = output.torch_dtype is None and plan[0] == dtype
+        return _from_numpy() if ready else self.convert
 
     def close(self) -> None:
         """Do nothing: there is nothing under way."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import TypedDict
 
-    from cseq._core import Mapping, Ring, Seat, Slots
+    from cseq._core import Mapping, Memory, Reader, Ring, Seat, Slots
     from cseq.arena import Arena, Writer
 
     Fields = tuple[int, ...]
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         slots: Slots
         extend: Callable[[], None]
         discard: Callable[[int], None]
-        small: tuple[dict[int, Mapping], dict[bytes, Any], int]
+        small: tuple[dict[int, Mapping], Reader, int, Callable[[int, int, int], Memory]]
 
 
 __all__ = [
@@ -179,7 +179,7 @@ class SlotWriter:
 
     def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
         self._writer = writer
-        self._cast = cast
+        self._cast = writer.cast = cast
         # The writer's methods, without a call in between.
         self.begin = writer.turn
         self.give = writer.give
@@ -222,7 +222,7 @@ class SlotReader:
         return {
             "slots": self._arena.slots,
             "extend": self._arena.prepare,
-            "small": (self._arena.mapped, codec.singles, SMALL),
+            "small": (self._arena.mapped, codec.reader, SMALL, self._arena.lend),
         }
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002

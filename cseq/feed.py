@@ -54,6 +54,8 @@ class Feed:
         Called before every sleep; raises what went wrong elsewhere.
     convert : callable, optional
         Applied to every batch on its way out.
+    leaf_for : callable, optional
+        Says the same of a batch's leaves: `Converter.leaf_for`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Feed:
         skip_errors: bool,
         check: Callable[[], None],
         convert: Callable[[Any], Any] | None = None,
+        leaf_for: Callable[[Any], Any] | None = None,
     ) -> None:
         self._ring = ring
         self._sampler = sampler
@@ -84,6 +87,7 @@ class Feed:
             ordered=ordered,
             skip_errors=skip_errors,
             convert=convert,
+            leaf_for=leaf_for,
             **outlet.ends,
         )
         self._interrupted = False

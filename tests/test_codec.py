@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from cseq import codec
-from cseq._core import Block
+from cseq._core import REMEMBERED, Block
 from cseq.arena import Arena, Writer
 from cseq.codec import Record, castable, decode, encode, map_leaves, used
 
@@ -105,6 +105,12 @@ class Colour(Enum):
     RED = 1
 
 
+class StrKey(str):
+    """A text that is more than a text."""
+
+    __slots__ = ()
+
+
 class Plain:
     """Any object with an array."""
 
@@ -136,11 +142,22 @@ def writer_of(arena: Arena) -> Writer:
     return writer
 
 
+@pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test with structures that the writer knows, and with none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "surveyed":
+            patch.setattr(Writer, "remember", lambda *_: None)
+        yield request.param
+
+
 def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:
-    """Send a batch through a slot of its own."""
+    """Send a batch through a slot of its own: what a second one of this structure becomes."""
     arena = Arena()
     writer = writer_of(arena)
     try:
+        encode(batch, writer, cast)
+        writer.used = 0
         record = encode(batch, writer, cast)  # first: it may get the writer another memory
         return decode(writer.memory, record)
     finally:
@@ -361,21 +378,94 @@ def test_a_structure_is_not_mistaken_for_an_equal_one(writer: Writer) -> None:
         assert sent(writer, batch)[0].dtype.type is batch[0].dtype.type
 
 
+@dataclass
+class Box:
+    """A dataclass of arrays."""
+
+    x: Any
+    y: Any
+
+
+KNOWN = [
+    np.arange(3), (np.arange(3), np.arange(2.0)), [], {"a": [np.arange(3), (np.ones(2),)], "b": {}},
+    {f"key {number}": np.full((2, 3), number) for number in range(113)}, b"x" * codec.LONG,
+    Pair(np.arange(3), [np.ones(2)]), Box(np.arange(3), Pair(1, np.ones(2))), 5, "text",
+    [np.arange(3), 1, 2.5, "text", None, True, b"short", 1j, ["a", "b"], (1, 2)],
+    OrderedDict(a=np.arange(2)), (np.float32(1.5), np.bool_(True)), np.arange(6).reshape(2, 3).T,
+    [np.zeros(2, "M8[s]"), np.zeros(2, ">f4"), np.array(["abc"]), Colour.RED, [range(3), {1: 2}]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cast", [None, FLOAT32], ids=["as it is", "cast"])
+@pytest.mark.parametrize("batch", KNOWN, ids=lambda batch: repr(batch)[:30])
+def test_a_known_structure_is_not_surveyed(
+    batch: Any, cast: Any, way: str, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of the structure of the last is recognised, and read as one that is surveyed."""
+    want, surveyed = sent(writer, batch, cast), []
+    survey = codec._survey
+    monkeypatch.setattr(codec, "_survey", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
+    assert_same(want, sent(writer, batch, cast))
+    assert bool(surveyed) == (way == "surveyed")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{1: np.arange(3)}, defaultdict(list, a=np.arange(3)), [np.zeros(2, [("a", "i4")]), 1]],
+    ids=repr,
+)
+def test_a_structure_that_cannot_be_recognised_is_made_once(
+    batch: Any, way: str, writer: Writer
+) -> None:
+    """It is surveyed each time, but described only once."""
+    assert_same(batch, sent(writer, batch))
+    plans = writer.plans
+    assert_same(batch, sent(writer, batch))
+    assert writer.plans is plans
+    assert len(plans) == (way == "known")
+
+
+A, B = np.arange(3), np.ones(2)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [(A, B), [A, B], Pair(A, B), (A, B, B), (A,), ((A, B),), (B, A), (A, 1)],
+        [{"a": A, "b": B}, {"b": A, "a": B}, {"a": A}, {"a": A, "b": B, "c": A}, {"a": A, 1: B}],
+        [OrderedDict(a=A, b=B), {"a": A, "b": B}, OrderedDict(b=A, a=B), defaultdict(list, a=A)],
+        [[A, 1], [A, "1"], [A, [1]], [A, [1, B]], [A, (1,)], [A, B], [A, [[1]]], [A, True]],
+        [[A, b"x"], [A, b"x" * codec.LONG], [A, b"y" * 2 * codec.LONG], [A, None]],
+        [Sample(A, B), Sample(A), Sample(B, A), Sample(A, [B]), Frozen(A, B), Slotted(A, B)],
+        [[np.float32(1), A], [np.float64(1), A], [np.array(1.0), A], [1.0, A]],
+        [A[::2], A.astype(">i8"), A.astype("i4"), A[None], A[:0], A.view("M8[s]"), A.view("M8[D]")],
+        [{"a": A}, {StrKey("a"): A}, {"a": B}],
+    ],
+    ids=lambda others: repr(others[0])[:30],
+)
+def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: Writer) -> None:
+    """Whatever is known, a batch of another structure is read as what it is."""
+    for batch in others:
+        for known in others:
+            assert_same(known, sent(writer, known))
+            assert_same(batch, sent(writer, batch))
+
+
 def test_shapes_may_change_from_batch_to_batch(writer: Writer) -> None:
-    """A batch of known structure and new shapes is read right, and not all are remembered."""
-    for size in range(2 * codec.REMEMBERED):
-        batch = {"x": np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
+    """Batches of one structure and many shapes are read right, and are one to the reader."""
+    known = set(codec.reader.plans)
+    for size in range(2 * REMEMBERED):
+        batch = {"shapes": np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
         assert_same(batch, sent(writer, batch))
-    assert len(codec._parsed) <= codec.REMEMBERED
-    assert len(codec._structures) <= codec.REMEMBERED
+    assert len(codec.reader.plans.keys() - known) == 1
 
 
 def test_structures_may_change_from_batch_to_batch(writer: Writer) -> None:
     """Any number of structures can be read, and only some of them are remembered."""
-    for number in range(2 * codec.REMEMBERED):
+    for number in range(2 * REMEMBERED):
         batch = {f"key {number}": np.arange(number)}
         assert_same(batch, sent(writer, batch))
-    assert len(codec._structures) <= codec.REMEMBERED
+        assert len(codec.reader.plans) <= REMEMBERED
 
 
 def test_arrays_are_aligned(writer: Writer) -> None:
@@ -402,6 +492,48 @@ def test_records_are_checked(writer: Writer) -> None:
         decode(Block(record.used - 1), record)
     with pytest.raises(IndexError):
         decode(Block(0), record)
+    for number in range(4):
+        for word in (-1, 2**20, 2**63, 2**64, 2**70):
+            with pytest.raises(IndexError, match="outside"):
+                decode(writer.memory, [word if k == number else record[k] for k in range(4)])
+
+
+SOME = st.integers(-9, 200)
+
+
+@given(
+    words=st.dictionaries(st.integers(0, 6), st.integers(-(2**63), 2**63 - 1) | SOME),
+    record=st.dictionaries(st.integers(2, 3), st.integers(-(2**70), 2**70) | SOME),
+    copied=st.booleans(),
+)
+def test_a_layout_that_lies_does_not_leave_the_memory(
+    words: dict[int, int],
+    record: dict[int, int],
+    copied: bool,
+) -> None:
+    """Whatever the numbers say, arrays lie in the memory, or it is an error."""
+    arena = Arena()
+    writer = writer_of(arena)
+    true = encode([np.arange(4), np.ones((2, 3)), np.ones(()).T], writer)
+    block = Block(true.used)
+    block.copy_from(writer.memory)
+    writer.close()
+    arena.close()
+    numbers = block.view(true.offset + true.structure, np.dtype("i8"), (true.layout // 8,))
+    assert numbers.tolist() == [0, 4, 64, 2, 3, 128]
+    for at, word in words.items():
+        if at < len(numbers):
+            numbers[at] = word
+    said = [record.get(number, word) for number, word in enumerate(true)]
+    try:
+        arrays = codec.reader.decode(block, said, copied)
+    except (IndexError, ValueError, EOFError, pickle.UnpicklingError):
+        return
+    start = block.address
+    for array in arrays:
+        at = array.ctypes.data - start
+        assert copied or 0 <= at <= at + array.nbytes <= true.offset
+        array.sum()
 
 
 def test_a_record_may_have_more_words(writer: Writer) -> None:
@@ -568,12 +700,11 @@ def test_a_bytearray_alone_lies_as_it_is(writer: Writer, size: int) -> None:
     read.append(1)
 
 
-def test_long_bytes_are_not_pickled(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_bytes_are_not_pickled(writer: Writer) -> None:
     """Long bytes are copied once each way."""
     data = os.urandom(codec.LONG)
-    monkeypatch.setattr(pickle, "dumps", lambda *_, **__: pytest.fail("pickled"))
-    monkeypatch.setattr(codec, "_structure", lambda *_: b"")
-    encode([data], writer)
+    record = encode([data], writer)
+    assert record.structure + record.layout + record.objects < 200
     assert bytes(memoryview(writer.memory)[: len(data)]) == data
 
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from cseq._core import BatchIterator, Block, Consumer, Mapping, Order, Ring, Seat, Slots, ring_bytes
+from cseq import codec
+from cseq._core import (
+    BatchIterator,
+    Block,
+    Consumer,
+    Lease,
+    Mapping,
+    Order,
+    Ring,
+    Seat,
+    Slots,
+    ring_bytes,
+)
+from cseq.producer import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -260,7 +274,9 @@ def test_unordered() -> None:
 class Slotted:
     """A consumer of batches in slots: a ring of one cell."""
 
-    def __init__(self, count: int = 1, most: int = 1000, known: Any = None) -> None:
+    def __init__(
+        self, count: int = 1, most: int = 1000, reader: Any = None, **options: Any
+    ) -> None:
         fd = os.memfd_create("slots")
         os.ftruncate(fd, 8 * PAGE)
         self.slots = Slots()
@@ -269,13 +285,22 @@ class Slotted:
         os.close(fd)
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.seat = Seat(self.ring, 0, 1, last=True)
-        small = None if known is None else (self.mapped, known, most)
+        small = None if reader is None else (self.mapped, reader, most, self.lend)
         self.consumer = Consumer(
-            self.ring, Order(9, shuffle=False, seed=0), list, self.read, list,
-            slots=self.slots, extend=lambda: self.slots.extend(1), small=small,
+            self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
+            slots=self.slots, extend=lambda: self.slots.extend(1), small=small, **options,
         )  # fmt: skip
         self.consumer.begin(0, 0, 9, 9, 0, 1, 1)
         self.consumer.refill()
+
+    def describe(self, cell: int, error: BaseException) -> tuple[BaseException, Any]:
+        """Leave the exception as it is."""
+        return error, None
+
+    def lend(self, slot: int, used: int, capacity: int) -> Any:
+        """Lend a slot."""
+        assert used <= capacity
+        return self.slots.lend(slot, self.mapped[slot])
 
     def read(self) -> Any:
         """Lend the slot."""
@@ -326,43 +351,180 @@ def test_lent_twice() -> None:
     assert bench.slots.leased == 0
 
 
-def in_slot(array: np.ndarray[Any, Any], most: int = 1000) -> Any:
-    """Lay an array into a slot, and take it out."""
-    layout = b"layout of one array"
-    known = {layout: (64, array.dtype, array.shape, False)}
-    bench = Slotted(1, most, known)
-    taken = []
-    for batch in range(4):
-        assert bench.seat.claim() is True
-        slot = bench.mapped[bench.seat.slot]
-        slot.store(64, np.asarray(array + batch))
-        offset = 64 + array.nbytes
-        slot.store_bytes(offset, layout)
-        bench.seat.publish(0, (offset, 6, len(layout) - 6, 0), PAGE)
-        if batch == 2:
-            known.clear()  # the latest layout is remembered
-        taken.append(bench.consumer.step())
-        if taken[-1] is None:
-            break
-    return taken
+class Holder:
+    """Any object with an array, which a pickle does not hold itself."""
+
+    def __init__(self) -> None:
+        self.array = np.arange(200)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4)])
-def test_a_small_array(shape: tuple[int, ...]) -> None:
-    """A small array comes out as a copy of its own, which can be written to."""
-    array = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)
-    for batch, got in enumerate(in_slot(np.asarray(array))):
-        assert got.flags.owndata
-        assert got.flags.writeable
-        assert got.dtype == array.dtype
-        np.testing.assert_array_equal(got, array + batch, strict=True)
-        got[...] = -1
+class Written(Slotted):
+    """A consumer of batches that were encoded as workers do it, and a reader that learns."""
+
+    def __init__(self, most: int = 3000, **options: Any) -> None:
+        super().__init__(1, most, codec.reader, **options)
+        self.scratch = Scratch()
+
+    def write(self, batch: Any) -> None:
+        """Write a batch to the slot of the next ticket, and publish it."""
+        assert self.seat.claim() is True
+        slot = self.mapped[self.seat.slot]
+        self.scratch.clear()
+        record = codec.encode(batch, self.scratch)
+        slot.store_from(0, self.scratch.memory, record.used)
+        self.seat.publish(0, record, PAGE)
+
+    def learn(self, batch: Any) -> Any:
+        """Decode a batch of this structure by `codec.decode`."""
+        self.scratch.clear()
+        return codec.decode(self.scratch.memory, codec.encode(batch, self.scratch))
 
 
-def test_a_large_array() -> None:
-    """What is not small is for Python to decode."""
-    assert in_slot(np.zeros(120)) == [None]
-    assert in_slot(np.zeros(100))[0] is not None
+ARRAY = np.arange(24.0).reshape(2, 3, 4)
+BATCHES = [
+    np.full((), 7.0), np.zeros(0), np.arange(5), ARRAY, ARRAY.T,
+    (ARRAY, np.arange(3)), [ARRAY, [ARRAY[0], (ARRAY[1],)]],
+    {f"key {number}": np.arange(number) for number in range(20)},
+    OrderedDict(a=ARRAY, b=np.ones(2, np.uint8)), (np.float32(3), np.arange(2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=repr)
+def test_a_small_batch(batch: Any) -> None:
+    """A small batch of a known structure comes out in C, as copies that can be written to."""
+    bench = Written()
+    bench.learn(batch)
+    for _ in range(4):
+        bench.write(batch)
+        got = bench.consumer.step()
+        assert repr(got) == repr(batch)
+        arrays: list[Any] = []
+        codec.map_leaves(arrays.append, got)
+        for array in arrays:
+            assert isinstance(array, np.float32) or array.flags.owndata
+            assert isinstance(array, np.float32) or array.flags.writeable
+
+
+def test_a_batch_of_a_structure_that_is_not_known() -> None:
+    """It is for Python to decode."""
+    bench = Written()
+    bench.write({"a key of this test alone": ARRAY})
+    assert bench.consumer.step() is None
+    bench.learn({"a key of this test alone": ARRAY})
+    assert bench.consumer.step() is not None
+
+
+@pytest.mark.parametrize("convert", [None, lambda batch: codec.map_leaves(convert_leaf, batch)])
+def test_a_batch_with_objects(convert: Any) -> None:
+    """What goes by pickle is decoded with the lock held, and converted unless it is plain."""
+    leaf_for = None if convert is None else lambda _: convert_leaf
+    bench = Written(convert=convert, leaf_for=leaf_for)
+    batch = [ARRAY, "text", {"a": [1]}, np.ma.masked_array([1, 2], [True, False])]
+    bench.learn(batch)
+    bench.write(batch)
+    assert bench.consumer.step() is None
+    want = batch if convert is None else convert(batch)
+    assert repr(bench.consumer.next()) == repr(want)
+    assert bench.slots.leased == 0
+
+
+def test_objects_with_buffers() -> None:
+    """Those that lie in the slot are for Python to decode."""
+    bench = Written()
+    bench.learn([ARRAY, Holder()])
+    bench.write([ARRAY, Holder()])
+    assert isinstance(bench.consumer.next(), Lease)  # what `read` returns here
+
+
+def test_a_large_batch() -> None:
+    """What is not small is a view of the slot, and takes it along."""
+    bench = Written(960)
+    bench.learn([np.zeros(120)])
+    bench.write([np.full(121, 7.0)])
+    assert bench.consumer.step() is None
+    got = bench.consumer.next()
+    assert got[0].tolist() == [7] * 121
+    assert bench.slots.leased == 1
+    bench.write([np.zeros(120)])
+    assert bench.consumer.step() is not None
+    assert bench.slots.leased == 1
+    del got
+    assert bench.slots.leased == 0
+
+
+def negative(array: Any) -> Any:
+    """Convert an array."""
+    return -array
+
+
+def convert_leaf(leaf: Any) -> Any:
+    """Convert arrays, masked ones too."""
+    return -leaf if isinstance(leaf, np.ndarray) else leaf
+
+
+def convert_for(dtype: Any) -> Any:
+    """Convert what is not of bytes."""
+    return None if dtype == np.uint8 else negative
+
+
+def test_leaves_are_converted() -> None:
+    """Each leaf is converted as its type wants it."""
+    bench = Written(convert=lambda _: pytest.fail("converted as a whole"), leaf_for=convert_for)
+    batch = {"a": np.ones(3), "b": [np.ones(2, np.uint8), (np.ones(1, np.int8),)]}
+    bench.learn(batch)
+    for _ in range(3):
+        bench.write(batch)
+        got = bench.consumer.step()
+        assert (got["a"].tolist(), got["b"][0].tolist()) == ([-1] * 3, [1] * 2)
+        assert got["b"][1][0].tolist() == [-1]
+
+
+def test_a_conversion_that_raises() -> None:
+    """It raises in `next`, which names the batch; the ticket is the one that it was."""
+
+    def refuse(array: Any) -> Any:
+        raise Failed(array.tolist())
+
+    bench = Written(convert=refuse, leaf_for=lambda _: refuse)
+    bench.learn(np.arange(2))
+    bench.write(np.arange(2))
+    assert bench.consumer.step() is None
+    assert bench.consumer.taken == 0
+    with pytest.raises(Failed, match=r"\[0, 1\]"):
+        bench.consumer.next()
+    assert bench.consumer.taken == 1
+
+
+def test_a_conversion_to_none() -> None:
+    """A batch that becomes None is delivered, and converted once."""
+    seen: list[Any] = []
+    bench = Written(convert=seen.append, leaf_for=lambda _: seen.append)
+    bench.learn(ARRAY)
+    bench.write(ARRAY)
+    assert bench.consumer.step() is None
+    assert bench.consumer.next() is None
+    assert (len(seen), bench.consumer.taken) == (1, 1)
+
+
+def test_a_batch_is_taken_while_one_converts_it() -> None:
+    """A handler that takes the batch under way gets it; the call that was interrupted does not."""
+    bench = Written(convert=list, leaf_for=lambda _: take)
+    got: list[Any] = []
+    reads = [1, 2]
+
+    def take(array: Any) -> Any:
+        if reads:
+            reads.pop()
+            got.append(bench.consumer.step())
+        return array
+
+    bench.learn(ARRAY)
+    bench.consumer.begin(0, 0, 1, 1, 0, 1, 1)  # the last batch: nothing is posted behind it
+    bench.consumer.refill()
+    bench.write(ARRAY)
+    assert bench.consumer.step() is None
+    assert [one is None for one in got] == [False, True]
+    assert bench.consumer.taken == 1
 
 
 # -- the iterator

@@ -33,13 +33,13 @@ from cseq._core import (
     Lease,
     Mapping,
     Memory,
+    Plan,
     Ring,
     Seat,
     Slots,
     Window,
     address_of,
     commit,
-    copy_array,
     copy_of,
     ring_bytes,
 )
@@ -1011,37 +1011,7 @@ def test_a_sequence_with_naps(run_script: Any) -> None:
     assert (done.stdout, done.stderr) == ("same\n", "")
 
 
-def test_copy_array() -> None:
-    """A small batch of a known layout is an array of its own; any other one is its bytes."""
-    source = Block(100, zero=True)
-    source.store(0, np.arange(4, dtype=np.int32))
-    source.store_bytes(16, b"layout")
-    view = (0, np.dtype(np.int32), (2, 2), True)
-    array = copy_array(source, (16, 2, 4, 0), {b"layout": view}, 22)
-    assert isinstance(array, np.ndarray)
-    assert array.tolist() == [[0, 2], [1, 3]]
-    source.store(0, np.zeros(4, dtype=np.int32))
-    assert array[1, 1] == 3
-    block = copy_array(source, (16, 2, 4, 10), {}, 32)
-    assert isinstance(block, Block)
-    assert block.load_bytes(0, 32) == bytes(16) + b"layout" + bytes(10)
-    assert copy_array(source, (16, 2, 4, 10), {b"layout": view}, 31) is None
-
-
-@pytest.mark.parametrize("record", [(90, 2, 9, 0), (16, 2, 4, 79), (-1, 4, 0, 0), (16, -17, 2, 0)])
-def test_copy_array_stays_inside(record: tuple[int, ...]) -> None:
-    """A record that does not fit the memory is an error."""
-    with pytest.raises(IndexError, match="100 bytes"):
-        copy_array(Block(100, zero=True), record, {}, 1000)
-
-
-def test_copy_array_of_a_view_that_does_not_fit() -> None:
-    """A view that exceeds what was copied is an error."""
-    known = {b"layout": (0, np.dtype(np.int32), (5,), False)}
-    source = Block(100, zero=True)
-    source.store_bytes(16, b"layout")
-    with pytest.raises(IndexError, match="16 bytes"):
-        copy_array(source, (16, 2, 4, 0), known, 1000)
+# -- a worker's slot
 
 
 class Slot(Hand):
@@ -1058,58 +1028,102 @@ class Slot(Hand):
         """Turn to a slot, the long way."""
         self.begun.append((slot, capacity))
 
-
-def make_slot() -> Slot:
-    """Make a hand on a mapped slot that knows one array of three floats."""
-    with file_of(PAGE) as fd:
-        hand = Slot(Mapping(fd, 0, PAGE))
-    hand.remember(np.dtype("f4"), (3,), None, False, (64, 4, 2, 0), b"layout")
-    return hand
+    def place(self, nbytes: int) -> int:
+        """Give out bytes that are not there."""
+        raise MemoryError(nbytes)
 
 
 FLOATS = np.arange(3, dtype=np.float32)
+F4, F8 = np.dtype("f4"), np.dtype("f8")
+
+
+def plan_of(cast: Any = None, source: Any = F4, token: Any = "array") -> Plan:
+    """Make the plan of an array of floats."""
+    containers: Any = {"list": (None, None)}
+    return Plan(
+        b"plan", token, 1, [(cast or source, 1, False)], containers, str, None, cast, [source]
+    )
+
+
+def make_slot(cast: Any = None) -> Slot:
+    """Make a hand on a mapped slot that knows arrays of floats."""
+    with file_of(PAGE) as fd:
+        hand = Slot(Mapping(fd, 0, PAGE))
+    hand.cast = cast
+    hand.remember(plan_of(cast))
+    return hand
 
 
 def test_laying_an_array() -> None:
-    """An array like the one before lies in the slot, its layout behind it."""
+    """An array lies in the slot, behind it its structure and its layout."""
     slot = make_slot()
-    assert slot.lay(FLOATS + 1, None)
-    assert slot.laid == (64, 4, 2, 0)
-    assert slot.used == 70
-    assert slot.memory.view(0, np.dtype("f4"), (3,)).tolist() == [1, 2, 3]
-    assert slot.memory.load_bytes(64, 6) == b"layout"
-    assert not slot.lay(FLOATS, None)  # something is in the slot
+    for begin, shape in enumerate([3, 2]):
+        plan, arrays, objects = slot.match(FLOATS[:shape], None)  # type: ignore[misc]
+        at = 128 * begin
+        assert slot.lay(plan, arrays) == (at + 64, 4, 16, 0)
+        assert slot.used == at + 64 + 4 + 16
+        assert slot.memory.view(at, F4, (shape,)).tolist() == [0, 1, 2][:shape]
+        assert slot.memory.load_bytes(at + 64, 4) == b"plan"
+        assert slot.memory.view(at + 68, np.dtype("i8"), (2,)).tolist() == [at, shape]
+        assert not objects
 
 
 @pytest.mark.parametrize(
     "other",
-    [FLOATS.astype("f8"), FLOATS[:2], FLOATS[None], np.arange(6, dtype="f4")[::2], [1, 2, 3], None],
-)
-def test_other_batches_are_not_laid_down(other: Any) -> None:
-    """What is not like the array before is left to the long way, and the slot as it is."""
+    [FLOATS.astype("f8"), FLOATS.astype(">f4"), FLOATS[None], FLOATS.view(np.recarray), [1, 2],
+     None, [FLOATS]],
+)  # fmt: skip
+def test_other_batches_do_not_match(other: Any) -> None:
+    """What is not like the array before is left to the survey, and the slot as it is."""
     slot = make_slot()
-    assert not slot.lay(other, None)
+    assert slot.match(other, None) is None
+    assert slot.match(FLOATS, F8) is None
     assert (slot.used, slot.memory.load_bytes(0, 70)) == (0, bytes(70))
 
 
-def test_laying_is_for_the_same_wish_and_in_bounds() -> None:
-    """Another type is wanted, the slot is too small, or arrays were made in it: the long way."""
+def test_a_few_plans_are_remembered() -> None:
+    """Any of the last plans is found; those before are forgotten."""
     slot = make_slot()
-    assert not slot.lay(FLOATS, np.dtype("f8"))
-    slot.watched = True
-    assert not slot.lay(FLOATS, None)
-    slot.watched = False
-    slot.capacity = 69
-    assert not slot.lay(FLOATS, None)
+    types = [np.dtype(name) for name in ("i1", "i2", "i4", "i8")]
+    for dtype in types[:3]:
+        slot.remember(plan_of(source=dtype))
+    for dtype in [F4, *types[:3], F4]:
+        found = slot.match(np.zeros(2, dtype), None)
+        assert found is not None
+        assert found[0].casts == [False]
+    slot.remember(plan_of(source=types[3]))
+    assert slot.match(np.zeros(2, "i1"), None) is None
 
 
-def test_laying_with_a_cast() -> None:
-    """Where the one before was cast, this one is."""
+def test_laying_does_not_leave_the_slot() -> None:
+    """Where there is no room, `place` says so, and nothing is written."""
     slot = make_slot()
-    wanted = np.dtype("f8")
-    slot.remember(np.dtype("f4"), (3,), wanted, True, (64, 4, 2, 0), b"layout")
-    assert slot.lay(FLOATS, wanted)
-    assert slot.memory.view(0, wanted, (3,)).tolist() == [0, 1, 2]
+    slot.capacity = 83
+    plan, arrays, _ = slot.match(FLOATS, None)  # type: ignore[misc]
+    with pytest.raises(MemoryError, match="84"):
+        slot.lay(plan, arrays)
+    assert slot.memory.load_bytes(0, 84) == bytes(84)
+
+
+@pytest.mark.parametrize("shape", [(3,), (6,)])
+def test_laying_with_a_cast(shape: tuple[int, ...]) -> None:
+    """An array is cast on the way, whatever its strides are."""
+    slot = make_slot(F8)
+    array = np.arange(shape[0], dtype="f4")[:: shape[0] // 3]
+    plan, arrays, _ = slot.match(array, F8)  # type: ignore[misc]
+    assert plan.casts == [True]
+    slot.lay(plan, arrays)
+    assert slot.memory.view(0, F8, (3,)).tolist() == array.tolist()
+
+
+def test_a_plan_that_does_not_fit_its_leaves() -> None:
+    """A tree of more arrays than there are leaves, or of fewer, is refused, and so are objects."""
+    with pytest.raises(ValueError, match="more arrays"):
+        plan_of(token=("list", list, None, False, 2))
+    with pytest.raises(ValueError, match="does not fit"):
+        plan_of(token="object")
+    with pytest.raises(ValueError, match="raw memory"):
+        plan_of(source=np.dtype(object))
 
 
 def test_giving_a_batch() -> None:
@@ -1120,9 +1134,13 @@ def test_giving_a_batch() -> None:
     seat = claim(ring)
     slot.turn(seat)
     assert not slot.begun
+    assert not slot.give(seat, [FLOATS])
+    assert seat.cell == 0
+    before = sys.getrefcount(FLOATS)
     assert slot.give(seat, FLOATS)
+    assert sys.getrefcount(FLOATS) == before
     assert seat.cell == -1
-    assert ring.take() == (0, 0, 3, 4096, (64, 4, 2, 0, 0, 0))
+    assert ring.take() == (0, 0, 3, PAGE, (64, 4, 16, 0, 0, 0))
 
 
 def test_not_giving_a_batch() -> None:

@@ -1,4 +1,4 @@
-"""A batch of many parts: one large array and 112 small ones, as detection models take them."""
+"""Batches of several parts: a large array and 112 small ones (detection models), or small ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import loaders
 from harness.case import Case, Contender, Goal, scaled
-from work import Structured, Work, microseconds
+from work import Parts, Structured, Work, microseconds
 
 OURS, LIMIT, TORCH = "cseq, 2 workers", "bare loop", "torch DataLoader"
 
@@ -38,6 +38,37 @@ def case(name: str, title: str, work: Work) -> Case:
     )
 
 
+PARTS = {"one array": 1, "a pair": 2, "a dict of 20": 20, "a dict of 113": 113}
+BATCHES = scaled(20_000, 40)
+
+
+def parts(out_type: str, num_workers: int) -> Case:
+    """Declare a case of small arrays that lie ready in the workers."""
+    options = {"out_type": out_type, "num_workers": num_workers}
+    return Case(
+        f"parts_{out_type}_{num_workers}",
+        f"Small arrays, {num_workers} worker{'s' * (num_workers > 1)}, out_type='{out_type}'",
+        "µs/batch",
+        tuple(
+            Contender(
+                name,
+                partial(
+                    loaders.cseq_processes,
+                    Work(partial(Parts, count), BATCHES, microseconds),
+                    **options,
+                ),
+                needs=("torch",) if out_type == "cpu" else (),
+                ours=True,
+            )
+            for name, count in PARTS.items()
+        ),
+        goals=(
+            Goal("a pair: times one array", lambda f: f["a pair"] / f["one array"], 1.5),
+            Goal("a dict of 20: times one array", lambda f: f["a dict of 20"] / f["one array"], 3),
+        ),
+    )
+
+
 WORK = Work(Structured, scaled(1000, 12), microseconds)
 
 CASES = (
@@ -47,4 +78,5 @@ CASES = (
         "A dict of a 4.8 MB array and 112 small ones, touched",
         replace(WORK, touch=True),
     ),
+    *(parts(out_type, num_workers) for out_type in ("null", "cpu") for num_workers in (1, 2)),
 )

@@ -202,7 +202,7 @@ class ProcessPool(Fed):
         self._reader = SlotReader(self._arena)
         self._receiver = Receiver(job.output) if in_processes else None
         self._imports: Imports | None = None
-        self._convert = self._make_convert()
+        convert, leaf_for = self._make_convert()
         self._outlet = self._make_outlet()
         self.feed = Feed(
             self._ring,
@@ -211,7 +211,8 @@ class ProcessPool(Fed):
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._check,
-            convert=self._convert,
+            convert=convert,
+            leaf_for=leaf_for,
         )
 
     def open(self) -> None:
@@ -236,13 +237,14 @@ class ProcessPool(Fed):
             spares=SPARES,
         )
 
-    def _make_convert(self) -> Callable[[Any], Any] | None:
-        """Return what the trainer does to a batch that came out of the ring."""
+    def _make_convert(self) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
+        """Return what the trainer does to a batch that came out of the ring, and to its leaves."""
         if self._receiver is not None or self._job.output.kind == "null":
-            return None
+            return None, None
         if self._job.num_converters:
-            return receive
-        return Converter(self._job.output).convert
+            return receive, None
+        converter = Converter(self._job.output)
+        return converter.convert, converter.leaf_for
 
     def _make_outlet(self) -> Outlet:
         """Return where batches come out."""
