@@ -971,23 +971,23 @@ def test_tensors() -> None:
 
 @pytest.mark.parametrize("kind", [Mixed, Pieces])
 def test_encoded_items(kind: type[Numbers]) -> None:
-    """A parcel opens to its item; another process finds a large one in its slot."""
+    """An encoded item decodes to its item; another process finds a large one in its slot."""
     lent = 0
     with streams(kind, prefetch=20, encoded=True) as s:
         for _ in range(2):
             s.begin([40, 60])
-            encoded_items = [parcel for parcel in s if isinstance(parcel, EncodedItem)]
-            opened = [parcel.decode() for parcel in encoded_items]
+            encoded_items = [item for item in s if isinstance(item, EncodedItem)]
+            opened = [item.decode() for item in encoded_items]
             if kind is Mixed:
                 assert plain(opened) == in_process([40, 60], Mixed)
             else:
                 order = [k for k in range(60) for w in (0, 1) if k < (40, 60)[w]]
                 assert opened == [kind(0, 1).item(k) for k in order]
-            for parcel in encoded_items:
-                if parcel.slot >= 0:
-                    decoded(s, parcel)
+            for item in encoded_items:
+                if item.slot >= 0:
+                    decoded(s, item)
                     lent += 1
-            del parcel, encoded_items, opened
+            del item, encoded_items, opened
     assert (lent > 0) == (kind is Mixed)
 
 
@@ -1384,7 +1384,7 @@ class Leased(Numbers):
 
 
 def decoded(s: Streams, item: Any) -> Any:
-    """Open what is a parcel; as another process does, too, where it is in a slot."""
+    """Decode an encoded item; where it lies in a slot, read it as another process does, too."""
     if not isinstance(item, EncodedItem):
         return item
     if item.slot >= 0:
