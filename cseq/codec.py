@@ -433,7 +433,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
         writer.memory.store_bytes(offset, batch)
         return Record(offset, 0, 0, len(batch))
     found = writer.match(batch, cast)
-    plan, arrays, objects = _survey(batch, writer, cast) if found is None else found
+    plan, arrays, objects = _plan_for(batch, writer, cast) if found is None else found
     if writer.watched:
         plain = zip(arrays, plan.casts, strict=True)
         writer.learn([array for array, casts in plain if not casts and array.flags.forc])
@@ -445,8 +445,10 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
 
 
-def _survey(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
-    """Find out what a batch consists of, and have the writer remember it."""
+def _plan_for(
+    batch: Any, writer: Writer, cast: Dtype | None
+) -> tuple[Plan, list[Array], list[Any]]:
+    """Survey a batch: its plan, which the writer will know, its arrays, and what is pickled."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)
     arrays = survey.arrays + survey.raws
