@@ -668,9 +668,11 @@ STARTING = """
 import gc, os, random, signal, sys, threading, time
 import numpy as np
 import cseq
+from cseq.run import await_closings
 
 def left():
     gc.collect()
+    await_closings(60)  # what was dropped ends on other threads
     mine = [pid for pid in filter(str.isdecimal, os.listdir("/proc")) if parent(pid) == os.getpid()]
     return len(mine), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
