@@ -58,6 +58,7 @@ __all__ = ["EncodedItem", "Producer", "Streams"]
 
 MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
+MOST_AHEAD = 2**62  # items
 CALLS = 2  # cells for calls: one that was given up may still be worked on
 NEVER = 2**32 - 1
 
@@ -138,7 +139,7 @@ class Streams:
         pool = StreamPool(
             producer,
             count("num_workers", num_workers, most=MOST_WORKERS),
-            prefetch=count("prefetch", prefetch),
+            prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
             start_method=choice("start_method", start_method, (None, *start_methods())),
             max_restarts=count("max_restarts", max_restarts, least=0),
             timeout=seconds("timeout", timeout),

@@ -24,7 +24,7 @@ from interrupting import first_hits, interrupted
 
 import cseq
 import cseq.staff
-from cseq._core import Lease
+from cseq._core import Lease, Request, Slots
 from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:
@@ -1493,6 +1493,15 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
         assert first_hits(step) > 50
 
 
+def test_a_request_has_its_slot_for_life() -> None:
+    """It takes the lowest free slot, says so if there is none, and frees it when it is gone."""
+    slots = Slots(2)
+    requests = [Request(slots) for _ in range(3)]
+    assert [request.slot for request in requests] == [0, 1, -1]
+    del requests[2], requests[0]
+    assert (slots.acquire(), slots.acquire()) == (0, -1)
+
+
 class Pausing(Gated):
     """Presses Ctrl-C in a call, and does not come back before it is told to."""
 
@@ -1625,6 +1634,7 @@ def test_a_producer_knows_who_it_is() -> None:
         (TypeError, {"producer": 5}),
         (ValueError, {"num_workers": 0}),
         (ValueError, {"prefetch": 0}),
+        (ValueError, {"prefetch": 2**63}),
         (TypeError, {"prefetch": 1.5}),
         (ValueError, {"start_method": "clone"}),
         (ValueError, {"max_restarts": -1}),
