@@ -1,4 +1,4 @@
-# make test     build into .venv and run every test
+# make test     build into .venv and run every test, in JOBS (3) processes
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
@@ -19,6 +19,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= 3
 SECONDS ?= 60
 SEED ?=
 TIMES ?= 1
@@ -82,7 +83,7 @@ debug: export CSEQ_DEBUG = 1
 debug: build
 
 test: build
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
 conformance: build $(VENV)/.conformance
 	$(PY) tests/conformance/run_returnn.py $(TIMES)

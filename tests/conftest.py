@@ -9,10 +9,12 @@ Processes, descriptors and mappings are read from `/proc`; elsewhere only thread
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -282,25 +284,36 @@ def run_script(tmp_path: Path) -> RunScript:
 
 
 @pytest.fixture(scope="session")
-def debug_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the package a second time, with fault points, and return the folder to import from."""
+def debug_build() -> Path:
+    """Build the package a second time, with fault points, and return the folder to import from.
+
+    It stays for the next run, which builds only what has changed. Of test processes that run at the
+    same time, one builds and the others wait.
+    """
     spec = find_spec("cseq")
     root = Path(spec.origin).resolve().parents[1] if spec and spec.origin else Path()
     if not (root / "setup.py").exists():
         pytest.skip("tests run on an installed package, whose sources are not here")
-    tree = tmp_path_factory.mktemp("debug")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "cseq"):
-        subprocess.run(["cp", "-r", str(root / name), str(tree)], check=True)
-    for built in (tree / "cseq").glob("*.so"):
-        built.unlink()
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-        cwd=tree,
-        env=os.environ | {"CSEQ_DEBUG": "1"},
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    fcntl = pytest.importorskip("fcntl")
+    faulthandler.cancel_dump_traceback_later()  # the hang guard: a compiler may take longer
+    tree = root / "build" / f"faults-{sys.implementation.cache_tag}"
+    tree.mkdir(parents=True, exist_ok=True)
+    with open(tree / "lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
+        for old in (tree / "cseq").rglob("*.py"):
+            old.unlink()
+        shutil.copytree(root / "cseq", tree / "cseq", ignore=built, dirs_exist_ok=True)
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy2(root / name, tree)
+        subprocess.run(
+            [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+            cwd=tree,
+            env=os.environ | {"CSEQ_DEBUG": "1"},
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     return tree
 
 

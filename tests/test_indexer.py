@@ -186,7 +186,7 @@ class Bench:
         taken = self.ring.take()
         assert taken is not None
         cell, status, slot, capacity, record = taken
-        return status, self.edge.collect(cell, slot, capacity, record)[0]
+        return status, self.edge.decode(cell, slot, capacity, record)
 
 
 def test_indexing() -> None:

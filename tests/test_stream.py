@@ -743,7 +743,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, where: Any) -> None
 def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
     """on_timeout='restart': it is killed, and its items are made again."""
     hangs = partial(Hangs, str(tmp_path), 7, 1)
-    with streams(hangs, timeout=0.3, on_timeout="restart") as s:
+    with streams(hangs, timeout=1.5, on_timeout="restart") as s:
         s.begin([20, 20])
         assert plain(s) == in_process([20, 20])
         assert s.stats().restarts == 1

@@ -131,7 +131,7 @@ cseq.MPSequence(np.arange(10), 10, out_type=f"cuda:{1}")
 cseq.MPSequence(3, 100)  # refused
 cseq.MPSequence(NoIndexer, 100)  # refused
 cseq.MPSequence(NoIndexer(), 100, out_type="null")  # refused
-cseq.MPSequence(Images)  # refused
+cseq.MPSequence(dset_size=100)  # refused
 cseq.MPSequence(Images, 100, num_workers="4")  # refused
 cseq.MPSequence(Images, 100, num_worker=4)  # refused
 cseq.MPSequence(Images, 100, collate_fn=None)  # refused
