@@ -1108,22 +1108,60 @@ cdef class Slots:
         cdef Py_ssize_t slot = self.find_free()
         return slot if slot >= 0 and self.is_fit(slot) else -1
 
-    cdef void occupy(self, Py_ssize_t slot) noexcept:
-        """Take a slot that is free."""
-        cseq_store_rel_u8(&self.at(slot).state, TAKEN)
+    cdef bint occupy(self, Py_ssize_t slot) noexcept:
+        """Take a slot if it is still free: where there is no GIL, another thread may have taken it."""
+        if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
+            return False
         self.top = max(self.top, slot)
+        return True
 
     def acquire(self):
         """Take the lowest free slot: its number, or -1 when none is free."""
         cdef Py_ssize_t slot = self.find_free()
-        if slot >= 0:
-            self.occupy(slot)
+        while slot >= 0 and not self.occupy(slot):
+            slot = self.find_free()
         return slot
 
     def take(self, Py_ssize_t slot):
         """Take a given slot if it is free; whether it was."""
         self.check(slot)
         return bool(cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN))
+
+    def lowest(self):
+        """The lowest free slot, or -1 when none is free; it stays free."""
+        return self.find_free()
+
+    def shrink(self, Py_ssize_t slot, uint64_t nbytes, int fd, uint64_t width):
+        """Give the pages of a free slot back but for the first `nbytes`.
+
+        They read as zeros, and must be committed before they are written again.
+
+        Parameters
+        ----------
+        slot : int
+        nbytes : int
+        fd : int
+            The file that the slots lie in.
+        width : int
+            Bytes from one slot to the next.
+
+        Returns
+        -------
+        bool
+            False: it is not free, or no larger, or the system cannot do that.
+        """
+        cdef int error
+        self.check(slot)
+        if self.at(slot).nbytes <= nbytes:
+            return False
+        if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
+            return False
+        with nogil:
+            error = cseq_punch(fd, slot * width + nbytes, width - nbytes)
+        if not error:
+            self.at(slot).nbytes = nbytes
+        cseq_store_rel_u8(&self.at(slot).state, FREE)
+        return not error
 
     def free(self):
         """The free slots, in their order."""
@@ -2338,8 +2376,7 @@ cdef class Consumer:
             slot = self.slots.find_fit()
             if slot < 0:
                 self.extend()
-            else:
-                self.slots.occupy(slot)
+            elif self.slots.occupy(slot):
                 self.offer(cell, <uint32_t>slot, self.slots.at(slot).nbytes)
 
     cdef int sweep(self) except -1:
@@ -2476,9 +2513,8 @@ cdef class Consumer:
             return 0
         if slot < 0:
             slot = self.slots.find_fit()
-            if slot < 0:
-                return 0  # `refill` makes more
-            self.slots.occupy(slot)
+            if slot < 0 or not self.slots.occupy(slot):
+                return 0  # `refill` posts it
         self.offer(cell, <uint32_t>slot, self.slots.at(slot).nbytes)
         return 0
 

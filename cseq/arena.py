@@ -585,44 +585,38 @@ class Arena:
         """Bytes that are committed in them."""
         return self.slots.leased_bytes
 
-    def acquire(self) -> int:
-        """Take the lowest free slot, or a new one.
-
-        Raises
-        ------
-        MemoryError
-            If there is no room for a new one.
-        """
-        with self._turn:
-            slot = self._acquire()
-            try:
-                if self.slots.nbytes(slot) > self.slots.most:
-                    self._shrink(slot, self._room)
-                if self.slots.nbytes(slot) < FIRST:
-                    commit(self.segment.fd, slot * self.segment.width, FIRST)
-                    self.slots.resize(slot, FIRST)
-            except BaseException:
-                self.slots.release(slot)
-                raise
-            return slot
-
     def prepare(self) -> None:
         """Make the lowest free slot fit for a ticket; make more slots if none is free.
 
+        Nothing is taken, so an exception (Ctrl-C) leaves nothing behind.
+
         Raises
         ------
         MemoryError
             If there is no room for a new one.
         """
-        self.release(self.acquire())
+        slots = self.slots
+        with self._turn:
+            slot = slots.lowest()
+            if slot < 0:
+                self._extend()
+                slot = slots.lowest()
+            if slots.nbytes(slot) > slots.most:
+                self._shrink(slot, self._room)
+            if slots.nbytes(slot) < FIRST:
+                commit(self.segment.fd, slot * self.segment.width, FIRST)
+                slots.resize(slot, FIRST)
 
-    def _acquire(self) -> int:
-        """Take the lowest free slot, or a new one, of which nothing may be committed."""
-        slot = self.slots.acquire()
-        if slot < 0:
-            self._extend()
-            slot = self.slots.acquire()
-        return slot
+    def acquire(self) -> int:
+        """Take the lowest free slot, or a new one, fit for a ticket.
+
+        Raises
+        ------
+        MemoryError
+            If there is no room for a new one.
+        """
+        self.prepare()
+        return self.slots.acquire()
 
     def release(self, slot: int) -> None:
         """Give a slot back whose batch is not wanted."""
@@ -637,7 +631,10 @@ class Arena:
         granted = []
         with self._turn:
             for _ in range(min(count, self.segment.slots // 1024)):
-                slot = self._acquire()
+                slot = self.slots.acquire()
+                if slot < 0:
+                    self._extend()
+                    slot = self.slots.acquire()
                 self.slots.grant(slot, owner)
                 granted.append((slot, self.slots.nbytes(slot)))
         return granted
@@ -646,8 +643,8 @@ class Arena:
         """Take back what a worker owned that is gone for certain, once its tickets are reposted."""
         with self._turn:
             for slot in ring.bury(owner):
-                self._shrink(slot, 0)
                 self.slots.release(slot)
+                self._shrink(slot, 0)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
         """Get what lies in the first `used` bytes of a taken slot, to keep.
@@ -669,14 +666,16 @@ class Arena:
         MemoryError
             If there is no room for the copy, or for a mapping.
         """
-        if used > SMALL:
-            mapping = self.look(slot, capacity, used)
-            with self._turn:
-                if self._may_lease(capacity):
-                    return self.slots.lend(slot, mapping, used)
+        if used <= SMALL:
+            return self.copy(slot, used, capacity)
+        mapping = self.look(slot, capacity, used)
+        lease: Memory | None = None
+        with self._turn:
+            if self._may_lease(capacity):
+                lease = self.slots.lend(slot, mapping, used)
+            else:
                 self._count_copy()
-            return copy_of(mapping, used)
-        return self.copy(slot, used, capacity)
+        return copy_of(mapping, used) if lease is None else lease
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
@@ -732,9 +731,9 @@ class Arena:
         idle = self._room < self.segment.width
         for slot in free:
             if idle and slot > top:
-                self._give_back(slot, 0)
+                self._shrink(slot, 0)
             elif slots.nbytes(slot) > slots.most:
-                self._give_back(slot, self._room)
+                self._shrink(slot, self._room)
         self._limit(free)
 
     def _limit(self, free: list[int]) -> None:
@@ -749,20 +748,12 @@ class Arena:
         while excess > 0 and beyond:
             slot = beyond.pop()
             excess -= slots.nbytes(slot)
-            self._give_back(slot, 0)
-
-    def _give_back(self, slot: int, nbytes: int) -> None:
-        """Shrink a slot, if it is still free."""
-        if self.slots.nbytes(slot) > nbytes and self.slots.take(slot):
-            self._shrink(slot, nbytes)
-            self.slots.release(slot)
+            self._shrink(slot, 0)
 
     def _shrink(self, slot: int, nbytes: int) -> None:
-        """Give the pages of a slot back but for the first `nbytes`, if the system can do that."""
-        width = self.segment.width
-        self._unmap(slot)
-        if punch(self.segment.fd, slot * width + nbytes, width - nbytes):
-            self.slots.resize(slot, nbytes)
+        """Give the pages of a free slot back but for the first `nbytes`, where the system can."""
+        if self.slots.shrink(slot, nbytes, self.segment.fd, self.segment.width):
+            self._unmap(slot)
 
     def _may_lease(self, nbytes: int) -> bool:
         """Whether one more slot may be in the user's hands."""

@@ -47,7 +47,8 @@ class Threads:
 for method in sys.argv[2:]:
     for threads in (1, 3, None):
         with cseq.MPSequence(
-            Threads, 1, 1, out_type="null", start_method=method, threads=threads, seed_globals=False,
+            Threads, 1, 1, out_type="null", start_method=method, threads=threads,
+            seed_globals=False,
         ).start() as batches:
             got, = batches
             print(method, threads, got["limit"], got.get("OMP_NUM_THREADS"),
@@ -104,7 +105,8 @@ for method in sys.argv[1:]:
     counts = []
     for threads in (1, 4):
         with cseq.MPSequence(
-            Threads, 1, 1, out_type="null", start_method=method, threads=threads, seed_globals=False,
+            Threads, 1, 1, out_type="null", start_method=method, threads=threads,
+            seed_globals=False,
         ).start() as batches:
             counts += batches
     print(counts[1] - counts[0])
@@ -145,7 +147,8 @@ class Threads:
 for method in sys.argv[1:]:
     for threads in (1, 2):
         with cseq.MPSequence(
-            Threads, 1, 1, out_type="null", start_method=method, threads=threads, seed_globals=False,
+            Threads, 1, 1, out_type="null", start_method=method, threads=threads,
+            seed_globals=False,
         ).start() as batches:
             print(*batches)
 """

@@ -1140,7 +1140,7 @@ def test_giving_a_batch() -> None:
     assert slot.give(seat, FLOATS)
     assert sys.getrefcount(FLOATS) == before
     assert seat.cell == -1
-    assert ring.take() == (0, 0, 3, PAGE, (64, 4, 16, 0, 0, 0))
+    assert ring.take() == (0, 0, 3, 4096, (64, 4, 16, 0, 0, 0))
 
 
 def test_not_giving_a_batch() -> None:
