@@ -1352,7 +1352,8 @@ def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
     for _ in range(times):
         with m.start():
             next(iter(m))
-    assert census() == before
+    # A thread that closed something for an earlier test may have ended meanwhile.
+    assert all(now <= then for now, then in zip(census(), before, strict=True))
 
 
 IN_USE = """
