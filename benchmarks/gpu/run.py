@@ -162,7 +162,8 @@ def head_of(report: dict[str, Any]) -> str:
     lines += ["", row(["tests", *FIGURES, "exit code"]), row(["---", *["---:"] * 4])]
     cells = (tests[key] for key in (*FIGURES, "exit_code"))
     lines += [row([", ".join(tests["tests"]), *map(str, cells)])]
-    return "\n".join([*lines, *(f"- failed: {name}" for name in tests.get("failures", ()))])
+    failures = [f"- failed: {name}" for name in tests.get("failures", ())]
+    return "\n".join([*lines, *([""] if failures else []), *failures])
 
 
 def converters(cases: list[dict[str, Any]]) -> list[str]:
