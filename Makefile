@@ -4,6 +4,8 @@
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
 #                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
+# make gpu      on a machine with a GPU: tests/gpu, then cseq on the device, measured, into one results
+#                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
 # make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
@@ -27,6 +29,9 @@ BENCH_VENV ?= .bench-venv
 FORMATS_VENV ?= .formats-venv
 FORMATS ?=
 FRAMEWORKS_VENV ?= .frameworks-venv
+GPU_VENV ?= .gpu-venv
+DEVICE ?= cuda
+COMMIT ?=
 CASES ?=
 ROUNDS ?= 5
 
@@ -36,7 +41,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test conformance bench measure formats measure-formats frameworks recipes stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance bench measure formats measure-formats gpu measure-gpu frameworks recipes stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -103,6 +108,13 @@ formats:
 measure-formats: build $(VENV)/.formats
 	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or cookbook" $(ARGS)
 	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
+
+# In an environment of its own, since torch is another build there than in .venv.
+gpu:
+	$(MAKE) VENV=$(GPU_VENV) measure-gpu
+
+measure-gpu: build
+	$(PY) benchmarks/gpu/run.py --device $(DEVICE) --rounds $(ROUNDS) $(if $(COMMIT),--commit $(COMMIT)) $(CASES)
 
 # In an environment of its own, too: the frameworks at the versions of tests/frameworks.
 frameworks:
@@ -173,4 +185,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(FRAMEWORKS_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV)

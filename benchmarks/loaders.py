@@ -146,7 +146,7 @@ def torch_dataloader(work: Work, *, start_method: str = "fork") -> Rounds:
     del loader
 
 
-def torch_loader(work: Work, start_method: str) -> Any:
+def torch_loader(work: Work, start_method: str, *, pin_memory: bool = False) -> Any:
     """Make a DataLoader for a work."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -160,6 +160,7 @@ def torch_loader(work: Work, start_method: str) -> Any:
         prefetch_factor=max(1, work.buffer // work.num_workers),
         persistent_workers=True,
         multiprocessing_context=start_method,
+        pin_memory=pin_memory,
     )
 
 

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*args: object) -> subprocess.CompletedProcess[str]:
+def run(*args: object, program: str = "run.py") -> subprocess.CompletedProcess[str]:
     """Run the program to its end."""
     return subprocess.run(
-        [sys.executable, FOLDER / "run.py", *args],
+        [sys.executable, FOLDER / program, *args],
         env=os.environ | {"PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
@@ -56,3 +56,34 @@ def test_an_unknown_case_is_refused():
     assert done.returncode == 1
     assert "no_such_case" in done.stderr
     assert "small_threads" in done.stderr
+
+
+def test_a_rehearsal_of_the_gpu_says_that_it_is_one(tmp_path):
+    """With the CPU as the device, a case for a GPU gives numbers, and says where from."""
+    pytest.importorskip("torch", reason="the device is torch's")
+    done = run(
+        *("--device", "cpu", "--tiny", "--rounds", "1", "--no-tests"),
+        *("--output", tmp_path, "--commit", "of-a-test", "gpu_small"),
+        program="gpu/run.py",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "gpu-rehearsal-partial.json").read_text(encoding="utf-8"))
+    assert report["device"]["stands_in"]
+    assert report["machine"]["commit"] == "of-a-test"
+    (case,) = report["cases"]
+    assert len(case["contenders"]) == 4
+    assert all(isfinite(one["median"]) for one in case["contenders"])
+    text = (tmp_path / "gpu-rehearsal-partial.md").read_text(encoding="utf-8")
+    assert "**There was no GPU" in text
+    assert "| gpu_small | µs/batch |" in text
+
+
+def test_without_a_gpu_its_benchmarks_say_what_to_do():
+    """Where there is no CUDA device, nothing is measured, and the remedies are named."""
+    torch = pytest.importorskip("torch", reason="the device is torch's")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = run(program="gpu/run.py")
+    assert done.returncode == 1
+    assert "finds no CUDA device" in done.stderr
+    assert "DEVICE=cpu" in done.stderr

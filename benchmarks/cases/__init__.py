@@ -29,5 +29,6 @@ def groups() -> dict[str, tuple[Case, ...]]:
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by its name."""
-    return {case.name: case for cases in groups().values() for case in cases}
+    """Every case by its name, those of `gpu` too."""
+    ours = [*groups().values(), import_module("gpu.cases").CASES]
+    return {case.name: case for cases in ours for case in cases}

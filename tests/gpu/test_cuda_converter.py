@@ -145,7 +145,7 @@ def test_the_consumer_waits_on_the_device(check: Callable[[str], None]) -> None:
                     delay()
                 transfer = cuda.convert(array)
                 batch = receive(transfer)
-                assert not transfer.event.query(), "somebody waited on the host"
+                assert not transfer.event.query(), "the host waited"
                 with torch.cuda.stream(stream):
                     batch = receive(transfer)
                     doubled = batch * 2
@@ -361,7 +361,7 @@ def test_a_half_opened_batch_gives_its_memory_back(between: Callable[[str], None
 
 
 def test_a_given_up_batch_is_let_go(between: Callable[[str], None]) -> None:
-    """A batch that nobody will see gives its memory back to the converter's process."""
+    """A batch that the loop will not see gives its memory back to the converter's process."""
     between(
         """
         for value in range(5):

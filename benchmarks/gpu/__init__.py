@@ -1,0 +1,10 @@
+"""cseq on a CUDA device, next to bare copies, to a batch that is there already, and to torch.
+
+::
+
+    device.py   the device, and the CPU in its place
+    cases.py    what is measured
+    run.py      tests/gpu, then the cases; one results file
+"""
+
+DEVICE = "CSEQ_GPU_DEVICE"  # in the environment: 'cuda', or 'cpu' in its place

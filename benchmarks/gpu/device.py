@@ -1,0 +1,106 @@
+"""The device that is measured: CUDA, or the CPU in its place.
+
+Where the CPU stands in, cseq runs its whole path to CUDA (converters, slots, what is kept until it
+was copied) with `cseq.converter.rehearse`: all programs run to their end, and no figure says
+anything about a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import gpu
+from cseq import converter
+from harness import usage
+
+DEVICE = os.environ.get(gpu.DEVICE, "cuda")
+STANDS_IN = DEVICE == "cpu"
+ASKED = ("driver_version", "pcie.link.gen.max", "pcie.link.width.max")
+
+
+def prepare() -> None:
+    """Start the device, before anything is timed or started."""
+    import torch
+
+    if STANDS_IN:
+        converter.resolve = converter.rehearse
+        torch.set_num_threads(1)  # OpenMP's threads wait busily, and the workers need the cores
+        return
+    torch.zeros(1, device=DEVICE)
+    torch.cuda.synchronize()
+
+
+def synchronize() -> None:
+    """Wait until the device has done all its work."""
+    if not STANDS_IN:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def page_locked(tensor: Any) -> Any:
+    """Return a copy of a CPU tensor in page-locked memory."""
+    return tensor.clone() if STANDS_IN else tensor.pin_memory()
+
+
+def send(tensor: Any) -> Any:
+    """Begin to copy a CPU tensor to the device; a copy also where that is the CPU."""
+    return tensor.clone() if STANDS_IN else tensor.to(DEVICE, non_blocking=True)
+
+
+def used_bytes() -> float:
+    """Memory that is taken on the device, by all processes; of our processes for the CPU."""
+    if STANDS_IN:
+        return usage.memory_bytes(os.getpid())
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def scaled_to(cuda: int, cpu: int) -> int:
+    """Return the amount of work: less where the CPU stands in."""
+    return cpu if STANDS_IN else cuda
+
+
+# -- what the results say of it
+
+
+def describe() -> dict[str, Any]:
+    """Name the device and what drives it; to be called in a process that measures nothing."""
+    import torch
+
+    about = {"stands_in": STANDS_IN, "torch_cuda": torch.version.cuda}
+    if STANDS_IN:
+        return about | {"name": "none"}
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"torch {torch.__version__} (CUDA: {torch.version.cuda}) finds no CUDA device. With a "
+            "GPU: make gpu TORCH=... with a build of torch for CUDA. Without one: make gpu "
+            "DEVICE=cpu has the CPU stand in, to see that all runs"
+        )
+    found = torch.cuda.get_device_properties(0)
+    return about | {
+        "name": found.name,
+        "count": torch.cuda.device_count(),
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "capability": f"{found.major}.{found.minor}",
+        **driver(),
+    }
+
+
+def driver() -> dict[str, str]:
+    """Ask nvidia-smi, where it is, what torch does not know."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode == 0:
+            values = done.stdout.strip().split(", ")
+            return dict(zip(ASKED, values, strict=False))
+    return {}
