@@ -121,7 +121,7 @@ class _Ward:
         return -1 if self.stacks is None else self.stacks.fd
 
     def stack(self, number: int) -> str:
-        """Have the worker write its stacks by a signal, and return them; "" when it does not."""
+        """Make the worker write its stacks, by a signal, and return them; "" when it does not."""
         file = self.stacks  # keeps it open
         if file is None:
             return ""
@@ -259,7 +259,7 @@ class Keeper:
             bell, ear = socket.socketpair()
             with bell, ear, selectors.DefaultSelector() as self._selector:
                 self._selector.register(ear, selectors.EVENT_READ, None)
-                self._bell = bell  # whoever does not see it yet has set _closing before
+                self._bell = bell  # a thread that does not see it yet has set _closing before
                 self._serve()
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -313,7 +313,7 @@ class Keeper:
         for state, body in ward.feed(data):
             if state == FAILED:
                 self._steward.failed(ward.owner, body)
-            elif not self._noted:  # one worker speaks for all
+            elif not self._noted:  # all workers would send the same
                 self._noted = True
                 log.warning("%s", body.decode())
 
@@ -364,6 +364,6 @@ class Keeper:
         if not self._gone:
             raise RuntimeError("worker processes were killed and do not end")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        for ward in self._wards.values():  # if the thread broke, it has buried nobody
+        for ward in self._wards.values():  # if the thread broke, none was reaped
             ward.child.sock.close()
             ward.stacks = None

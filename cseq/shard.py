@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        Who says so; empty: nobody does, and all samples are ours.
+        Where they come from; empty: from nowhere, and this process gets all samples.
     """
 
     rank: int

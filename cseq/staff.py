@@ -54,7 +54,7 @@ log = logging.getLogger("cseq")
 
 GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
-SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is told of, or is warned of
+SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
 LENGTH = struct.Struct("<Q")
 
 
@@ -323,7 +323,7 @@ class Staff:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Let the consumer raise this."""
+        """Store an exception, which `check` raises in the consumer."""
         if self.failure is None:
             self.failure = error
         self.alarm()
@@ -466,7 +466,7 @@ class Deaths:
         return None
 
     def _oom(self, exitcode: int | None) -> str:
-        """Say whether the system counted a kill for want of memory."""
+        """Say whether the system counted a kill for lack of memory."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""
