@@ -38,7 +38,7 @@ class Shard(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        """Say it in a sentence's words."""
+        """Return it in words, for messages."""
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
 
@@ -81,7 +81,7 @@ def resolve() -> Shard:
 
 
 def agree(known: Shard | None) -> Shard:
-    """Ask the places, and compare with what they said before.
+    """Ask the places, and compare with their earlier answer.
 
     Parameters
     ----------
