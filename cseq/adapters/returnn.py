@@ -464,7 +464,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         streams.commit(number)
 
     def _write(self, number: int, item: Any, start: int) -> None:
-        """Enter a sequence in the books."""
+        """Record a sequence."""
         tag, fraction, features = unpack(item)
         complete, frames = self._books.complete, self._books.frames.copy()
         if fraction is not None:
