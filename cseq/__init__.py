@@ -1,4 +1,4 @@
-"""Feeds training loops: batches in order, each sample once an epoch, the same for one seed.
+"""Feeds training loops: in order, each sample once, the same for the same seed.
 
 The journey of a batch::
 

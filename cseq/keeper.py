@@ -1,11 +1,11 @@
 """Keeps worker processes alive: starts, watches, replaces and ends them.
 
-A thread sleeps on the workers' sockets. What arrives there are two messages (the user's code
-begins; ready, or the exception that kept the worker from getting ready). The end of the stream is
-the end of the process, which a status confirms before anything it held is touched.
+A thread sleeps on the workers' sockets. A worker sends two messages (the user's code begins; ready,
+or the exception that kept it from getting ready), and warnings. End of file means that the process
+ends; its exit status confirms that before its tickets are posted again.
 
-A worker writes its stacks, when it is asked for them by a signal, to an anonymous file that it
-shares with the trainer: a signal handler may write them in the middle of a message.
+On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
+the socket: the signal handler may run in the middle of a message.
 """
 
 from __future__ import annotations

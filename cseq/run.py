@@ -1,4 +1,4 @@
-"""One start of a manager, up to its end: its pool, and the iterator that may use it.
+"""One start of a manager, up to its end: its pool, and its present iterator.
 
 A number names the present iterator; changing it ends all earlier ones, also in other threads and
 in forked processes.
