@@ -420,7 +420,7 @@ def address_of(cnp.ndarray array not None):
 cdef enum:
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # of them, and of a writer's: those that are compared one by one
-    MOST_SEARCHED = 4  # containers inside one another, for what does not go by pickle
+    MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
 
     # Kinds of nodes.
     ARRAY = 0
@@ -637,7 +637,7 @@ cdef class Plan:
         return self.match_node(&node, batch, arrays, objects)
 
     cdef bint is_object(self, object value, int depth, bint plain) except -1:
-        """Whether a value always goes by pickle, whatever it contains.
+        """Whether a value is always pickled, for any contents.
 
         At most `depth` containers inside one another are searched. If `plain`, only numbers and
         texts are told for sure.
@@ -862,7 +862,7 @@ cdef class Plan:
         return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
 
     def converters(self, leaf_for, convert):
-        """List what is to be applied to each leaf, and behind these to what was pickled.
+        """List the functions to be applied to each leaf, and after these to the pickled leaves.
 
         Parameters
         ----------
@@ -914,7 +914,7 @@ cdef class Reader:
         self.recent = []
 
     cdef Plan find(self, Memory memory, uint64_t* record):
-        """The plan of what lies in a memory, if it is known."""
+        """The plan of the batch in a memory, if its structure is known."""
         cdef Py_ssize_t k
         cdef Plan plan
         cdef bytes structure
@@ -945,7 +945,7 @@ cdef class Reader:
         return count == 0
 
     cdef Plan learn(self, bytes structure):
-        """The plan of a structure, from now on a known one."""
+        """Make the plan of a structure, and remember it."""
         cdef Plan plan = self.parse(structure)
         if len(self.plans) >= MOST_KNOWN:
             self.plans.clear()
@@ -1289,7 +1289,7 @@ cdef bint place_installed = False
 
 
 cdef void place_release(void* owner) noexcept:
-    """Nothing is in use any more where this `Mapping` lies, or in that ticket's part of it."""
+    """Called when no array is left in the region of this `Mapping`."""
     Py_DECREF(<object>owner)
 
 
@@ -1347,7 +1347,7 @@ cdef class Placement:
         return place_here.retired_count
 
     def aim(self, Mapping slot not None, uint64_t nbytes):
-        """Look at what is allocated from now on; what is wanted goes into this slot, of `nbytes`."""
+        """Look at allocations from now on, and serve the wanted ones from this slot, of `nbytes`."""
         if place_here.at.live:
             raise RuntimeError(f"{place_here.at.live} arrays lie in the slot before")
         if nbytes > <uint64_t>slot.size:
@@ -1369,7 +1369,7 @@ cdef class Placement:
         place_here.wanted = wanted
 
     def leave(self):
-        """Look no more, and leave the slot: how many arrays are alive in it."""
+        """Stop looking, and leave the slot; return how many arrays are alive in it."""
         return cseq_place_leave(&place_here)
 
     def holds(self, Mapping slot not None):
@@ -2079,7 +2079,7 @@ cdef class Seat:
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
     def attach(self):
-        """The batch is about to leave its slot, which is the trainer's from now on."""
+        """Enter the ticket's slot, which the batch is about to leave; it is the trainer's."""
         self.ring.settle(self.held())
 
     def detach(self):
@@ -2356,7 +2356,7 @@ cdef class Consumer:
             if self.discard is not None:
                 self.discard(cell)
                 if k >= ring.abandoned_count or ring.abandoned[k] != cell:
-                    k = 0  # a signal handler has swept
+                    k = 0  # a signal handler has called `refill`
                     continue
             self.leave(cseq_ring_cell(ring.r, cell), cell, True)
             cseq_ring_retire(ring.r, cell)
@@ -2752,7 +2752,7 @@ cdef class StreamConsumer:
     # How many items the next ticket asks for.
     cdef uint64_t count
     cdef uint64_t pace              # ns that an item of the last ticket took
-    cdef bint quick                 # so little that waking a worker is not nothing
+    cdef bint quick                 # so little that waking a worker takes long beside it
     cdef readonly uint64_t tickets, items, nbytes
 
     def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,

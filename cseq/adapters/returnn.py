@@ -445,7 +445,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _load_next(self, start: int) -> None:
         """Take the next sequence; keep it unless it is before `start`.
 
-        What is known of the epoch (`Books`) is updated between `peek` and `commit`, so that a second
+        The record of the epoch (`Books`) is updated between `peek` and `commit`, so that a second
         update changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence
         and number.
         """
