@@ -1,4 +1,4 @@
-"""Feeds training loops: in order, each sample once, the same stream every time.
+"""Feeds training loops: in order, each sample once, the same for the same seed.
 
 The journey of a batch::
 
@@ -15,7 +15,7 @@ The modules; imports point down::
     ├── adapters/       other libraries' interfaces: RETURNN's, torchdata's
     ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
     ├── stream.py       a stream of items from each worker process
-    ├── producer.py     a worker's side of it: makes the items that are asked for
+    ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
     ├── pools/          who runs the stages: inline (this is test mode), thread, process
     ├── staff.py        the worker processes of one pool
@@ -25,22 +25,22 @@ The modules; imports point down::
     ├── converter.py    stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches
     ├── shard.py        which rank this process is, and of how many
-    ├── edge.py         how a batch crosses: as an object, or through a slot
+    ├── edge.py         the two ends of a hand-over: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them
     ├── dataset.py      from_dataset: a map-style data set as a worker
     ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
-    ├── context.py      rng, empty, worker_info: what an indexer may ask
+    ├── context.py      rng, empty, worker_info: for use inside an indexer
     ├── stage.py        the one loop every runner runs: claim, work, publish
     ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── compute.py      how many threads the libraries of a worker process compute with
-    ├── failure.py      an exception on its way from a worker to the loop
+    ├── failure.py      an exception, packed in a worker and raised in the loop
     ├── payload.py      the user's worker, as bytes for every worker process
     ├── descriptors.py  anonymous files, received descriptors: none for executed programs
     ├── threads.py      threads and latches that a signal handler cannot break
-    ├── stats.py        what was done so far, and who waits for whom
+    ├── stats.py        counts, waiting times, and the bottleneck
     ├── check.py        checks of arguments
-    ├── _core.pyx       the core: ring, shuffle, slices, slots, placement
+    ├── _core.pyx       the core: ring, consumers, plans, slots, placement, shuffle
     └── errors.py       every error, drawn as a tree
 """
 

@@ -123,7 +123,7 @@ cdef uint32_t NO_SLOT = 0xFFFFFFFF  # of a ticket whose batch lies in no slot
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies from here on let the GIL go
-    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which the long way does
+    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which C leaves to the arena
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
     LINE = 64            # bytes; a cache line, and the widest vector register
     MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
@@ -223,7 +223,7 @@ cdef class Memory:
         return 0
 
     def store(self, Py_ssize_t offset, cnp.ndarray array not None):
-        """Copy a C- or Fortran-contiguous array's bytes, as they lie, to `offset`."""
+        """Copy the bytes of a C- or Fortran-contiguous array, in their order in memory, to `offset`."""
         if not (cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
             raise ValueError("array is not contiguous; copy it with numpy.copyto on a view instead")
         self.put(offset, <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
@@ -420,7 +420,7 @@ def address_of(cnp.ndarray array not None):
 cdef enum:
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # of them, and of a writer's: those that are compared one by one
-    MOST_SEARCHED = 4  # containers inside one another, for what does not go by pickle
+    MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
 
     # Kinds of nodes.
     ARRAY = 0
@@ -434,7 +434,7 @@ cdef enum:
 cdef struct Leaf:
     int nd
     bint fortran
-    bint casts            # it is not of its source's type
+    bint casts            # its type differs from its source's
     Py_ssize_t itemsize
     PyObject* dtype       # in the slot
     PyObject* source      # of what is written; NULL in a reader
@@ -483,12 +483,12 @@ cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, 
 
 @cython.final
 cdef class Plan:
-    """Batches of one structure: k arrays in containers, written and read without another look at it.
+    """The structure that batches have in common: k arrays in containers. Surveyed once for all of them.
 
     Parameters
     ----------
     structure : bytes
-        What says the following in a slot.
+        The tree, `split` and `leaves`, pickled: what stands for this plan in a slot.
     token : str or tuple
         The tree of containers and leaves: see `codec`.
     split : int
@@ -500,12 +500,12 @@ cdef class Plan:
     tag : callable
         ``tag(type)`` is ``"object"`` for types that always go by pickle.
     raw : callable
-        ``raw(token, dtype)`` → (type, what makes it an array or None, what makes it of an array,
-        whether it is a tensor).
+        ``raw(token, dtype)`` → (type, function from it to an array or None, function from an array
+        to it, whether it is a tensor).
     cast : numpy.dtype, optional
         What numbers are cast to.
     sources : list of numpy.dtype, optional
-        Of the arrays before that. Without them, the plan is a reader's.
+        The arrays' types before the cast. Without them, the plan is a reader's.
 
     Attributes
     ----------
@@ -524,7 +524,7 @@ cdef class Plan:
     cdef readonly list sources
     cdef readonly list casts
     cdef readonly bint fits
-    cdef bint is_array  # and nothing else
+    cdef bint is_array  # the batch is one array
     cdef object tag
     cdef Leaf* leaf
     cdef Node* nodes
@@ -637,7 +637,7 @@ cdef class Plan:
         return self.match_node(&node, batch, arrays, objects)
 
     cdef bint is_object(self, object value, int depth, bint plain) except -1:
-        """Whether a value always goes by pickle, whatever it contains.
+        """Whether a value is always pickled, for any contents.
 
         At most `depth` containers inside one another are searched. If `plain`, only numbers and
         texts are told for sure.
@@ -705,7 +705,7 @@ cdef class Plan:
             try:
                 array = (<object>n.open)(value)
             except (RuntimeError, TypeError):
-                return False  # the long way tells what it is
+                return False  # `codec.encode` surveys it
             return self.match_array(n.leaf, array, arrays)
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
@@ -789,7 +789,7 @@ cdef class Plan:
         return self.build_node(&at, arrays, objects, converters)
 
     cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied):
-        """Make an array; `word` is where the layout speaks of it, and behind that then."""
+        """Make the array that the layout describes from `word` on; `word` is then behind that."""
         cdef Leaf* leaf = &self.leaf[k]
         cdef int i
         cdef int64_t offset, size
@@ -862,7 +862,7 @@ cdef class Plan:
         return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
 
     def converters(self, leaf_for, convert):
-        """List what is to be applied to each leaf, and behind these to what was pickled.
+        """List the functions to be applied to each leaf, and after these to the pickled leaves.
 
         Parameters
         ----------
@@ -914,7 +914,7 @@ cdef class Reader:
         self.recent = []
 
     cdef Plan find(self, Memory memory, uint64_t* record):
-        """The plan of what lies in a memory, if it is known."""
+        """The plan of the batch in a memory, if its structure is known."""
         cdef Py_ssize_t k
         cdef Plan plan
         cdef bytes structure
@@ -945,7 +945,7 @@ cdef class Reader:
         return count == 0
 
     cdef Plan learn(self, bytes structure):
-        """The plan of a structure, from now on a known one."""
+        """Make the plan of a structure, and remember it."""
         cdef Plan plan = self.parse(structure)
         if len(self.plans) >= MOST_KNOWN:
             self.plans.clear()
@@ -1000,7 +1000,7 @@ cdef enum:
 
 cdef struct slot_entry:
     uint64_t nbytes   # committed, as far as the trainer knows
-    int64_t owned     # the number of the worker that owns it, by the books; 0: the trainer's
+    int64_t owned     # the number of the worker that owns it, as far as is entered; 0: the trainer's
     uint8_t state
 
 
@@ -1012,11 +1012,12 @@ cdef class Slots:
     LEASED → FREE is the lease's, which may be dropped by any thread, also inside garbage
     collection: a store, no lock. The entries lie in chunks that never move.
 
-    A slot that a worker owns is TAKEN. `settle` books that a worker has published a ticket in a slot
-    of its own: it adds the worker's number to the one slot and takes it off the other. So tickets may be
-    settled in any order; in between, `owned` is a sum that says nothing, and can be negative. `owned`,
-    and the `home` of a published ticket, are written under `lock`: a spin lock, within which nothing
-    is allocated and no Python runs.
+    A slot that a worker owns is TAKEN. If a worker has published a ticket in a slot that it owned,
+    `settle` changes the owners: it adds the worker's number to `owned` of the ticket's slot at the post,
+    and subtracts it from that of the other slot. So tickets may be settled in any order; until all are,
+    `owned` is a partial sum, which names no worker and can be negative. `owned`, and the `home` of a
+    published ticket, are written under `lock`: a spin lock, under which nothing is allocated and no
+    Python code runs.
     """
 
     cdef slot_entry* chunk[CHUNKS]
@@ -1123,7 +1124,7 @@ cdef class Slots:
         return slot
 
     def take(self, Py_ssize_t slot):
-        """Take a given slot if it is free; whether it was."""
+        """Take a given slot if it is free; return whether it was."""
         self.check(slot)
         return bool(cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN))
 
@@ -1173,7 +1174,7 @@ cdef class Slots:
         return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and self.at(slot).owned <= 0
 
     cpdef int release(self, Py_ssize_t slot) except -1:
-        """Give a taken slot back."""
+        """Free a taken slot."""
         self.check(slot)
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
@@ -1185,8 +1186,8 @@ cdef class Slots:
     def lend(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
         """The memory of a taken slot, for a batch that is being decoded.
 
-        Always the same `Lease` until `vacate`: what a decode that was interrupted has left behind
-        and the batch of the next one share it. `used` bytes of it are given to a forked process as
+        Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
+        one share it. `used` bytes of it are given to a forked process as
         a copy; -1: all of it.
         """
         cdef uint64_t nbytes
@@ -1211,8 +1212,8 @@ cdef class Slots:
         return lease
 
     cpdef bint vacate(self, Py_ssize_t slot) except -1:
-        """The ticket of a taken slot has left the ring. True: the slot is still taken, for the next
-        ticket; False: a `Lease` has it, and frees it when its last view is gone."""
+        """Detach a taken slot from its ticket, which leaves the ring. True: the slot is still taken, for
+        the next ticket; False: a `Lease` has it, and frees it when its last view is gone."""
         cdef Lease lease
         if not self.lent:
             return True
@@ -1228,7 +1229,7 @@ cdef class Slots:
         return False
 
     def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
-        """Hand a taken slot out: a `Lease` that gives it back when the last view is gone."""
+        """Lease a taken slot: a `Lease` that frees it when the last view is gone."""
         lease = self.lend(slot, mapping, used)
         self.vacate(slot)
         return lease
@@ -1249,18 +1250,18 @@ cdef class Slots:
             pass
 
     cdef void settle(self, cseq_cell* c) noexcept nogil:
-        """Book where a ticket lies that was published, before its cell is used again."""
+        """Enter in which slot a published ticket lies; before its cell is used again."""
         if c.slot >= self.made:  # in none
             return
         if c.slot != c.home:
             self.seize()
-            if c.slot != c.home:  # not booked meanwhile, by `bury`
+            if c.slot != c.home:  # `bury` has not done it meanwhile
                 self.book(c)
             cseq_store_rel_u32(&self.lock, 0)
         self.at(c.slot).nbytes = c.capacity
 
     cdef void book(self, cseq_cell* c) noexcept nogil:
-        """Under `lock`: what `settle` books."""
+        """Change the owners of a ticket's two slots, under `lock`."""
         self.at(c.home).owned += c.by
         self.at(c.slot).owned -= c.by
         c.home = c.slot
@@ -1268,9 +1269,10 @@ cdef class Slots:
     cdef Py_ssize_t bury(self, cseq_ring* r, uint32_t owner, Py_ssize_t* taken) noexcept nogil:
         """Take what a worker owned: slots into `taken`; how many.
 
-        First all published tickets are booked, also those of other workers: only then are the sums
-        numbers of workers. A ticket's cell is not used again before `settle` has had `lock`, if its
-        slot is not its home; so a word that is the same after a look at both says that they are its own.
+        First the slots of all published tickets are entered, also those of other workers: only then is
+        each `owned` the number of a worker. If a ticket's slot is not its home, its cell is not used again
+        before `settle` has had `lock`; so if the word is unchanged after slot and home were read, both
+        are that ticket's.
         """
         cdef Py_ssize_t slot
         cdef Py_ssize_t count = 0
@@ -1299,7 +1301,7 @@ cdef class Slots:
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A slot in the user's hands. Its end, on whatever thread, frees the slot."""
+    """A leased slot. Deallocating this object, on any thread, frees the slot."""
 
     cdef Mapping mapping
     cdef Slots slots  # None: the slot still belongs to its ticket
@@ -1325,14 +1327,14 @@ cdef bint place_installed = False
 
 
 cdef void place_release(void* owner) noexcept:
-    """Nothing is in use any more where this `Mapping` lies, or in that ticket's part of it."""
+    """Called when no array is left in the region of this `Mapping`."""
     Py_DECREF(<object>owner)
 
 
 @cython.final
 @cython.no_gc
 cdef class Placement:
-    """Lets numpy make the arrays of a batch where the batch is going to lie: see cseq_place.h.
+    """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_place.h.
 
     For the thread and context that make it, until the process ends: a worker process has one.
     """
@@ -1383,7 +1385,7 @@ cdef class Placement:
         return place_here.retired_count
 
     def aim(self, Mapping slot not None, uint64_t nbytes):
-        """Look at what is allocated from now on; what is wanted goes into this slot, of `nbytes`."""
+        """Look at allocations from now on, and serve the wanted ones from this slot, of `nbytes`."""
         if place_here.at.live:
             raise RuntimeError(f"{place_here.at.live} arrays lie in the slot before")
         if nbytes > <uint64_t>slot.size:
@@ -1405,7 +1407,7 @@ cdef class Placement:
         place_here.wanted = wanted
 
     def leave(self):
-        """Look no more, and leave the slot: how many arrays are alive in it."""
+        """Stop looking, and leave the slot; return how many arrays are alive in it."""
         return cseq_place_leave(&place_here)
 
     def holds(self, Mapping slot not None):
@@ -1642,7 +1644,7 @@ cdef class Ring:
     cdef uint32_t* order      # cells of outstanding tickets, oldest first; a circle
     cdef uint32_t first       # where in `order` the oldest is
     cdef uint32_t outstanding
-    cdef uint32_t* abandoned  # cells of tickets that nobody wants any more
+    cdef uint32_t* abandoned  # cells of tickets that were given up
     cdef readonly uint32_t abandoned_count
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
@@ -1704,7 +1706,7 @@ cdef class Ring:
 
     @property
     def spin(self):
-        """Nanoseconds that an idle runner looks at the ring before it sleeps."""
+        """Nanoseconds that an idle runner polls the ring before it sleeps."""
         return self.r.spin
 
     @spin.setter
@@ -1713,8 +1715,8 @@ cdef class Ring:
 
     @property
     def turn(self):
-        """Nanoseconds that a thread with nothing to do looks whether it is its turn at the GIL, before
-        it sleeps; for a ring between threads."""
+        """Nanoseconds that a thread with nothing to do polls ring and GIL before it sleeps; for a ring
+        between threads."""
         return self.turns.ns
 
     @turn.setter
@@ -1744,7 +1746,7 @@ cdef class Ring:
         return depth[0], depth[1], depth[2]
 
     def idle_ns(self):
-        """Nanoseconds that each runner has slept for want of tickets, by owner from 1."""
+        """Nanoseconds that each runner has slept without a ticket to claim, by owner from 1."""
         return [cseq_load_rlx_u64(&cseq_ring_runner(self.r, o + 1).idle_ns) for o in range(self.r.runners)]
 
     def batches(self):
@@ -1782,7 +1784,7 @@ cdef class Ring:
 
         `start` is the position of the first sample in the order of the epoch. The
         runners are woken when `wake_at` tickets have gathered and whenever the trainer waits, but
-        not while one of them looks (see `turn`).
+        not while one of them polls (see `turn`).
         """
         self.at(cell)
         if count > self.r.batch_size:
@@ -1819,7 +1821,7 @@ cdef class Ring:
         c.stage = c.status = 0
 
     cpdef void wake(self) noexcept:
-        """Wake the runners that sleep for want of tickets."""
+        """Wake the runners that sleep until there are tickets."""
         self.unwoken = 0
         cseq_gate_knock(&self.r.gate[0])
 
@@ -1893,7 +1895,7 @@ cdef class Ring:
         return f
 
     cdef inline void settle(self, cseq_cell* c) noexcept:
-        """Note in which slot a ticket lies that was published."""
+        """Enter in which slot a published ticket lies."""
         if self.arena is not None:
             self.arena.settle(c)
 
@@ -1943,7 +1945,7 @@ cdef class Ring:
         return self.at(cell).start
 
     def token(self, uint32_t cell):
-        """A number that no other ticket has, nor this one before it is finished."""
+        """The cell's word: it differs for each ticket, and for each state of a ticket."""
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
@@ -1958,7 +1960,7 @@ cdef class Ring:
     # -- give up
 
     def abandon(self):
-        """The outstanding tickets are not wanted any more; see `sweep`."""
+        """Give up the outstanding tickets; `sweep` frees their cells."""
         cdef uint32_t k
         for k in range(self.outstanding):
             self.abandoned[self.abandoned_count] = self.order[(self.first + k) % self.r.capacity]
@@ -2002,7 +2004,7 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def bury(self, uint32_t owner):
-        """Take what `owner` owned, whose tickets were posted again: a list of slots."""
+        """Take the slots that `owner` owned, whose tickets were posted again: a list of slots."""
         cdef Py_ssize_t count, k
         cdef Py_ssize_t* taken
         if self.arena is None:
@@ -2017,11 +2019,11 @@ cdef class Ring:
             PyMem_RawFree(taken)
 
     def alarm(self):
-        """Wake the trainer, whatever it waits for."""
+        """Wake the trainer, for any cell that it waits for."""
         cseq_gate_alarm(&self.r.gate[2])
 
     def close(self):
-        """No more tickets: runners leave when they find nothing to claim."""
+        """Close the ring: runners end when they find nothing to claim."""
         cseq_ring_close(self.r)
 
 
@@ -2044,7 +2046,7 @@ cdef class Seat:
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
     cdef cseq_cell* c
-    cdef readonly int cell  # in hand; -1: none
+    cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
 
@@ -2062,7 +2064,7 @@ cdef class Seat:
         self.park = PARK_NS
 
     def claim(self):
-        """Take a ticket. True: in hand; False: none came for a while; None: the ring is closed."""
+        """Claim a ticket. True: claimed; False: none came for a while; None: the ring is closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
@@ -2115,7 +2117,7 @@ cdef class Seat:
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
     def attach(self):
-        """The batch is about to leave its slot, which is the trainer's from now on."""
+        """Enter the ticket's slot, which the batch is about to leave; it is the trainer's."""
         self.ring.settle(self.held())
 
     def detach(self):
@@ -2132,7 +2134,7 @@ cdef class Seat:
         return array
 
     def publish(self, uint32_t status=0, record=(), uint64_t capacity=0, int64_t slot=-1):
-        """Hand the ticket on.
+        """Publish the ticket.
 
         Parameters
         ----------
@@ -2223,7 +2225,7 @@ cdef class Consumer:
     convert : callable, optional
         Applied to the batch as the last part of decoding it; `read` does so itself.
     leaf_for : callable, optional
-        Says the same of the leaves of a batch that is decoded in C: see `Plan.converters`.
+        Does the same to the leaves of a batch that is decoded in C: see `Plan.converters`.
 
     Attributes
     ----------
@@ -2288,7 +2290,7 @@ cdef class Consumer:
 
     def begin(self, uint64_t epoch, uint64_t first, uint64_t batches, uint64_t full, uint64_t start,
               uint64_t stride, uint32_t size):
-        """Begin an epoch, wherever the last one stands; nothing of that one will come out.
+        """Begin an epoch; tickets of an earlier one are given up.
 
         Parameters
         ----------
@@ -2325,7 +2327,7 @@ cdef class Consumer:
     # -- posting
 
     cdef bint is_brief(self) noexcept:
-        """Whether `prepare` needs no Python code and does not take long."""
+        """Whether `prepare` runs no Python code and takes little time."""
         cdef uint64_t end = self.start + self.posted * self.stride + self.size
         if self.posted >= self.batches or self.next_for == self.posted + 1:
             return True
@@ -2333,7 +2335,7 @@ cdef class Consumer:
             not self.order.shuffle or end <= self.order.order.position + BRIEF)
 
     cdef int prepare(self) except -1:
-        """Have the indices of the next ticket at hand, so that `commit` only copies them."""
+        """Write the indices of the next ticket into a buffer, so that `commit` only copies them."""
         cdef uint64_t k = self.posted
         cdef uint64_t start, number
         cdef uint32_t count
@@ -2345,7 +2347,7 @@ cdef class Consumer:
             self.order.write(start, count, <int64_t*>self.next_memory.data)
         else:
             count, start = self.fill(k, self.next_indices)
-        if number == self.ticket and k == self.posted:  # no handler has gone on, or begun another
+        if number == self.ticket and k == self.posted:  # no handler has posted, or begun an epoch
             self.next_start, self.next_count, self.next_for = start, count, k + 1
         return 0
 
@@ -2391,7 +2393,7 @@ cdef class Consumer:
             if self.discard is not None:
                 self.discard(cell)
                 if k >= ring.abandoned_count or ring.abandoned[k] != cell:
-                    k = 0  # a signal handler has swept
+                    k = 0  # a signal handler has called `refill`
                     continue
             self.leave(cseq_ring_cell(ring.r, cell), cell, True)
             cseq_ring_retire(ring.r, cell)
@@ -2467,7 +2469,7 @@ cdef class Consumer:
         slot = self.mapped.get(c.slot)
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
-        # From time to time the arena is to count a small batch, so that its slot can shrink.
+        # Some small batches go through the arena, which counts them, so that their slots can shrink.
         if (small and c.capacity > MOST_KEPT
                 and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity):
             return UNREAD
@@ -2549,7 +2551,7 @@ cdef class Consumer:
             return None
         self.prepare()
         PyErr_CheckSignals()
-        # What was called may have called anything, `step` too: is it the same ticket still?
+        # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
         k = self.ring.place(cell)
         if (k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
                 or self.next_is_missing()):
@@ -2582,7 +2584,7 @@ cdef class Consumer:
             if self.slots is not None and self.slots.find_fit() < 0:
                 self.extend()
             PyErr_CheckSignals()
-            # What was called may have called anything: is it the same ticket still?
+            # Conversion or a handler may have run arbitrary code: validate the cell again.
             k = self.ring.place(cell)
             if k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token:
                 self.decoded = None
@@ -2599,7 +2601,7 @@ cdef class Consumer:
             self.skipped.append(entry)
 
     cdef tuple decode_next(self):
-        """Decode the next ticket: as `read` does, and without it if C can."""
+        """Decode the next ticket, in C if that can, else by `read`."""
         cdef uint32_t cell
         cdef int k = self.ring.find(self.ordered)
         if k < 0:
@@ -2621,9 +2623,8 @@ cdef class BatchIterator:
     Parameters
     ----------
     run : object
-        `present` is the same for as long as this iterator may go on; `turn` is a lock, held where
-        Python code may run.
-        `asked` becomes True when the lock is first taken for this iterator.
+        `present` is a number: when it changes, this iterator ends. `turn` is a lock, held while Python
+        code may run. `asked` is set when this iterator first takes the lock.
     consumer : Consumer or None
         None: there is no ring.
     following : callable
@@ -2679,7 +2680,7 @@ cdef uint64_t TICKETS = <uint64_t>1 << 40
 @cython.final
 @cython.no_gc
 cdef class Request:
-    """Something for a worker, in a slot that is taken for as long as this object exists.
+    """Data for a worker, in a slot that is taken for as long as this object exists.
 
     Parameters
     ----------
@@ -2724,7 +2725,7 @@ cdef class StreamConsumer:
 
         peek     the oldest ticket is READY; nothing changes
         decode   make its items from what lies in its slot; may call anything, may be interrupted
-        commit   free cell and slot, the items into the ready queue, all books: C alone
+        commit   free cell and slot, move the items to the ready queue, count them: C alone
 
     And so does an item: once it is the first of the ready queue, and more have been asked for, it is
     handed out with all that counts it in one step (`ItemReader`).
@@ -2787,7 +2788,7 @@ cdef class StreamConsumer:
     # How many items the next ticket asks for.
     cdef uint64_t count
     cdef uint64_t pace              # ns that an item of the last ticket took
-    cdef bint quick                 # so little that waking a worker is not nothing
+    cdef bint quick                 # so little that waking a worker takes long beside it
     cdef readonly uint64_t tickets, items, nbytes
 
     def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
@@ -2812,7 +2813,7 @@ cdef class StreamConsumer:
 
     @property
     def delivered(self):
-        """Items of this epoch that have been handed out."""
+        """Items of this epoch that were returned to the caller."""
         return self.start - self.asked - <uint64_t>(len(self.ready) - self.at)
 
     def taken_slots(self):
@@ -2858,7 +2859,7 @@ cdef class StreamConsumer:
         self.unwoken += count
 
     cdef Py_ssize_t find_slot(self) except -2:
-        """A free slot for the answer to a ticket behind the others; -1: look at everything again."""
+        """A free slot for the answer to the next ticket; -1: the state has changed, try again."""
         cdef Py_ssize_t slot
         self.sweep()
         if cseq_ring_state(self.ring.r, self.next_cell) != CSEQ_FREE:
@@ -2869,7 +2870,7 @@ cdef class StreamConsumer:
         return slot
 
     cdef int leave(self, uint32_t cell) except -1:
-        """Empty a cell that is the trainer's, or free, of its ticket's slot and requests."""
+        """Release the slot and the requests of a cell that is the trainer's, or free."""
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         self.slots.settle(c)
         if self.slots.vacate(c.slot):
@@ -2885,7 +2886,7 @@ cdef class StreamConsumer:
         return 0
 
     cdef int give_up(self) except -1:
-        """Nothing more comes in this epoch: take back what the worker has not claimed."""
+        """End the stream for this epoch: take back the tickets that the worker has not claimed."""
         cdef Ring ring = self.ring
         cdef uint32_t cell
         self.over = True
@@ -2905,7 +2906,7 @@ cdef class StreamConsumer:
         return 0
 
     cdef void give_up_call(self) noexcept:
-        """The answer to a call is not waited for any more."""
+        """Give up the call that is under way."""
         if self.calling >= 0:
             self.ring.abandoned[self.ring.abandoned_count] = <uint32_t>self.calling
             self.ring.abandoned_count += 1
@@ -2927,13 +2928,13 @@ cdef class StreamConsumer:
         return 0
 
     cpdef void wake(self) noexcept:
-        """Wake the worker if there is something that it was not woken for."""
+        """Wake the worker if tickets were posted since it was last woken."""
         self.unwoken = 0
         if self.ring.unwoken:
             self.ring.wake()
 
     cdef bint has_room(self, Py_ssize_t leaving) noexcept:
-        """Whether to ask for items, when `leaving` of those that are ready are about to be taken."""
+        """Whether to ask for more items, if `leaving` of the ready ones are about to be taken."""
         cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
         return (not self.over and self.outstanding <= self.depth
                 and ready + self.asked + self.count <= self.prefetch)
@@ -2941,8 +2942,8 @@ cdef class StreamConsumer:
     cdef int request(self, Py_ssize_t leaving) except -1:
         """Ask for items ahead.
 
-        Waking a worker costs more than a small item does, so that waits until half of what is asked
-        for ahead has gathered: a worker only sleeps when all of it is ready.
+        Waking a worker costs more than a small item does. It sleeps only when all items asked for are
+        ready, so it is woken when half of `prefetch` is asked for again.
         """
         cdef Py_ssize_t slot
         while self.has_room(leaving):
@@ -2957,7 +2958,7 @@ cdef class StreamConsumer:
 
     def end(self):
         """Give up the epoch, and the call that is under way."""
-        before = self.ready, self.error  # what runs when these are gone finds everything done
+        before = self.ready, self.error  # their destructors may run code: after all else is done
         cdef list ready = []
         self.give_up_call()
         self.give_up()
@@ -2988,7 +2989,7 @@ cdef class StreamConsumer:
         return cell, ticket
 
     def call(self, Request call not None, str name not None):
-        """Post a call, which overtakes all items that the worker has not claimed; one at a time.
+        """Post a call, which comes before all items that the worker has not claimed; one at a time.
 
         Returns
         -------
@@ -3107,7 +3108,7 @@ cdef class StreamConsumer:
     cdef void adapt(self, uint64_t made, uint64_t nbytes, uint64_t ns) noexcept:
         """Choose how many items the next ticket asks for, from how the last two went.
 
-        The quicker of them counts: another process may have been running in the worker's place.
+        The quicker of them counts, since the worker may have been preempted during the other.
         """
         cdef uint64_t before = self.pace
         cdef uint64_t fit
@@ -3118,9 +3119,9 @@ cdef class StreamConsumer:
         self.count = max(<uint64_t>1, min(min(2 * self.count, fit), self.most))
 
     cdef bint prepare(self) except -1:
-        """Have an item ready, and more of them asked for. False: there are no more.
+        """Wait until an item is ready, and ask for more of them. False: there are no more.
 
-        May run any code, but none between a look that has found an item and the return.
+        May run any code, but none between finding an item and the return.
 
         Raises
         ------
@@ -3143,7 +3144,7 @@ cdef class StreamConsumer:
                 self.receive()
 
     cdef object pop(self):
-        """Hand the first ready item out."""
+        """Take the first ready item out."""
         item = self.ready[self.at]
         self.ready[self.at] = None
         self.at += 1
@@ -3152,7 +3153,7 @@ cdef class StreamConsumer:
 
 @cython.final
 cdef class ItemReader:
-    """Hands items out, of one worker or of all in turn.
+    """Returns items, of one worker or of all in turn.
 
     No Python code runs between the step that takes an item out, with the turn and the number of
     items, and the return to the caller of `next`, `commit` or an `ItemIterator`.
@@ -3160,7 +3161,7 @@ cdef class ItemReader:
     Parameters
     ----------
     run : object
-        `present` is the same for as long as an epoch may go on; `turn` is a lock.
+        `present` is a number: when it changes, the epoch ends. `turn` is a lock.
     consumers : list of StreamConsumer
 
     Attributes
@@ -3168,15 +3169,15 @@ cdef class ItemReader:
     present : int
         The run's `present` when the epoch was begun; -1: none is under way.
     taken : int
-        Items that were handed out in this epoch.
+        Items that were returned in this epoch.
     """
 
     cdef readonly object run
     cdef readonly object present
     cdef readonly uint64_t taken
     cdef list consumers
-    cdef list left      # those that go round
-    cdef Py_ssize_t turn  # whose turn it is among them
+    cdef list left      # those that have more items
+    cdef Py_ssize_t turn  # index of the next one among them
 
     def __cinit__(self, run, list consumers not None):
         self.run, self.consumers = run, consumers
@@ -3189,7 +3190,7 @@ cdef class ItemReader:
         self.left, self.turn, self.taken, self.present = left, 0, 0, present
 
     cdef int check(self, present) except -1:
-        """Refuse items of an epoch that is not under way."""
+        """Raise InterruptedError if the epoch is not under way."""
         if self.run.present != present:
             raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
                                    "call begin()")
@@ -3233,7 +3234,7 @@ cdef class ItemReader:
     cdef StreamConsumer find(self, present, bint strict):
         """The consumer whose turn it is, with an item ready; None: none has any more items.
 
-        `strict`: a stream that an exception has ended does not just end.
+        `strict`: raise RuntimeError for a stream that an exception has ended.
         """
         cdef StreamConsumer consumer
         cdef bint found
@@ -3252,7 +3253,7 @@ cdef class ItemReader:
             del self.left[self.turn]
 
     cdef object take(self, StreamConsumer consumer):
-        """Hand the item of the consumer whose turn it is out."""
+        """Take out the item of the consumer whose turn it is."""
         self.turn += 1
         self.taken += 1
         return consumer.pop()
@@ -3263,14 +3264,14 @@ cdef class ItemReader:
         Returns
         -------
         tuple
-            (number, item). The item is handed out by `commit`.
+            (number, item). `commit` takes the item out.
 
         Raises
         ------
         StopIteration
             There are no more.
         RuntimeError
-            What the producer has raised has ended a stream, and came out before.
+            An exception of the producer, raised before, has ended a stream.
         InterruptedError
             No epoch is under way: none was begun, or it was interrupted.
         """
@@ -3286,7 +3287,7 @@ cdef class ItemReader:
             turn.release()
 
     def commit(self, uint64_t number):
-        """Hand out the item that `peek` has returned with this number; nothing if that was done."""
+        """Take the item out that `peek` has returned with this number; nothing if that was done."""
         cdef StreamConsumer consumer
         turn = self.run.turn
         turn.acquire()
@@ -3297,7 +3298,7 @@ cdef class ItemReader:
             consumer = self.current()
             if consumer is None or consumer.at == len(consumer.ready):
                 raise RuntimeError(f"item {number} was not peeked at")
-            item = self.take(consumer)  # what runs when it is gone finds everything done
+            item = self.take(consumer)  # its destructor may run code: after all else is done
         finally:
             turn.release()
 
@@ -3310,7 +3311,7 @@ cdef class ItemIterator:
     ----------
     reader : ItemReader
     *keep
-        What is to live for as long as the iterator.
+        Objects that live for as long as the iterator.
     """
 
     cdef readonly ItemReader reader
@@ -3339,21 +3340,21 @@ cdef class ItemIterator:
 
 @cython.final
 cdef class Solo:
-    """A runner without a ring: makes one batch after the other for whoever calls it.
+    """A runner without a ring: makes one batch after the other, in its caller's thread.
 
     Parameters
     ----------
     sampler : Sampler
     desk : Desk
-        Where it sits while a batch is made.
+        Entered in `here` while a batch is made.
     here : Here
-        Whose attribute `desk` says who sits where in this thread.
+        Its attribute `desk` is the desk of the batch that is made in this thread.
     ticket : Ticket
-        What the desk is to know as the ticket in hand.
+        The present ticket, for the desk.
     convert : callable or None
         Applied to every batch.
     refuse : callable
-        Called with an exception of the indexer; raises it, or leaves out the batch in hand.
+        Called with an exception of the indexer; raises it, or leaves out the present batch.
 
     Attributes
     ----------
@@ -3365,7 +3366,7 @@ cdef class Solo:
     making : bool
         The indexer is at a batch.
     at : int
-        The batch in hand, from 0.
+        The present batch, from 0.
     done : int
         Batches of this epoch up to the last one that was made.
     batches : int
@@ -3401,7 +3402,7 @@ cdef class Solo:
         self.batches = len(self.sampler)
 
     cdef object make(self):
-        """Make the batch in hand, and turn to the next one."""
+        """Make the present batch; the next one is then the present one."""
         if self.at < self.full:
             indices = self.order.read(self.start + self.at * self.stride, self.size)
         else:
@@ -3454,10 +3455,10 @@ cdef class Solo:
 
 
 cdef class Hand:
-    """What changes in a writer from ticket to ticket; and how a batch comes into the slot.
+    """The part of a writer that is in C: its state for the present ticket, and writing by plans.
 
-    A batch of the structure of one of the last is laid down by `write`, and published by `give`,
-    without asking anything more. `arena.Writer` has the rest.
+    `give` writes and publishes a batch that has the structure of one of the last four, in one call.
+    `arena.Writer` has the rest.
 
     Attributes
     ----------
@@ -3472,14 +3473,14 @@ cdef class Hand:
     watched : bool
         Whether large arrays were made for this batch: whether `learn` can learn anything.
     placement : Placement or None
-        What makes large arrays of the indexer's lie in the slot without its asking for it.
+        Makes numpy allocate large arrays of the indexer in the slot.
     aimed : Mapping or None
-        Where numpy may place arrays of this ticket. Only while there is a slot to go on in, if some
+        Where numpy may place arrays of this ticket. Only while the worker has a spare, in case some
         are kept.
     mapped : dict of int to Mapping
         Slots' mappings. Every one made is kept for the slot's next ticket.
     older : list of Memory
-        Mappings of the slot that gave way during this ticket.
+        Mappings of the slot that were replaced during this ticket.
     slot : int
     cast : numpy.dtype or None
         What `give` casts numbers to.
@@ -3514,7 +3515,7 @@ cdef class Hand:
         PyMem_RawFree(self.words)
 
     def remember(self, Plan plan not None):
-        """Let batches like this one be recognised."""
+        """Add a plan to those that `match` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cpdef tuple match(self, batch, cast):
@@ -3542,7 +3543,7 @@ cdef class Hand:
         return None
 
     cdef Py_ssize_t stay(self, int k, list arrays, Py_ssize_t base) except -2:
-        """Where in the slot an array lies already, and no array before it; else -1."""
+        """Where in the slot an array lies already, unless an earlier array does; else -1."""
         cdef Py_ssize_t at = self.find(arrays[k])
         cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(<cnp.ndarray>arrays[k])
         cdef Py_ssize_t other
@@ -3566,7 +3567,7 @@ cdef class Hand:
         return 0
 
     def lay(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
-        """Lay a batch down: what `match` has returned.
+        """Write a batch into the slot: what `match` has returned.
 
         Parameters
         ----------
@@ -3654,7 +3655,7 @@ cdef class Hand:
         return 0
 
     def turn(self, Seat seat not None):
-        """Turn to the slot of the ticket in hand."""
+        """Make the slot of the present ticket the present one."""
         cdef cseq_cell* c = seat.held()
         cdef Mapping mapping = self.mapped.get(c.slot)
         if (mapping is None or <uint64_t>mapping.size < c.capacity or self.aimed is not None
@@ -3668,7 +3669,7 @@ cdef class Hand:
         self.watched = False
 
     def give(self, Seat seat not None, batch):
-        """Lay a batch down and publish it, if nothing else is to be done; else False."""
+        """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
         cdef cseq_cell* c
         cdef int k
         cdef Plan plan
@@ -3708,7 +3709,7 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 
 def arm_fault():
-    """Let this process die where ``CSEQ_FAULT=point:n`` says, if this is a debug build."""
+    """Make this process die where ``CSEQ_FAULT=point:n`` says, if this is a debug build."""
     cseq_fault_arm()
 
 
@@ -3718,21 +3719,21 @@ def now_ns():
 
 
 def keep_freed():
-    """Have this process's malloc keep what is freed, instead of giving large blocks back to the
-    system, to get them again as pages that have to be cleared; return whether it can (glibc)."""
+    """Make this process's malloc keep freed blocks, of any size, instead of unmapping them: the
+    system clears the pages of new ones. Return whether it can (glibc)."""
     return bool(cseq_keep_freed())
 
 
 def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
     """Never returns: ends the process, without the interpreter, when the peer of `socket` is gone,
     at once or `grace_ns` later. For a thread of its own."""
-    cdef uint32_t nobody = 0
+    cdef uint32_t unchanged = 0
     cdef uint64_t end, now
     with nogil:
         cseq_await_hangup(socket)
         end = cseq_now_ns() + grace_ns
         now = end - grace_ns
         while now < end:
-            cseq_wait(&nobody, 0, end - now)
+            cseq_wait(&unchanged, 0, end - now)
             now = cseq_now_ns()
         cseq_exit(1)

@@ -6,20 +6,20 @@ written, so that a lack of memory is an exception and not a signal. Slots are us
 first, since writing to warm pages is many times faster than to fresh ones.
 
 The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive, in
-the trainer or in the worker that filled it, also after the arena was closed; and nothing is left
-when the last of them is gone.
+the trainer or in the worker that filled it, also after the arena was closed. Its memory is freed
+with the last of these.
 
                      acquire              begin … place … end         lend, vacate
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
                                           in a worker: Writer         └─ copied ──────────► free
 
 A worker owns a few slots besides that of its ticket, its *spares*. If arrays in the ticket's slot
-are still alive when the batch is published, the worker keeps it and publishes a copy of the batch
-in a spare, which is the trainer's from then on (`Slots.settle`). A kept slot is a spare again when
-nothing in it is alive. Arrays are made in a slot only while there is a spare.
+are still alive when the batch is published, the worker keeps the slot and publishes a copy of the
+batch in a spare, which is the trainer's from then on (`Slots.settle`). A kept slot is a spare again
+when no array in it is alive. Arrays are made in a slot only while there is a spare.
 
-Slots shrink: every `WINDOW` batches, pages are given back that the batches of the last two windows
-did not need.
+Slots shrink: every `WINDOW` batches, pages are given back far beyond what these batches needed, and
+all of free slots above the highest one that two windows used.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ CHECK = 32 * MIB  # committed after one look at the free memory; the look takes 
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
 SPARES = 3  # slots that a worker owns besides that of its ticket
-WINDOW = 32  # batches; what the last two windows of them needed stays committed
-SLACK = BULKY  # bytes; a slot that has this much too much, and twice what is needed, shrinks
+WINDOW = 32  # batches; what those of the last window needed stays committed
+SLACK = BULKY  # bytes; a slot shrinks if its excess is more than this and than what is needed
 
 ROOT = "/"
 # Files of a control group: of the limit of its memory, and of what it has taken.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-# And of the processes that it has lost for want of memory.
+# And of its processes that were killed for lack of memory.
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
 UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
 
@@ -99,7 +99,7 @@ UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
 
 
 class Segment:
-    """An anonymous file: gone with its last descriptor and mapping, whoever is killed.
+    """An anonymous file: gone with its last descriptor and mapping, whichever process is killed.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class Segment:
 
 
 def _seal(fd: int) -> None:
-    """Fix the size, so that nobody can cut the file under a mapping (that would be SIGBUS)."""
+    """Fix the size, so that no process can cut the file under a mapping (that would be SIGBUS)."""
     fcntl = imported("fcntl")
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
@@ -172,7 +172,7 @@ def _seal(fd: int) -> None:
 
 
 class Need:
-    """The most bytes that a batch of the last two windows needed."""
+    """The most bytes that a batch needed: of the window before, and of the present one so far."""
 
     __slots__ = ("_before", "_count", "_now")
 
@@ -180,7 +180,7 @@ class Need:
         self._now = self._before = self._count = 0
 
     def add(self, nbytes: int) -> bool:
-        """Count a batch of `nbytes`; whether a window has ended with it."""
+        """Count a batch of `nbytes`; return whether it was the last one of a window."""
         self._now = max(self._now, nbytes)
         self._count += 1
         if self._count % WINDOW:
@@ -189,7 +189,7 @@ class Need:
         return True
 
     def excess(self, width: int) -> tuple[int, int]:
-        """Tell from how many bytes on a slot is too large, and to how many it shrinks."""
+        """Return above how many bytes a slot is too large, and to how many it shrinks."""
         if self._count < 2 * WINDOW:
             return width, width
         room = _room(max(self._now, self._before), 0, width)
@@ -197,7 +197,7 @@ class Need:
 
 
 class Kept(NamedTuple):
-    """A slot in which the indexer holds arrays."""
+    """A slot that its worker keeps, since arrays in it are alive."""
 
     slot: int
     nbytes: int
@@ -206,7 +206,7 @@ class Kept(NamedTuple):
 
 
 class Writer(Hand):
-    """A worker's hand on the slot of its present ticket.
+    """A worker's end of the arena: writes into the slot of its present ticket.
 
     Every mapping made is kept for the slot's next ticket, so that in the long run no system call
     is made.
@@ -237,9 +237,9 @@ class Writer(Hand):
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
 
     def begin(self, slot: int, capacity: int) -> None:
-        """Turn to a slot of which `capacity` bytes are committed; nothing of it is used.
+        """Make a slot, of which `capacity` bytes are committed, the present one; none are used.
 
-        If the writer has kept that slot, since arrays in it are alive, it turns to a spare.
+        If the writer has kept that slot, since arrays in it are alive, a spare is the present one.
 
         Raises
         ------
@@ -274,7 +274,7 @@ class Writer(Hand):
         self.older = []
 
     def settle(self) -> None:
-        """Place nothing any more: the indexer has returned."""
+        """Stop making arrays in the slot: the indexer has returned."""
         placement = self.placement
         if self.aimed is not None and placement is not None:
             placement.rest()
@@ -284,7 +284,7 @@ class Writer(Hand):
                 self.loaned = True
 
     def learn(self, arrays: list[Array]) -> None:
-        """Place arrays like these of the batch in the next slot, if they were made for it."""
+        """Make arrays like these in the next ticket's slot, if they were made for this batch."""
         if self.placement is not None:
             self.placement.learn(arrays)
 
@@ -294,7 +294,7 @@ class Writer(Hand):
         self.loaned = True
 
     def place(self, nbytes: int) -> int:
-        """Give out the next `nbytes`: where they begin, a multiple of 64.
+        """Reserve the next `nbytes` of the slot: where they begin, a multiple of 64.
 
         Raises
         ------
@@ -343,7 +343,7 @@ class Writer(Hand):
         return self.loan().view(offset, kind, dims, fortran)
 
     def loan(self) -> Memory:
-        """Give the slot, as a memory that `end` knows to be in somebody's hands or not."""
+        """Return the slot as a memory; `end` knows whether there are references to it."""
         if self._window is None:
             self._window = Window(self.memory, self.capacity)
             self._loans.append(weakref.ref(self._window))
@@ -351,9 +351,9 @@ class Writer(Hand):
         return self._window
 
     def find(self, array: Array) -> int:
-        """Tell where in the used part of the slot an array's data lies, or -1.
+        """Return where in the used part of the slot an array's data lies, or -1.
 
-        It is found in any of the mappings of this ticket; only if it is contiguous and aligned.
+        All mappings of this ticket are searched. Only contiguous and aligned arrays are found.
         """
         flags = array.flags
         if flags.forc and flags.aligned and array.nbytes:
@@ -365,7 +365,7 @@ class Writer(Hand):
         return -1
 
     def end(self) -> None:
-        """Leave the slot, with the batch dropped: in a spare, if arrays in the slot are alive.
+        """Finish the slot, with no reference to the batch left; use a spare if arrays are alive.
 
         Raises
         ------
@@ -391,13 +391,13 @@ class Writer(Hand):
             )
 
     def publish(self, seat: Seat, status: int, record: tuple[int, ...]) -> None:
-        """Hand the ticket on, with what was written; the slot is the trainer's from now on."""
+        """Publish the ticket with what was written; the slot is the trainer's from now on."""
         seat.publish(status, record, self.capacity, self.slot)
         if self._spares:
             self._spares = [spare for spare in self._spares if spare[0] != self.slot]
 
     def close(self) -> None:
-        """Forget all mappings; each is gone with the last array on it."""
+        """Drop all mappings; each is unmapped with the last array on it."""
         self._leave()
         self.mapped.clear()
         self._kept.clear()
@@ -407,7 +407,7 @@ class Writer(Hand):
         self.used = self.capacity = 0
 
     def _leave(self) -> bool:
-        """Place nothing any more in the slot; whether arrays in it are alive."""
+        """Stop making arrays in the slot; return whether arrays in it are alive."""
         placed = 0
         if self.aimed is not None and self.placement is not None:
             placed = self.placement.leave()
@@ -420,7 +420,7 @@ class Writer(Hand):
         self._loans = []
 
     def _move(self) -> None:
-        """Copy what was written to a spare, and turn to that."""
+        """Copy what was written to a spare, which becomes the present slot."""
         assert self._spares  # else nothing was made in the slot
         source, used = self.memory, self.used
         slot, nbytes = self._spares[-1]
@@ -432,7 +432,7 @@ class Writer(Hand):
         self.used = used
 
     def _has_spare(self) -> bool:
-        """Whether there is a spare that takes at least the text of an error."""
+        """Return whether there is a spare; at least the text of an error fits into it."""
         if self._kept:
             self._recover()
         if not self._spares:
@@ -447,7 +447,7 @@ class Writer(Hand):
         return True
 
     def _recover(self) -> None:
-        """Make spares of the kept slots in which nothing is alive any more."""
+        """Make spares of the kept slots in which no array is alive any more."""
         assert self._spares is not None
         for kept in self._kept[:]:
             if not self._is_held(kept):
@@ -456,7 +456,7 @@ class Writer(Hand):
                 self._trim()
 
     def _is_held(self, kept: Kept) -> bool:
-        """Whether arrays in a slot are alive."""
+        """Return whether arrays in a kept slot are alive."""
         if any(loan() is not None for loan in kept.loans):
             return True
         placement = self.placement
@@ -498,7 +498,7 @@ class Writer(Hand):
 
 
 def _room(needed: int, capacity: int, width: int) -> int:
-    """Tell how large a slot of `capacity` bytes should become to hold `needed` bytes."""
+    """Return how large a slot of `capacity` bytes should become to hold `needed` bytes."""
     if needed > width:
         raise MemoryError(
             f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "
@@ -515,13 +515,13 @@ def _room(needed: int, capacity: int, width: int) -> int:
 
 
 class Locks(Protocol):
-    """Whoever page-locks the mappings for a device."""
+    """What page-locks the mappings for a device."""
 
     def register(self, memory: Memory, /) -> bool:
         """Page-lock a mapping."""
 
     def unregister(self, memory: Memory, /) -> None:
-        """Unlock a mapping before it is let go."""
+        """Unlock a mapping before it is dropped."""
 
 
 class Arena:
@@ -532,10 +532,10 @@ class Arena:
     Parameters
     ----------
     memory_limit : int, str or None
-        Most bytes of slots that may be in the user's hands, or free and committed beyond what the
-        tickets need; further batches are copied out of their slots. See `memory_limit_of`.
+        Most bytes of slots that may be leased, or free and committed beyond what the tickets need;
+        further batches are copied out of their slots. See `memory_limit_of`.
     locks : Locks, optional
-        Told of every mapping that is made, and of every one that a larger one replaces.
+        Registers every mapping that is made, until a larger one replaces it.
     tickets : int
         Most slots that are posted at a time: so many free ones stay committed in any case.
 
@@ -577,7 +577,7 @@ class Arena:
 
     @property
     def leased(self) -> int:
-        """Slots that are in the user's hands."""
+        """Slots under lease."""
         return self.slots.leased
 
     @property
@@ -619,7 +619,7 @@ class Arena:
         return self.slots.acquire()
 
     def release(self, slot: int) -> None:
-        """Give a slot back whose batch is not wanted."""
+        """Free a taken slot whose batch is not wanted."""
         self.slots.release(slot)
 
     def capacity(self, slot: int) -> int:
@@ -640,18 +640,18 @@ class Arena:
         return granted
 
     def bury(self, owner: int, ring: Ring) -> None:
-        """Take back what a worker owned that is gone for certain, once its tickets are reposted."""
+        """Free the slots of a worker that is gone for certain and whose tickets are reposted."""
         with self._turn:
             for slot in ring.bury(owner):
                 self.slots.release(slot)
                 self._shrink(slot, 0)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
-        """Get what lies in the first `used` bytes of a taken slot, to keep.
+        """Return the first `used` bytes of a taken slot, for as long as there are references to it.
 
-        Either the slot itself, under a lease that counts from `Slots.vacate` on: then it is free
-        again when the last view of the memory is gone. Or, for a small batch and when too many
-        are held, a copy.
+        Either the slot itself, under a lease that counts from `Slots.vacate` on: the slot is free
+        again when the last view of the memory is gone. Or a copy, of a small batch or if too many
+        are held.
 
         Parameters
         ----------
@@ -678,11 +678,11 @@ class Arena:
         return copy_of(mapping, used) if lease is None else lease
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
-        """Get a copy of the first `used` bytes of a slot, which stays taken: for small batches."""
+        """Return a copy of the first `used` bytes of a slot, which stays taken."""
         return copy_of(self.look(slot, capacity, used), used)
 
     def look(self, slot: int, capacity: int, used: int = 0) -> Mapping:
-        """Get the memory of a taken slot itself, for as long as it stays taken."""
+        """Return the memory of a taken slot itself, valid for as long as the slot stays taken."""
         with self._turn:
             if self._need.add(used):
                 self._tidy()
@@ -693,7 +693,7 @@ class Arena:
             return mapping
 
     def close(self) -> None:
-        """Let the file go; leases keep their part of it. Closing twice is fine."""
+        """Close the file; leases keep their part of it. Closing twice is fine."""
         self.mapped.clear()
         self.segment.close()
 
@@ -706,7 +706,7 @@ class Arena:
         self.slots.extend(count)
 
     def _map(self, slot: int, capacity: int) -> Mapping:
-        """Map all of a slot that is committed, in the place of what was mapped before it grew."""
+        """Map all of a slot that is committed, instead of the mapping made before it grew."""
         self._unmap(slot)
         segment = self.segment
         mapping = Mapping(segment.fd, slot * segment.width, capacity)
@@ -716,13 +716,13 @@ class Arena:
         return mapping
 
     def _unmap(self, slot: int) -> None:
-        """Forget a mapping: its last batch is gone, or the slot were not taken."""
+        """Drop a mapping: the slot is TAKEN, so no lease refers to the mapping."""
         before = self.mapped.pop(slot, None)
         if before is not None and self._locks is not None:
             self._locks.unregister(before)
 
     def _tidy(self) -> None:
-        """Give back what was not needed for two windows, and what exceeds the limit."""
+        """Give back pages that were not needed lately, and those beyond the limit."""
         slots = self.slots
         slots.most, self._room = self._need.excess(self.segment.width)
         top = max(slots.top, self._top_before)
@@ -737,9 +737,9 @@ class Arena:
         self._limit(free)
 
     def _limit(self, free: list[int]) -> None:
-        """Give pages of free slots back until, with those in the user's hands, they keep the limit.
+        """Give pages of free slots back until free and leased slots together are within the limit.
 
-        The lowest are spared, as many as the tickets in the ring could need.
+        The lowest free slots keep theirs, as many as tickets that are yet to be posted could need.
         """
         slots = self.slots
         posted = sum(slots.is_taken(slot) for slot in range(slots.capacity))
@@ -756,7 +756,7 @@ class Arena:
             self._unmap(slot)
 
     def _may_lease(self, nbytes: int) -> bool:
-        """Whether one more slot may be in the user's hands."""
+        """Return whether one more slot may be leased."""
         slots = self.slots
         limit = min(MAX_LEASED, self.segment.slots // 2)
         return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
@@ -855,7 +855,7 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
-    """Tell how many processes this control group has lost for want of memory; None: nobody says.
+    """Return how many processes of this control group were killed for lack of memory, or None.
 
     Parameters
     ----------
@@ -868,7 +868,7 @@ def oom_kills(root: Folder = ROOT) -> int | None:
 
 
 def _check_available(nbytes: int) -> None:
-    """Refuse what would bring the system to kill somebody: it does not refuse it itself."""
+    """Raise MemoryError if so much would make the system kill a process: it does not itself."""
     free = available_memory()
     if free is not None and nbytes > free:
         raise MemoryError(

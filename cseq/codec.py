@@ -1,25 +1,24 @@
-"""A batch of any shape, laid into a slot and read from it again.
+"""A batch of any shape, written into a slot and read from it again.
 
 A batch is any nesting of tuple, list, dict, named tuple and dataclass. Of its leaves, arrays, CPU
-tensors, numpy's scalars and long bytes lie in the slot as they are; all other leaves go by pickle.
+tensors, numpy's scalars and long bytes are copied into the slot; all other leaves are pickled.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-*Structure* says what containers, types and orders there are: a pickle, made and read anew only
-when it changes. *Layout* says where the arrays begin and their shapes: integers. *Objects* are
+*Structure* is the containers, types and orders: a pickle, made and read only when it changes.
+*Layout* is where the arrays begin, and their shapes: integers. *Objects* are
 the other leaves: one pickle. All of it lies in the slot, so a batch can be read without knowing
 any other batch, whichever worker wrote it. A `bytearray` alone has neither structure nor layout.
 
-What a structure says is a `Plan`, at both ends. A batch that fits one of the writer's last plans is
-written in C without another look at its structure; any other batch is surveyed here, which gives
-the next plan. What the structure says is written and read by the plan alone, for one array as for
-a hundred.
+At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
+is written in C; any other batch is surveyed here, which makes a plan for the next ones. Arrays are
+written and read by plans alone, for one array as for a hundred.
 
-The guarantee: what is read equals what was written, types and bits, and can be written to. Arrays
-arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
+The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
+Arrays arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
 arrives as two; a tensor arrives without its graph (a leaf that requires gradients if it did).
 """
 
@@ -232,7 +231,7 @@ def _slots(cls: type) -> set[str]:
 
 
 def _too_deep() -> ValueError:
-    """Explain a batch without end."""
+    """Make the error for a batch that contains itself."""
     return ValueError(
         f"the batch has more than {MAX_DEPTH} containers inside one another, or contains itself: "
         "return a flatter one"
@@ -314,7 +313,7 @@ class _Survey:
         return self._tensor(value) if tag == "tensor" else self._object(value)
 
     def _container(self, tag: str, value: Any, depth: int) -> Token:
-        """Collect what a container contains; one without arrays is pickled whole."""
+        """Collect the leaves of a container; one without arrays is pickled as one leaf."""
         opened = _KINDS[tag].open(value)
         if opened is None:
             return self._object(value)
@@ -343,7 +342,7 @@ class _Survey:
         return OBJECT
 
     def _raw(self, token: Token, array: Array) -> Token:
-        """Collect what a leaf consists of."""
+        """Collect the array that a leaf consists of."""
         self.raws.append(array)
         return token
 
@@ -404,13 +403,13 @@ def _bytes_array(value: bytes) -> Array | None:
 
 
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
-    """Lay a batch into a slot.
+    """Write a batch into a slot.
 
     Parameters
     ----------
     batch : object
     writer : Writer
-        Where to; what lies there already stays. Arrays in this slot are not copied.
+        Of the slot; bytes in use there stay. Arrays that lie in this slot are not copied.
     cast : numpy.dtype, optional
         Type that arrays and tensors of numbers (`castable`) are cast to on the way.
 
@@ -448,7 +447,7 @@ _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, 
 def _plan_for(
     batch: Any, writer: Writer, cast: Dtype | None
 ) -> tuple[Plan, list[Array], list[Any]]:
-    """Survey a batch: its plan, which the writer will know, its arrays, and what is pickled."""
+    """Survey a batch; return its plan, which the writer remembers, its arrays, its other leaves."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)
     arrays = survey.arrays + survey.raws
@@ -457,7 +456,7 @@ def _plan_for(
     kinds = [_target(dtype, cast) for dtype in sources[:split]] + sources[split:]
     pairs = zip(kinds, arrays, strict=True)
     leaves: list[Leaf] = [(kind, array.ndim, array.flags.fnc) for kind, array in pairs]
-    for plan in writer.plans:  # those that `match` cannot be sure of
+    for plan in writer.plans:  # `match` does not recognise all of them
         same = plan.cast is cast and plan.token == tree
         if same and plan.leaves == leaves and plan.sources == sources:
             return plan, arrays, survey.objects
@@ -468,7 +467,7 @@ def _plan_for(
 
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Tell what type arrays of a type have in the slot."""
+    """Return the type that arrays of a type have in the slot."""
     # Not `==` alone: a dtype of float64 equals None.
     if cast is None or not castable(dtype) or dtype == cast:
         return dtype
@@ -476,7 +475,7 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 
 
 def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
-    """Tell how a leaf that is no array is taken apart and put together; see `Plan`."""
+    """Return how a leaf that is no array becomes one, and back; see `Plan`."""
     if token == SCALAR:
         return dtype.type, np.asarray, operator.itemgetter(()), False
     if token == BYTES:
@@ -528,7 +527,7 @@ def _dumps_by(dumps: Callable[..., bytes], value: Any) -> tuple[bytes, list[memo
 
 
 def _explain(batch: Any, error: Exception) -> str:
-    """Say what in a batch cannot be pickled."""
+    """Return a text that says what in a batch cannot be pickled."""
     path, value, cause = _culprit("batch", batch) or ("batch", batch, error)
     return (
         f"{path}: cannot pickle {type(value).__name__!r} ({type(cause).__name__}: {cause}); "

@@ -1,8 +1,8 @@
 """How many threads the numerical libraries of a worker process compute with.
 
-Each of these libraries takes all cores unless told otherwise, in every process; workers are as many
-processes as cores are to be used already. What is loaded later asks the environment; to what a
-forked process finds loaded it has to be said.
+By default each of these libraries uses all cores, in every process, and there are as many workers
+as cores to be used. Libraries that a process loads read the environment; for those that a forked
+process finds loaded, a function of theirs is called.
 
 ::
 
@@ -55,8 +55,8 @@ OPENBLAS = (
 def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set for `threads` threads; those that the user has set win.
 
-    A user's OMP_NUM_THREADS is what those libraries go by that ask it where they find no variable
-    of their own. None: leave all alone.
+    Some libraries read OMP_NUM_THREADS if their own variable is not set; where the user has set it,
+    theirs are left unset. None: leave all alone.
     """
     if threads is None:
         return {}
@@ -66,7 +66,7 @@ def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def limit(threads: int | None) -> None:
-    """In a process that was forked: have what is loaded, and what will be, use so many threads."""
+    """Limit the threads of libraries in a forked process: loaded ones, and those loaded later."""
     if threads is None:
         return
     ours = variables(threads, os.environ)

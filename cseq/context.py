@@ -1,4 +1,4 @@
-"""What an indexer may ask about the batch it makes: `rng`, `empty`, `worker_info`.
+"""Functions for use inside an indexer: `rng`, `empty`, `worker_info`.
 
 A runner enters its `Desk` before it calls the indexer and leaves it afterwards. The desk is
 found by thread, so a manager used inside another manager's indexer keeps its own.
@@ -27,7 +27,7 @@ PURPOSE_INDEXER = 2  # docs/shuffle.md: 1 is the shuffle
 
 
 class Ticket(Protocol):
-    """Whatever knows which batch is in hand."""
+    """What identifies the present batch: a runner's `Seat`, for example."""
 
     @property
     def epoch(self) -> int:
@@ -43,7 +43,7 @@ class Ticket(Protocol):
 
 
 class Allocator(Protocol):
-    """Whatever can make an array where the batch is going to lie."""
+    """What makes an array in the batch's slot: a `Writer`."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Make an array in the slot."""
@@ -51,7 +51,7 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Who is asking, and for what.
+    """The worker that makes a batch, and the batch.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class WorkerInfo:
         The worker, from 0.
     num_workers : int
     epoch, batch : int or None
-        What it works on; None while the indexer is being made or closed.
+        The batch that it makes; None while the indexer is being made or closed.
     """
 
     number: int
@@ -69,7 +69,7 @@ class WorkerInfo:
 
 
 class Desk:
-    """One runner's answers; its ticket and allocator change from batch to batch."""
+    """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket."""
 
     __slots__ = ("allocator", "drawn", "num_workers", "number", "seed", "ticket")
 
@@ -79,7 +79,7 @@ class Desk:
         self.seed = seed
         self.ticket: Ticket | None = None
         self.allocator: Allocator | None = None
-        self.drawn: np.random.Generator | None = None  # of the ticket in hand, if it was asked for
+        self.drawn: np.random.Generator | None = None  # of the present ticket, once asked for
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""
@@ -92,17 +92,17 @@ class Desk:
         return self.drawn
 
     def sit(self, ticket: Ticket) -> None:
-        """Turn to a ticket; also if it is the same batch again, `rng` begins anew."""
+        """Set the present ticket; `rng` begins anew, also if it is the same batch again."""
         self.ticket = ticket
         self.drawn = None
 
     def rise(self) -> None:
-        """Turn to no batch any more: the indexer is about to be closed."""
+        """Set no ticket: the indexer is about to be closed."""
         self.ticket = self.allocator = self.drawn = None
 
 
 class Here(threading.local):
-    """The place of a thread: at a desk, or nowhere."""
+    """The desk that a thread has entered, if any."""
 
     desk: Desk | None = None
 
@@ -111,14 +111,14 @@ here = Here()
 
 
 def enter(desk: Desk | None) -> Desk | None:
-    """Sit down at a desk; returns the one left for it, to be entered again afterwards."""
+    """Make a desk the thread's; return the one before, for `leave`."""
     left = here.desk
     here.desk = desk
     return left
 
 
 def leave(left: Desk | None) -> None:
-    """Go back to the desk that `enter` returned."""
+    """Make the desk that `enter` returned the thread's again."""
     here.desk = left
 
 
@@ -160,8 +160,8 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     """Make an uninitialised array in the shared memory where the batch is going to lie.
 
     A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
-    way to the training loop. It may be kept, as any array; the batch is copied then. Outside of a
-    worker process this is `numpy.empty`.
+    way to the training loop. The indexer may keep it, as any array; the batch is then copied.
+    Outside of a worker process this is `numpy.empty`.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
 
 
 def worker_info() -> WorkerInfo | None:
-    """Return who is making which batch, or None outside of an indexer."""
+    """Return which worker makes which batch, or None outside of an indexer."""
     desk = here.desk
     if desk is None:
         return None

@@ -376,7 +376,7 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
 
 
 class Converter:
-    """Conversion at once, by whoever calls: inline, a thread, or the trainer on what it decoded.
+    """Conversion at once, in the caller: inline, in a thread, or in the trainer after decoding.
 
     Parameters
     ----------
@@ -518,10 +518,10 @@ class Lane:
         return _Passed()
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Let the caller's further work on the device, but not the caller, wait for `event`."""
+        """Make the caller's further work on the device, but not the caller, wait for `event`."""
 
     def collect(self) -> None:
-        """Let go of memory that other processes have had from this one."""
+        """Free memory that other processes have had from this one."""
 
 
 class CudaLane(Lane):
@@ -610,7 +610,7 @@ class _UnderWay:
 
 
 class Transfer:
-    """A batch on its way to the device: for `receive`, and for nobody before."""
+    """A batch on its way to the device; only `receive` may use it."""
 
     __slots__ = ("batch", "event", "lane", "tensors")
 
@@ -692,7 +692,7 @@ class CudaConverter:
         self.clean()
 
     def clean(self) -> None:
-        """Remove the files of this process that torch has not: batches that nobody fetched."""
+        """Remove the files of this process that torch has not: of batches that were not fetched."""
         self._counts.remove()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
@@ -770,7 +770,7 @@ class PageLocks:
         return True
 
     def unregister(self, memory: Memory) -> None:
-        """Unlock a mapping before it is let go; the copies from it must be done."""
+        """Unlock a mapping before it is dropped; the copies from it must be done."""
         if self._locked.pop(memory.address, None) is None:
             return
         status = self._call("cudaHostUnregister", memory.address)
@@ -909,7 +909,7 @@ class Receiver:
     """The consumer's side of converters in processes. Belongs to one thread.
 
     Every tensor is copied from the converter's memory to the consumer's, on the device, so that
-    a batch in the user's hands does not depend on another process.
+    a batch that the user holds does not depend on another process.
 
     Parameters
     ----------
@@ -956,14 +956,14 @@ class Receiver:
         return batch
 
     def discard(self, batch: Batch) -> None:
-        """Let go of what was not opened of a batch, or its converter would keep the memory."""
+        """Release what was not opened of a batch, or its converter would keep the memory."""
 
         def leaf(value: object) -> object:
             if type(value) is Handle and not value.opened:
                 self._counts.add(value)
                 try:
                     value.open()
-                except Lost as error:  # its process has ended: there is nothing to let go
+                except Lost as error:  # its process has ended: there is nothing to release
                     logger.debug("discarded: %s", str(error))
             return value
 
@@ -971,7 +971,7 @@ class Receiver:
             map_leaves(leaf, batch)
 
     def close(self) -> None:
-        """Let go of all memory of other processes."""
+        """Release all memory of other processes."""
         with self._lane.active():
             self._under_way.reap(wait=True)
 

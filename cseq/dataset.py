@@ -23,7 +23,7 @@ IN_PLACE = 16384  # bytes from which a stacked array is made where the batch is 
 
 
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
-    """Make a worker of a map-style data set, which gives one sample for one index.
+    """Make a worker of a map-style data set, which returns one sample for one index.
 
     ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` needs no `dset_size`: the worker
     knows its length. Worker processes get a copy of the data set each, by pickle; threads share
@@ -68,7 +68,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
 
 
 def _is_iterable_style(dataset: object) -> bool:
-    """Tell torch's iterable-style data sets, which inherit a ``__getitem__`` that only raises."""
+    """Return whether it is torch's iterable style, whose ``__getitem__`` only raises."""
     torch = sys.modules.get("torch.utils.data")
     return torch is not None and isinstance(dataset, torch.IterableDataset)
 
@@ -120,7 +120,7 @@ class DatasetIndexer:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Say below an exception what it belongs to (from Python 3.11 on)."""
+    """Add a note to an exception that names the sample (from Python 3.11 on)."""
     if hasattr(error, "add_note"):
         error.add_note(note)
 
@@ -188,7 +188,7 @@ def _collate_sequences(samples: Samples) -> Any:
 
 
 def _stack_arrays(arrays: Samples) -> NDArray[Any]:
-    """Stack arrays, where the batch is going to lie if they are large."""
+    """Stack arrays; in the batch's slot if they are large."""
     first = arrays[0]
     _check_shapes(arrays)
     plain = first.dtype.hasobject is False and all(each.dtype == first.dtype for each in arrays)
@@ -199,7 +199,7 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
 
 
 def _stack_tensors(torch: Any, tensors: Samples) -> Any:
-    """Stack tensors, where the batch is going to lie if they are large."""
+    """Stack tensors; in the batch's slot if they are large."""
     first = tensors[0]
     _check_shapes(tensors)
     nbytes = first.element_size() * first.numel() * len(tensors)

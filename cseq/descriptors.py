@@ -23,7 +23,7 @@ NOEXEC_SEAL = 0x8  # os.MFD_NOEXEC_SEAL, which has a name from Python 3.14 on
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open a file without a name: nothing of it is left when its last descriptor is closed.
+    """Open a file without a name, which is gone when its last descriptor is closed.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
-"""How a batch crosses to the next runner: as an object, or through a slot.
+"""The two ends of a hand-over to the next runner: as an object, or through a slot.
 
-Threads hand over the object itself (`Objects`); processes write it into the ticket's slot of shared
-memory (`SlotWriter`), where the trainer finds it (`SlotReader`). What converter processes write
-there only says where on the device the batch is: `Imports` fetches it. A runner holds the edge it
-fills, and a converter also the one it empties.
+Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
+shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). Converter processes write
+there where on the device the batch lies, and `Imports` fetches it. A runner has the edge that it
+fills, and a converter also the one that it empties.
 """
 
 from __future__ import annotations
@@ -64,38 +64,38 @@ class Inlet(Protocol):
 
     @property
     def begin(self) -> Callable[[Seat], None]:
-        """Get ready for the ticket in hand."""
+        """Prepare for the runner's present ticket."""
 
     @property
     def give(self) -> Callable[[Seat, Any], bool]:
-        """Hand a batch on, if that can be done in one step; else return False."""
+        """Write and publish a batch, if one call can do both; else return False."""
 
     def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
-        """Put the batch where the next one finds it."""
+        """Write the batch to where the next stage, or the trainer, reads it."""
 
     def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
-        """Hand the ticket on; the caller has let go of the batch."""
+        """Publish the ticket; the caller has dropped the batch."""
 
     def fail(self, seat: Seat, error: BaseException) -> None:
-        """Hand the ticket on with an exception instead of a batch."""
+        """Publish the ticket with an exception instead of a batch."""
 
 
 class Source(Protocol):
     """The end that a converter empties."""
 
     def fetch(self, seat: Seat) -> Any:
-        """Return the batch of the ticket in hand."""
+        """Return the batch of the present ticket."""
 
 
 class Outlet(Protocol):
     """The end that the trainer empties: decodes what tickets in the ring hold, and changes nothing.
 
-    What becomes of the cell and its slot is the `Consumer`'s business.
+    `Consumer` frees the cell, and frees or leases its slot.
     """
 
     @property
     def ends(self) -> Ends:
-        """What the `Consumer` is to know of it."""
+        """Keywords for the `Consumer` of this end."""
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
         """Return the batch."""
@@ -105,13 +105,13 @@ class Outlet(Protocol):
 
 
 class Importer(Protocol):
-    """Who fetches batches out of converter processes (`converter.Receiver`)."""
+    """Fetches batches out of converter processes (`converter.Receiver`)."""
 
     def unpack(self, batch: Any, /) -> Any:
         """Fetch a batch; raises `Lost` if it is gone."""
 
     def discard(self, batch: Any, /) -> None:
-        """Let go of what of a batch was not fetched."""
+        """Release the part of a batch that was not fetched."""
 
 
 class Objects:
@@ -121,7 +121,7 @@ class Objects:
     ----------
     cells : int
     below : SlotReader, optional
-        Where the stage before put its batches, if that is not here as well.
+        Where the stage before has written its batches, if not here.
     """
 
     def __init__(self, cells: int, below: SlotReader | None = None) -> None:
@@ -139,27 +139,27 @@ class Objects:
         """Nothing to do."""
 
     def give(self, seat: Seat, batch: Any) -> bool:
-        """Leave the batch in the cell's place, and hand the ticket on."""
+        """Store the batch under the cell's number, and publish the ticket."""
         self._held[seat.cell] = batch
         seat.publish()
         return True
 
     def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
-        """Leave the batch in the cell's place."""
+        """Store the batch under the cell's number."""
         self._held[seat.cell] = batch
         return ()
 
     def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
-        """Hand the ticket on."""
+        """Publish the ticket."""
         seat.publish(BATCH, record)
 
     def fail(self, seat: Seat, error: BaseException) -> None:
-        """Leave the exception in the cell's place."""
+        """Store the exception under the cell's number."""
         self._held[seat.cell] = error
         seat.publish(RAISED)
 
     def fetch(self, seat: Seat) -> Any:
-        """Return the batch of a ticket in hand."""
+        """Return the batch of the present ticket."""
         return self._held[seat.cell]
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
@@ -175,7 +175,7 @@ class Objects:
 
 
 class SlotWriter:
-    """A worker process's end: writes into the slot of the ticket in hand."""
+    """A worker process's end: writes into the slot of the present ticket."""
 
     def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
         self._writer = writer
@@ -190,7 +190,7 @@ class SlotWriter:
         return codec.encode(batch, self._writer, self._cast)
 
     def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
-        """Hand the ticket on; arrays in the slot that the indexer has kept stay where they are."""
+        """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
         self._writer.end()
         self._writer.publish(seat, BATCH, record)
 
@@ -203,7 +203,7 @@ class SlotWriter:
         self._writer.publish(seat, RAISED, record)
 
     def _write_error(self, seat: Seat, packed: bytes) -> tuple[int, ...]:
-        """Write a packed exception instead of whatever the slot holds."""
+        """Write a packed exception over what the slot holds."""
         self._writer.begin(seat.slot, seat.capacity)
         record = codec.encode(packed, self._writer, None)
         self._writer.end()
@@ -238,7 +238,7 @@ class SlotReader:
         return failure.unpack(SlotReader.decode(self, cell, slot, capacity, record))
 
     def fetch(self, seat: Seat) -> Any:
-        """Decode the batch of a ticket in hand, in a converter thread; it leaves its slot."""
+        """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
         slot = seat.slot
         seat.attach()
         batch = self.decode(seat.cell, slot, seat.capacity, seat.record)
@@ -251,9 +251,10 @@ class SlotReader:
 class Imports(SlotReader):
     """The trainer's end of the slots behind converter processes.
 
-    What a converter has written says where on the device the batch lies, in memory that goes with
-    its process. The indexer's batch still lies in the slot, and its record in the cell: a batch
-    that is gone, or that was fetched in part when an exception came, is converted here, from that.
+    What a converter has written says where on the device the batch lies, in memory that is gone
+    with its process. The indexer's batch still lies in the slot, and its record in the cell. If the
+    converted batch is gone, or an exception came while it was fetched, the indexer's is converted
+    here.
 
     Parameters
     ----------
@@ -316,7 +317,7 @@ class Imports(SlotReader):
         return batch
 
     def _discard(self, cell: int) -> None:
-        """Let the converter have the memory back of a batch that was given up."""
+        """Give the memory of a batch that was given up back to its converter."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if self._ring.token(cell) == self._fetched[0]:
             self._importer.discard(self._fetched[1])
@@ -332,7 +333,7 @@ class SlotSource:
         self._writer = writer
 
     def fetch(self, seat: Seat) -> Any:
-        """Decode the batch of the ticket in hand; what is written goes behind it."""
+        """Decode the batch of the present ticket; what is written goes behind it."""
         writer, record = self._writer, seat.record
         writer.begin(seat.slot, seat.capacity)
         writer.resume(codec.used(record))

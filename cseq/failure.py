@@ -1,4 +1,4 @@
-"""An exception on its way from a worker to the training loop.
+"""An exception, packed in a worker and raised in the training loop.
 
 It should arrive as itself: same type, same attributes, with the worker's traceback shown and with
 the batch it belongs to named. It is pickled *and unpickled* where it was raised, so what cannot
@@ -97,7 +97,7 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
 
 
 def _can_pickle(value: object) -> bool:
-    """Whether a value survives the journey."""
+    """Return whether a value can be pickled and unpickled."""
     try:
         payload.loads(payload.dumps(value))
     except Exception:  # noqa: BLE001 - anything may go wrong in the user's class

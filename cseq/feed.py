@@ -1,8 +1,8 @@
 """Feeding a ring: an epoch's tickets in, its finished batches out.
 
 The trainer's side of the thread and the process pool: what `Consumer` leaves to Python. Only the
-consuming thread comes here; what other threads have to say (a worker that cannot be built, one
-that died too often) reaches it through `check`, which raises, and the ring's alarm.
+consuming thread calls it. Other threads report errors (a worker that cannot be built, one that died
+too often) through `check`, which raises them here, and wake this thread with the ring's alarm.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger("cseq")
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
-    """Return how many tickets gather before sleeping workers are woken for them.
+    """Return how many tickets are posted before sleeping workers are woken for them.
 
     Waking for each one costs more than a small batch does. Workers sleep when nothing can be
-    claimed, so up to `buffer` minus this many batches are ready or being made; they must last until
-    the woken workers have made the next, hence as many as there are workers.
+    claimed; then up to `buffer` minus this many batches are ready or being made. The loop has
+    these until the woken workers have made the next, so there must be one for each worker.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
@@ -51,11 +51,11 @@ class Feed:
     skip_errors : bool
         Log and leave out a batch whose indexer raised, instead of raising.
     check : callable
-        Called before every sleep; raises what went wrong elsewhere.
+        Called before every sleep; raises errors of workers and of other threads.
     convert : callable, optional
         Applied to every batch on its way out.
     leaf_for : callable, optional
-        Says the same of a batch's leaves: `Converter.leaf_for`.
+        Does the same to a batch's leaves: `Converter.leaf_for`.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Feed:
         return self.ended or self.consumer.taken > 0
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
-        """Begin an epoch, wherever the last one stands; nothing of that one will be delivered.
+        """Begin an epoch; batches of an earlier one that were not delivered are dropped.
 
-        If this very place was begun and the loop has had nothing of it, work on it goes on.
+        If the epoch was begun at this place and the loop has had nothing of it, its tickets stay.
         """
         self._interrupted = False
         if not self.begun and self._place == (epoch, consumed):
@@ -129,7 +129,7 @@ class Feed:
         self._place = epoch, consumed
 
     def interrupt(self) -> None:
-        """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupted = True
         self._ring.alarm()
 
@@ -153,7 +153,7 @@ class Feed:
             if self._convert is not None:
                 batch = self._convert(batch)
         except MemoryError:
-            raise  # there may be more the next time
+            raise  # the next attempt may find more memory
         except Exception as error:  # noqa: BLE001 - raised in the loop, with its batch named
             return token, cell, None, error
         return token, cell, batch, None
@@ -161,7 +161,7 @@ class Feed:
     def _describe(
         self, cell: int, error: BaseException
     ) -> tuple[BaseException, tuple[int, int, str]]:
-        """Name the batch that an exception came instead of; log it if it is left out."""
+        """Name the batch in whose place an exception came; log it if the batch is left out."""
         epoch, batch, count = self._ring.ticket(cell)
         place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
         entry = epoch, batch, failure.repr_of(error)
@@ -191,7 +191,7 @@ class Feed:
             ring.wait(seen, self._ordered)
 
     def in_work(self) -> list[tuple[int, int, str]]:
-        """List who works on what is awaited, since when (ns of `now_ns`), and what it is."""
+        """List the owners of awaited tickets, since when (ns of `now_ns`), and the batches."""
         ring = self._ring
         found = []
         for cell in ring.awaited(self._ordered):
@@ -225,7 +225,7 @@ class Feed:
 
 
 class Fed:
-    """What a pool that has a feed says of it."""
+    """The methods of a pool that has a feed."""
 
     feed: Feed
 
@@ -250,7 +250,7 @@ class Fed:
         return self.feed.ended
 
     def interrupt(self) -> None:
-        """Let a `next` that waits in another thread raise InterruptedError."""
+        """Make a `next` that waits in another thread raise InterruptedError."""
         self.feed.interrupt()
 
     @property

@@ -1,8 +1,8 @@
 """Stage 1, indices → batch, by the user's worker.
 
-A *worker* is what the user hands in: a class or another callable without arguments that makes an
-indexer, or something that already has ``__getitem__``. An *indexer* is what takes an array of
-indices and returns a batch.
+A *worker* is the user's argument: a class or another callable without arguments that makes an
+indexer, or an object that already has ``__getitem__``. An *indexer* is an object whose
+``__getitem__`` takes an array of indices and returns a batch.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Indexer(Protocol[B_co]):
-    """What makes batches of the type `B`: any object with this method."""
+    """Makes batches of the type `B`: any object with this method is one."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
         """Return the batch of these indices (one-dimensional, the indexer's own to change)."""
 
 
 def is_indexer(worker: object) -> bool:
-    """Tell an object that indexes itself from a class or factory that makes one."""
+    """Return whether an object is an indexer itself, not a class or function that makes one."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
 def check_worker(worker: object) -> None:
-    """Refuse what can be neither called nor indexed by an array."""
+    """Raise TypeError for a worker that can be neither called nor indexed by an array."""
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
@@ -109,7 +109,7 @@ def is_likely_dataset(indexer: object) -> bool:
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add the remedy to what an indexer raised for its first batch, if it may be a data set."""
+    """Add the remedy to an exception of an indexer's first batch, if it may be a data set."""
     if isinstance(error, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
         indexer
     ):
@@ -142,8 +142,8 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
     """Call the indexer's ``close()`` when its runner ends, if it has one and it is ours to close.
 
     An object that the user handed in whole stays open, unless this process has its own copy.
-    What `close` raises ends a worker process, which the trainer hears of; in the trainer itself it
-    goes to the log, since the other indexers are to be closed as well.
+    An exception of `close` ends a worker process, which the trainer notices; in the trainer itself
+    it is logged, since the other indexers are to be closed as well.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -157,7 +157,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """In the place of an indexer until it was called once: shows its first batch to `look`.
+    """Stands in for an indexer until its first call: passes the first batch to `look`.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class FirstBatch:
         self._look = look
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
-        """Return the indexer's batch, and leave its place."""
+        """Return the indexer's batch, and put the indexer back into its place."""
         self._owner.indexer = self._indexer
         batch = self._indexer[indices]
         self._look(batch)
@@ -180,7 +180,7 @@ class FirstBatch:
 
 
 class Indexing:
-    """The first stage's work: the batch of a ticket's indices, put on the next edge."""
+    """The first stage's work: makes the batch of a ticket's indices, and publishes it."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Indexing:
         self._convert = convert
 
     def __call__(self, seat: Seat) -> None:
-        """Make the batch of the ticket in hand; whatever the indexer raises goes the same way."""
+        """Make the present ticket's batch and publish it, or the exception of the indexer."""
         inlet, desk = self._inlet, self._desk
         try:
             if desk.drawn is not None or desk.ticket is not seat:
@@ -212,7 +212,7 @@ class Indexing:
             if inlet.give(seat, batch):
                 return
             record = inlet.write(seat, batch)
-            del batch  # publish looks whether the indexer kept what lies in the slot
+            del batch  # publish checks whether the indexer has kept arrays in the slot
             inlet.publish(seat, record)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
             first = not seat.ring.batches()[seat.owner - 1]

@@ -1,11 +1,11 @@
-"""Keeps worker processes alive: starts, hears, replaces and ends them.
+"""Keeps worker processes alive: starts, watches, replaces and ends them.
 
-A thread sleeps on the workers' sockets. What arrives there are two messages (the user's code
-begins; ready, or the exception that kept the worker from getting ready). The end of the stream is
-the end of the process, which a status confirms before anything it held is touched.
+A thread sleeps on the workers' sockets. A worker sends two messages (the user's code begins; ready,
+or the exception that kept it from getting ready), and warnings. End of file means that the process
+ends; its exit status confirms that before its tickets are posted again.
 
-A worker writes its stacks, when it is asked for them by a signal, to an anonymous file that it
-shares with the trainer: a signal handler may write them in the middle of a message.
+On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
+the socket: the signal handler may run in the middle of a message.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class Steward(Protocol):
-    """Who decides what happens to workers; called on the keeper's thread."""
+    """Decides what happens to workers (`Staff`); called on the keeper's thread."""
 
     def greet(self, owner: int, sock: socket.socket, stacks: int) -> None:
-        """Tell a new worker what it has to know, and the descriptor to write its stacks to."""
+        """Send a new worker its setup, and the descriptor to write its stacks to."""
 
     def failed(self, owner: int, packed: bytes) -> None:
-        """Learn that a worker could not get ready, and the exception it packed."""
+        """Handle a worker that could not get ready: the exception that it has packed."""
 
     def died(self, owner: int, exitcode: int | None, *, was_ready: bool) -> bool:
-        """Learn that a worker is gone; return whether to replace it."""
+        """Handle the end of a worker; return whether to replace it."""
 
     def broke(self, error: BaseException) -> None:
-        """Learn that the keeper itself cannot go on."""
+        """Handle an error that ends the keeper itself."""
 
 
 class _Ward:
@@ -96,7 +96,7 @@ class _Ward:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
-        """Take in what came; return the complete messages that say more than a state."""
+        """Add received bytes; return the complete messages that are more than a state."""
         messages = []
         buffer = self._buffer
         buffer += data
@@ -121,7 +121,7 @@ class _Ward:
         return -1 if self.stacks is None else self.stacks.fd
 
     def stack(self, number: int) -> str:
-        """Have the worker write its stacks by a signal, and return them; "" when it does not."""
+        """Make the worker write its stacks, by a signal, and return them; "" when it does not."""
         file = self.stacks  # keeps it open
         if file is None:
             return ""
@@ -143,7 +143,7 @@ class _Ward:
 
 
 def _activity(stacks: str) -> str:
-    """Say what a worker does that is not ready, from its stacks; its main thread comes last."""
+    """Say what a worker that is not ready does, from its stacks; its main thread comes last."""
     frames = FRAME.findall(stacks.rsplit("\n\n", maxsplit=1)[-1])
     imports = [path for path, _, function in frames if function == "<module>" and path[0] != "<"]
     if imports:  # the last of them is the outermost
@@ -192,7 +192,7 @@ class Keeper:
         self._thread.add("cseq-keeper", self._run)
 
     def prepare(self) -> None:
-        """Begin to make the launcher ready.
+        """Begin to prepare the launcher.
 
         That is done in a thread, where no signal handler can raise and a process get lost. If it
         fails, the steward is told.
@@ -201,7 +201,7 @@ class Keeper:
         self._prepared.wait()  # whatever is done here meanwhile would keep the GIL from it
 
     def launch(self, modules: Sequence[str] = (), seconds: float = FOREVER) -> None:
-        """Begin to start the workers, and do not wait for them.
+        """Begin to start the workers; does not wait for them.
 
         `Launcher.preload` says what the arguments are.
         """
@@ -209,7 +209,7 @@ class Keeper:
         self._wanted.set()
 
     def waits_for(self) -> str:
-        """Say why no worker is ready yet: what is done instead; "" once one is."""
+        """Say what a start waits for; "" once a worker is ready."""
         with self._lock:
             wards = list(self._wards.values())
         if any(ward.state == READY for ward in wards):
@@ -239,13 +239,13 @@ class Keeper:
         return [(ward.owner, ward.entered) for ward in wards if ward.state == ENTERED]
 
     def kill(self, owner: int) -> None:
-        """Kill a worker; its death is then noticed as any other."""
+        """Kill a worker; its death is handled as any other."""
         ward = self._wards.get(owner)
         if ward is not None:
             ward.child.kill()
 
     def stack(self, owner: int) -> str:
-        """Return where a worker is, as it writes it itself: also when its interpreter is stuck."""
+        """Return a worker's stacks, which it writes itself, also when its interpreter is stuck."""
         ward = self._wards.get(owner)
         if ward is None or not ward.state or STACK_SIGNAL is None:
             return "(its stack cannot be asked for)\n"
@@ -254,12 +254,12 @@ class Keeper:
     # -- the thread
 
     def _run(self) -> None:
-        """Do all that there is to do."""
+        """Run the keeper's thread."""
         try:
             bell, ear = socket.socketpair()
             with bell, ear, selectors.DefaultSelector() as self._selector:
                 self._selector.register(ear, selectors.EVENT_READ, None)
-                self._bell = bell  # whoever does not see it yet has set _closing before
+                self._bell = bell  # a thread that does not see it yet has set _closing before
                 self._serve()
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -270,7 +270,7 @@ class Keeper:
             self._empty.set()
 
     def _serve(self) -> None:
-        """Start the workers, and hear them until all are gone and no more are wanted."""
+        """Start the workers, and watch them until all are gone and no more are wanted."""
         self._launcher.prepare()
         self._prepared.set()
         self._wanted.wait()
@@ -302,7 +302,7 @@ class Keeper:
             self._steward.greet(owner, child.sock, ward.stacks_fd)
 
     def _hear(self, ward: _Ward) -> None:
-        """Take in what a worker has sent, or its end."""
+        """Handle what a worker has sent, or its end of file."""
         try:
             data = ward.child.sock.recv(65536)
         except ConnectionResetError:  # it died with something of ours unread
@@ -313,7 +313,7 @@ class Keeper:
         for state, body in ward.feed(data):
             if state == FAILED:
                 self._steward.failed(ward.owner, body)
-            elif not self._noted:  # one worker speaks for all
+            elif not self._noted:  # all workers would send the same
                 self._noted = True
                 log.warning("%s", body.decode())
 
@@ -337,7 +337,7 @@ class Keeper:
     # -- the end
 
     def close(self) -> None:
-        """End all workers, which were told to leave; kill those that do not within `GRACE`.
+        """End all workers, whose ring is closed; kill those that do not end within `GRACE`.
 
         Twice is fine, also where a signal handler has raised in the first one.
 
@@ -364,6 +364,6 @@ class Keeper:
         if not self._gone:
             raise RuntimeError("worker processes were killed and do not end")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        for ward in self._wards.values():  # if the thread broke, it has buried nobody
+        for ward in self._wards.values():  # if the thread broke, none was reaped
             ward.child.sock.close()
             ward.stacks = None

@@ -265,7 +265,7 @@ class _Sink:
     ) -> None:
         self.file = file
         self.take = take
-        self.dry = dry  # nobody reads it: no need to make contiguous copies
+        self.dry = dry  # the pickle is discarded: no need to make contiguous copies
         self._forget = forget
 
     def rewind(self) -> None:
@@ -419,7 +419,7 @@ _Register: TypeAlias = Callable[[str], None]
 
 @contextlib.contextmanager
 def _modules_by_value() -> Iterator[_Register]:
-    """Let cloudpickle treat modules by value for a while; give the function that names one."""
+    """Make cloudpickle treat modules by value for a while; return the function that names one."""
     cloudpickle = imported("cloudpickle")
     ours: list[types.ModuleType] = []
 

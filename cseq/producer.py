@@ -1,15 +1,15 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
 Each worker has a ring of its own. A ticket asks for `count` items from the `start`-th of an epoch
-on, or for a call of a method. All that a worker must know to answer it is in shared memory: if the
-ticket's epoch or start differs from the worker's (which has replaced a dead one), it begins the
-epoch from the assignment that the ticket refers to, and goes to `start`.
+on, or for a call of a method. All that a worker needs to answer it is in shared memory: if the
+ticket's epoch or start differs from the worker's (it has replaced a dead one), the worker begins
+the epoch from the assignment that the ticket refers to, and goes to `start`.
 
 ::
 
     ticket    epoch, kind, start, count      of the cell
               call, assignment               two requests: six of the cell's words for each
-    request   slot, bytes committed, record  something the trainer has written into a slot
+    request   slot, bytes committed, record  data that the trainer has written into a slot
     answer    record, ns, items and flags    one item as a batch; several behind one another,
                                              each as a batch of its own, and a table of them
 """
@@ -57,34 +57,34 @@ ENTRY = "cseq.producer:main"
 
 ITEMS, BEGIN, CALL = 0, 1, 2  # what a ticket asks for
 CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests among the cell's words
-SINCE = 12  # where among them a worker says when (`now_ns`) it began with the item in hand
+SINCE = 12  # which of them is the time (`now_ns`) at which the worker began the present item
 MOST = 64  # items that one ticket can ask for; also the room for words in a cell
-ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; for the last of it is an exception
+ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; and its last item is an exception
 ENTRY_WORDS = 5  # of a table: where an item begins, and its record
 SCRATCH = 1 << 16  # bytes
 INT64 = np.dtype(np.int64)
 
 
 class Producer(Protocol):
-    """What makes a worker's items, in the main thread of its process.
+    """Makes a worker's items, in the main thread of its process.
 
     Other methods may be called by `Streams.ask`. If there is a method ``close``, it is called when
     the worker ends.
     """
 
     def begin(self, assignment: Any, /) -> Any:
-        """Begin an epoch, whatever became of the last; the reply goes to `Streams.begin`."""
+        """Begin an epoch, also if the last is not over; `Streams.begin` returns the reply."""
 
     def items(self, start: int, /) -> Iterator[Any]:
         """Return the items of the epoch from the `start`-th on.
 
-        `start` is 0 but in a process that replaces a dead one, which has been given the same
-        assignment: the items must be the same, by a leap or by making and dropping those before.
+        `start` is not 0 only in a process that replaces a dead one. It has the same assignment, and
+        must make the same items: skip those before `start`, or make and drop them.
         """
 
 
 class Task(NamedTuple):
-    """What a worker process is to know."""
+    """What a worker process has to do."""
 
     number: int
     num_workers: int
@@ -120,7 +120,7 @@ _END = object()
 
 
 class Making:
-    """The work on a ticket: what it asks for, made by the producer and laid into its slot."""
+    """The work on a ticket: has the producer make the items, and writes them into the slot."""
 
     def __init__(
         self, producer: Producer, ring: Ring, writer: Writer, *, timed: bool = False
@@ -138,7 +138,7 @@ class Making:
         self._at = 0  # which item comes next
 
     def __call__(self, seat: Seat) -> None:
-        """Make what the ticket in hand asks for, and publish it, or what was raised instead."""
+        """Make what the present ticket asks for, and publish it, or the exception raised."""
         epoch, kind, count = self._ring.ticket(seat.cell)
         try:
             if kind == ITEMS:
@@ -150,7 +150,7 @@ class Making:
             self._inlet.fail(seat, error)
 
     def _end(self, epoch: int) -> None:
-        """Nothing more comes in this epoch."""
+        """End the stream for this epoch."""
         self._over = epoch
         self._items = None
 

@@ -1,7 +1,7 @@
-"""One start of a manager, up to its end: its pool, and who may use it.
+"""One start of a manager, up to its end: its pool, and its present iterator.
 
-A number says which iterator is the present one; changing it ends all others, in other threads and
-in processes that are forked off, too.
+A number names the present iterator; changing it ends all earlier ones, also in other threads and
+in forked processes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TURN_SECONDS = 5.0  # how long `close` waits for a batch that another thread mak
 
 
 class Interruptible(Protocol):
-    """What a run needs of its pool."""
+    """The methods of a pool that a run calls."""
 
     def interrupt(self) -> None:
-        """Let whoever waits in another thread raise InterruptedError."""
+        """Make a call that waits in another thread raise InterruptedError."""
 
     def close(self) -> None:
         """End everything that was started; returns within a bounded time. Twice is fine."""
@@ -48,28 +48,28 @@ class Run(Generic[P]):
         self.pool = pool
         self.present = 0  # the generation of the one iterator that may go on
         self.turn = threading.RLock()  # around every use of the pool but `interrupt`
-        self.asked = False  # the present iterator was asked for a batch, the long way
+        self.asked = False  # the present iterator has taken `turn` for a batch
         self._pid = os.getpid()
         _runs.add(self)
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it, and is no fork of the one that did."""
+        """Whether this process started it, not one that has forked this one."""
         return os.getpid() == self._pid
 
     def interrupt(self) -> None:
-        """Let no iterator go on that was made so far, nor wait in another thread."""
+        """End all iterators made so far, also one that waits in another thread."""
         self.present += 1
         if self.is_ours:
             self.pool.interrupt()
 
     def disown(self) -> None:
-        """In a forked process: let no iterator go on; whoever held `turn` does not exist here."""
+        """In a forked process: end all iterators; the thread that held `turn` is not there."""
         self.present += 1
         self.turn = threading.RLock()
 
     def close(self) -> None:
-        """Interrupt the iterator and end the pool; a forked process has no pool to end."""
+        """End the iterators and the pool; in a forked process there is no pool to end."""
         self.interrupt()
         if not self.is_ours:
             return
@@ -86,10 +86,10 @@ _closings: set[Latch] = set()  # of runs whose owners were dropped, until they a
 
 
 def close_with(owner: object, run: Run[Any]) -> weakref.finalize[..., Any]:
-    """Have a run closed when its owner is dropped, or the interpreter ends: `detach` undoes it.
+    """Close a run when its owner is dropped, or the interpreter ends; `detach` undoes this.
 
-    A dropped owner does not wait for that: garbage collection can happen on any thread, in the
-    middle of anything. Another thread closes the run; the interpreter's end waits for that one.
+    Garbage collection can happen on any thread, between any two instructions, so it does not wait:
+    another thread closes the run. The interpreter's end waits for that thread.
     """
     finalizer = weakref.finalize(owner, _drop, run)
     finalizer.atexit = False  # `_close_all` sees to that

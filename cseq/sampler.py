@@ -111,7 +111,7 @@ class Sampler:
         return self._batches
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
-        """Begin an epoch, at once, whatever the last one came to.
+        """Begin an epoch, at once, also if the last one is not over.
 
         Parameters
         ----------
@@ -300,7 +300,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 
 
 def _holds_numbers(indices: object) -> bool:
-    """Tell an array of numbers from a data set, which numpy would read sample by sample.
+    """Return whether it is an array of numbers, not a data set, which numpy would read throughout.
 
     numpy reads an object with ``__len__`` and ``__getitem__`` until IndexError, which a data set
     need not ever raise.

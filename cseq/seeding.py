@@ -114,7 +114,7 @@ class Seeds:
     Parameters
     ----------
     desk : Desk
-        Knows the seed and the batch in hand; without a batch, the indexer is being made.
+        Has the seed and the present batch; without a batch, the indexer is being made.
     is_making : callable, optional
         Tells whether the indexer works now; the generators are the trainer's own otherwise, and
         `begin` saves them. None: the whole process is a worker.
@@ -136,7 +136,7 @@ class Seeds:
         self.loaded: list[Generator] = []
 
     def open(self) -> None:
-        """Find what is imported, seed it if this is a worker, and watch for the others."""
+        """Find the imported generators, seed them if this is a worker, and watch for the others."""
         self.loaded[:] = [each for each in GENERATORS if is_imported(each.name)]
         missing = {each.name: each for each in GENERATORS if each not in self.loaded}
         if missing and self._watch is None:
@@ -146,13 +146,13 @@ class Seeds:
             self.seed()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         watch, self._watch = self._watch, None
         if watch in sys.meta_path:
             sys.meta_path.remove(watch)
 
     def seed(self) -> None:
-        """Seed all that is imported for the batch in hand."""
+        """Seed the imported generators for the present batch."""
         words = self._words()
         for generator in self.loaded:
             generator.seed(words)
@@ -164,7 +164,7 @@ class Seeds:
         self.seed()
 
     def restore(self) -> None:
-        """Give the trainer its generators back."""
+        """Restore the trainer's generators."""
         self._building = False
         try:
             self._restore()
@@ -178,7 +178,7 @@ class Seeds:
             generator.restore(state)
 
     def _words(self) -> tuple[int, ...]:
-        """Return the words of the batch in hand, or those of an indexer that is being made."""
+        """Return the words of the present batch, or those of an indexer that is being made."""
         ticket = self._desk.ticket
         if ticket is None:
             return derive(self._desk.seed, 0, PURPOSE_INDEXER, len(GENERATORS))
@@ -188,7 +188,7 @@ class Seeds:
         return derive(self._key, ticket.start, PURPOSE_BATCH, len(GENERATORS))
 
     def _arrived(self, generator: Generator) -> None:
-        """Take note of a generator whose module was just imported, and seed it if need be."""
+        """Add a generator whose module was just imported, and seed it if a batch is being made."""
         if self._is_making is None:
             generator.seed(self._words())
         elif self._building or self._is_making():
@@ -198,7 +198,7 @@ class Seeds:
 
 
 class Watch:
-    """Tells when one of some modules was imported; does nothing else to their imports.
+    """A finder that reports the import of some modules, and leaves the import itself alone.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ class Watch:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as it would be found without this, with a loader that tells.
+        """Find the module by the other finders; its loader reports the end of the import.
 
         The search may end here (``importlib.util.find_spec``), so the name is wanted until its
         module was executed.
@@ -245,14 +245,14 @@ class Watch:
         return None
 
     def executed(self, name: str) -> None:
-        """Tell of a module that was imported; the first time."""
+        """Report a module that was imported, the first time."""
         generator = self._wanted.pop(name, None)
         if generator is not None:
             self._arrived(generator)
 
 
 class Telling:
-    """The loader of one module, which tells its `Watch` of the end of the import."""
+    """The loader of one module; it reports the end of the import to its `Watch`."""
 
     def __init__(self, loader: Any, watch: Watch) -> None:
         self._loader = loader

@@ -103,7 +103,7 @@ THREAD_TYPE_AT = 7  # its place among the arguments
 
 
 class State(enum.Enum):
-    """Where a manager stands.
+    """What state a manager is in.
 
     ::
 
@@ -178,7 +178,7 @@ class MSequence(Generic[B_co]):
         Number of samples, or the samples' indices themselves (never written to). None: the
         ``len`` of `worker`, which must be an object that has one (`from_dataset`, an array).
     num_workers : int
-        Workers that index. 0: none, `start` then does what `start_test` does.
+        Worker processes or threads. 0: none, `start` then does what `start_test` does.
     num_converters : int, optional
         Workers that convert, where CUDA is in use. None: ``max(num_workers // 4,
         min(num_workers, 4))``.
@@ -197,7 +197,8 @@ class MSequence(Generic[B_co]):
     seed : int, optional
         In [0, 2**64). None: one is drawn; see `seed`.
     dtype : data type or None
-        What numeric arrays are converted to for ``'cpu'`` and ``'cuda'``; None keeps their own.
+        What numeric arrays are converted to for ``'cpu'`` and ``'cuda'``; None keeps each array's
+        type. Integer labels need None.
     drop_last : bool
         Leave out the last batch if it is short.
     ordered : bool
@@ -207,12 +208,11 @@ class MSequence(Generic[B_co]):
     shard : (rank, world_size), 'auto' or None
         This rank's part of every global batch of ``batch_size * world_size`` samples. The tail,
         too, gives every rank equally many: up to ``world_size - 1`` samples from the beginning of
-        the epoch are repeated in it. 'auto' asks an initialised torch process group, else
-        what a launcher has set: torchrun, Lightning, Open MPI, MPICH or srun. It is asked when the
-        manager is started or its length is; what it says later must be the same.
+        the epoch are repeated in it. 'auto' takes the shard of an initialised torch process group,
+        else of the variables of torchrun, Lightning, Open MPI, MPICH or srun, at the first `start`
+        or ``len``; a process group that differs later is an error.
     on_error : 'raise' or 'skip'
-        What an exception in the indexer does: comes out of the loop, or is logged and its batch
-        left out.
+        Whether an exception of the indexer is raised in the loop, or logged and its batch left out.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
@@ -221,8 +221,9 @@ class MSequence(Generic[B_co]):
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker process and make the batch again.
     memory_limit : int, str or None
-        Most shared memory that batches in the user's hands may hold ('2GiB'; None: a quarter of
-        the machine's or the container's); beyond it, batches are copied out of it.
+        Most shared memory that held batches may occupy, in bytes or as '2GiB'; beyond it, batches
+        are copied. Free shared memory that no batch in flight needs counts as well, and is given
+        back beyond the limit. None: a quarter of the machine's or the container's memory.
     pad : bool
         False: ranks repeat no sample of the tail, so that each sample comes once over all ranks;
         some ranks may then have one batch, or one sample, less than others.
@@ -233,8 +234,8 @@ class MSequence(Generic[B_co]):
         libraries' threads are the program's own to set.
     preload : sequence of str, False or None
         Modules that the fork server imports once for all workers, beside those that `worker` refers
-        to (these alone: None). One that starts threads, opens files or initialises CUDA when it is
-        imported is left to the workers. False: each worker imports everything by itself.
+        to (None: only those). A module that starts threads, opens files or initialises CUDA when it
+        is imported is left to the workers. False: each worker imports everything by itself.
     seed_globals : bool
         Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
         the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
@@ -243,7 +244,7 @@ class MSequence(Generic[B_co]):
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong: which one, its value, and what to do.
+        An argument is wrong; the message names it, its value, and what to do.
     """
 
     @overload
@@ -369,7 +370,7 @@ class MSequence(Generic[B_co]):
         self._epoch = 0
         self._consumed = 0  # where in _epoch the latest iter() began, or the next one does
         self._opened = False  # the pool is at _epoch: there was an iter()
-        self._begun = False  # an earlier pool was, and the loop has had something of it
+        self._begun = False  # an earlier pool was, and the loop has had a batch or the end of it
         self._again = False  # the next iter() begins _epoch again, unless it is over by then
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
@@ -377,7 +378,7 @@ class MSequence(Generic[B_co]):
         self._ended = False  # ... and whether that pool has told it the end
 
     def _check_seed(self, shard: shards.Shard) -> None:
-        """Refuse ranks that each draw a seed of their own."""
+        """Raise ValueError if ranks that shuffle would each draw a seed of their own."""
         if self._own_seed and shard.world_size > 1 and self._sampler.shuffle:
             raise ValueError(
                 f"{shard} needs a seed: ranks that draw their own would go through different "
@@ -385,7 +386,7 @@ class MSequence(Generic[B_co]):
             )
 
     def _settle_shard(self) -> None:
-        """Find out what shard='auto' is; the first answer holds, another one is an error."""
+        """Resolve shard='auto'; the first answer holds, another one is an error."""
         if not self._automatic:
             return
         with self._lock:
@@ -458,7 +459,7 @@ class MSequence(Generic[B_co]):
         return f"<table>{cells}</table>"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Name what it has been given, and where it stands; nothing is found out for this."""
+        """Name the arguments and the state; shard='auto' is not resolved for this."""
         with self._lock:
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
@@ -525,14 +526,14 @@ class MSequence(Generic[B_co]):
                     self._again = True
 
     def _plan(self, epoch: int, consumed: int) -> None:
-        """Let the next ``iter()`` begin there, and the latest one if it was not asked yet."""
+        """Set where the next ``iter()`` begins, and the latest one if it has given nothing yet."""
         run = self._run
         if run is None or not run.is_ours or not self._opened or run.asked:
             self._put(epoch, consumed)
             return
         with run.turn:
-            # An iterator that is not the present one gives nothing: not in a loop of another
-            # thread meanwhile, and not after a signal handler has raised here.
+            # While the number differs, no iterator returns a batch: neither to another thread, nor
+            # after a signal handler has raised here.
             present = run.present
             run.present = present + 1
             fresh = not run.pool.begun
@@ -543,7 +544,7 @@ class MSequence(Generic[B_co]):
             run.present = present
 
     def _put(self, epoch: int, consumed: int) -> None:
-        """Note where the next ``iter()`` begins."""
+        """Set where the next ``iter()`` begins."""
         self._epoch, self._consumed = epoch, consumed
         self._opened = self._begun = self._again = False
 
@@ -569,12 +570,12 @@ class MSequence(Generic[B_co]):
         Parameters
         ----------
         compat : bool, optional
-            Convert for CUDA in threads instead of processes. None: where the system wants it.
+            Convert for CUDA in threads instead of processes. None: on Windows.
 
         Raises
         ------
         TypeError
-            `worker` cannot be pickled for worker processes: which part of it, and what to do.
+            `worker` cannot be pickled for worker processes; the message names the part that cannot.
         OSError
             Inside the manager's own ``with``.
         """
@@ -656,7 +657,7 @@ class MSequence(Generic[B_co]):
         self._change(State.IDLE)
 
     def _refuse_inside_with(self, verb: str) -> None:
-        """Refuse what would pull the rug from under a ``with`` block."""
+        """Raise OSError inside the manager's own ``with``, which needs what runs."""
         if self._state is State.ENTERED:
             raise OSError(
                 f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
@@ -664,7 +665,7 @@ class MSequence(Generic[B_co]):
             )
 
     def _change(self, state: State) -> None:
-        """Change the state: the one place where that is done."""
+        """Change the state; no other function does."""
         if state not in ALLOWED[self._state]:
             raise RuntimeError(f"a manager cannot go from {self._state} to {state}")
         self._state = state
@@ -692,8 +693,7 @@ class MSequence(Generic[B_co]):
         """Return an iterator over the next epoch; earlier iterators are interrupted.
 
         An epoch is begun when the loop gets its first batch (or an exception instead, or its end).
-        Until then, another ``iter()`` is one over the same epoch, and the work done ahead for
-        it is kept.
+        Until then, another ``iter()`` is over the same epoch, and batches made ahead are kept.
         """
         with self._lock:
             if self._run is None:
@@ -745,17 +745,17 @@ class MSequence(Generic[B_co]):
             return self._epoch, 0
         return self._epoch + 1, 0
 
-    # -- leave off and resume
+    # -- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the loop is, after the last batch delivered to it.
+        """Return where the loop is, after the last batch delivered to it.
 
         A handful of JSON values, the same on every rank, constant in size and time.
 
         Raises
         ------
         ValueError
-            In the middle of an epoch with ``ordered=False``, whose place no number says.
+            In the middle of an epoch with ``ordered=False``, which no number of samples describes.
         """
         with self._lock:
             epoch, consumed = self._place()
@@ -788,10 +788,10 @@ class MSequence(Generic[B_co]):
         return self._epoch, position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next ``iter()`` go on where `state_dict` was taken.
+        """Make the next ``iter()`` continue where `state_dict` was taken.
 
-        Number and kind of workers, `batch_size` and the number of ranks may be others: what is
-        left of the epoch is dealt anew. A seed that was drawn gives way to the state's.
+        Number and kind of workers, `batch_size` and the number of ranks may be others: the rest of
+        the epoch is divided among the present ones. The state's seed replaces one that was drawn.
 
         Raises
         ------
@@ -803,7 +803,7 @@ class MSequence(Generic[B_co]):
             if state["seed"] != self._job.seed:
                 self._refuse_inside_with("load_state_dict")
             if self._run is not None:
-                self._run.interrupt()  # what is under way is not the place any more
+                self._run.interrupt()  # its batches are of another place
             if state["seed"] != self._job.seed:
                 self._end()
                 self._take_sampler(self._sampler.changed(seed=state["seed"]))
@@ -811,7 +811,7 @@ class MSequence(Generic[B_co]):
             self._put(epoch, consumed)
 
     def _check_state(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Refuse a state of something else; return its epoch and its place in it."""
+        """Raise ValueError for another manager's state; return its epoch and samples consumed."""
         ours = {
             "version": STATE_VERSION,
             "algorithm": ALGORITHM,
@@ -838,7 +838,7 @@ class MSequence(Generic[B_co]):
     # -- what it did
 
     def stats(self) -> Stats:
-        """Count what was done since the last start, and tell who waits for whom."""
+        """Count what was done since the last start; see `Stats`, and its `bottleneck`."""
         with self._lock:
             return self._stats if self._run is None else self._run.pool.stats()
 

@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        Who says so; empty: nobody does, and all samples are ours.
+        Where they come from; empty: from nowhere, and this process gets all samples.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Shard(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        """Say it in a sentence's words."""
+        """Return it in words, for messages."""
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
 
@@ -81,7 +81,7 @@ def resolve() -> Shard:
 
 
 def agree(known: Shard | None) -> Shard:
-    """Ask the places, and compare with what they said before.
+    """Ask the places, and compare with their earlier answer.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The worker processes of one pool: set up, replaced when they die, ended.
 
-What every pool of processes shares, whatever its workers do. The trainer makes a `Staff`; a worker
-process begins with `enter`.
+The parts that all pools of processes have in common. The trainer makes a `Staff`; a worker process
+begins with `enter`.
 
 ::
 
@@ -54,18 +54,18 @@ log = logging.getLogger("cseq")
 
 GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
-SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is told of, or is warned of
+SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
 LENGTH = struct.Struct("<Q")
 
 
 class Setup(NamedTuple):
-    """What a worker process has to know, beside its file descriptors."""
+    """What a worker process gets from the trainer, beside file descriptors."""
 
     owner: int  # its number at the ring
-    ring: tuple[int, int]  # where that lies in its file: offset and bytes
+    ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
     spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
-    task: Any  # what its pool wants of it
+    task: Any  # of its pool: what it has to do
 
 
 class Held(NamedTuple):
@@ -89,7 +89,7 @@ class Entered(NamedTuple):
     payload_fd: list[int]
 
     def read(self, local: Any) -> Any:
-        """Return what the user brought: from its file, or as it came by `os.fork`."""
+        """Return the user's object: from its file, or as `os.fork` has copied it."""
         if not self.payload_fd:
             return local
         with reading():
@@ -97,7 +97,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
-    """Begin a worker process: it ends when `sock`, to the trainer, does, or so much later."""
+    """Set a worker process up; it ends with the trainer (when `sock` does), or so much later."""
     arm_fault()
     if os.environ.get("CSEQ_MALLOC", "") != "default":
         keep_freed()
@@ -124,7 +124,7 @@ def _receive(sock: socket.socket) -> tuple[Setup, list[int]]:
 
 
 def _leave() -> NoReturn:
-    """End this process, and say nothing: the trainer is gone."""
+    """End this process without a message: the trainer is gone."""
     os._exit(1)
 
 
@@ -207,7 +207,7 @@ class Staff:
         self._keeper: Keeper | None = None
         self._payload: Descriptor | None = None
         self._begun = math.inf  # when workers were wanted
-        self._patience = SHORT  # seconds after that, when it is logged what they are at
+        self._patience = SHORT  # seconds after that, when the log says what they wait for
         self.closed = False
 
     def start(
@@ -274,8 +274,8 @@ class Staff:
         keeper.launch(modules, FOREVER if timeout is None else START_SHARE * timeout)
         self.check()
         if launcher.takes_objects:
-            # A copy of this process must not be made while this thread is importing
-            # something: the copy would wait for ever for it to finish.
+            # This process must not be forked while this thread is importing something: the child
+            # would wait for ever for the import to finish.
             keeper.launched.wait()
 
     # -- the keeper asks (on its thread)
@@ -294,12 +294,12 @@ class Staff:
         _send(sock, setup, fds)
 
     def _place(self, owner: int) -> tuple[int, int]:
-        """Tell which ring is a worker's, and its number there."""
+        """Return a worker's ring, and its number there."""
         above, ring = divmod(owner - 1, len(self.rings))
         return ring, above + 1
 
     def broke(self, error: BaseException) -> None:
-        """Pass on why workers can no longer be looked after."""
+        """Store the error for which the keeper has ended."""
         self.fail(error)
 
     def failed(self, owner: int, packed: bytes) -> None:
@@ -323,20 +323,20 @@ class Staff:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Let the consumer raise this."""
+        """Store an exception, which `check` raises in the consumer."""
         if self.failure is None:
             self.failure = error
         self.alarm()
 
     def alarm(self) -> None:
-        """Wake the trainer, whatever it waits for."""
+        """Wake the trainer at all rings."""
         for ring in self.rings:
             ring.alarm()
 
     # -- the consumer asks (on its thread)
 
     def check(self) -> None:
-        """Raise what went wrong elsewhere."""
+        """Raise errors of workers and of the keeper."""
         if self.closed:
             raise InterruptedError("the manager was finished while a batch was awaited")
         if self.failure is not None:
@@ -346,7 +346,7 @@ class Staff:
             self._tell(waited)
 
     def _tell(self, waited: float) -> None:
-        """Log what a start is at that is waited for."""
+        """Log what a start waits for, if that takes long."""
         assert self._keeper is not None
         doing = self._keeper.waits_for()
         if not doing:
@@ -382,7 +382,7 @@ class Staff:
         return None if self._keeper is None else self._keeper.pid(owner)
 
     def close(self) -> None:
-        """Tell the workers to leave, and see to it that they have. Twice is fine."""
+        """End the workers; returns within a bounded time. Twice is fine."""
         self.closed = True
         for ring in self.rings:
             ring.close()
@@ -398,7 +398,7 @@ class Staff:
 
 
 class Deaths:
-    """How often workers died in this epoch, and when that is too often.
+    """Counts deaths of workers in an epoch, and tells when they are too many.
 
     Parameters
     ----------
@@ -421,7 +421,7 @@ class Deaths:
         self.retries = 0  # tickets that ran again
 
     def begin(self) -> None:
-        """Begin a new epoch's budget."""
+        """Reset the counts for a new epoch."""
         self._deaths = 0
         self._by_place.clear()
 
@@ -466,7 +466,7 @@ class Deaths:
         return None
 
     def _oom(self, exitcode: int | None) -> str:
-        """Say whether the system counted a kill for want of memory."""
+        """Say whether the system counted a kill for lack of memory."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

@@ -1,4 +1,4 @@
-"""What a running manager has done so far, and which side of it waits for which."""
+"""What a running manager has done so far, and which side waits for the other."""
 
 from __future__ import annotations
 

@@ -84,8 +84,7 @@ class Streams:
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int, str or None
-        Most shared memory that items in the user's hands may hold ('2GiB'; None: a quarter of the
-        machine's or the container's); beyond it, items are copied out of it.
+        Most shared memory that held items may occupy; beyond it, items are copied. See `MSequence`.
     threads, preload
         See `MSequence`.
     encoded : bool
@@ -98,14 +97,14 @@ class Streams:
 
     Notes
     -----
-    The workers are started at once and not waited for: what `producer` raises comes out of the
-    first call that waits for them. An item is encoded before the next one is asked of the producer,
-    so the producer may reuse its buffers. Small and quick items cross several at a time. An item
-    stays intact as long as there are references to a part of it.
+    The constructor starts the workers and does not wait for them: an exception of `producer` is
+    raised by the first call that waits for them. An item is encoded before the next one is asked of
+    the producer, so the producer may reuse its buffers. Several small and quick items share one
+    ticket. An item stays intact as long as there are references to a part of it.
 
-    An exception of a producer comes out of the call that waits for it, as itself; its
-    ``__cause__`` shows the worker's traceback and has the worker's number (``worker``). That
-    worker's stream is over then until the next `begin`.
+    An exception of a producer is raised by the call that waits for it; its ``__cause__`` shows the
+    worker's traceback and has the worker's number (``worker``). That worker's stream is then over
+    until the next `begin`.
 
     A worker that has died is replaced: the new process begins the epoch from the same assignment
     and goes on from the first item that has not come out (`Producer.items`). Whatever `ask` may
@@ -114,7 +113,7 @@ class Streams:
     If a signal handler raises (Ctrl-C) in `next`, no item has been taken, and the next call returns
     it. If one raises in `begin`, no epoch is under way.
 
-    One thread at a time gets in; `interrupt` and `close` may be called from any.
+    Methods are for one thread at a time; `interrupt` and `close` are for any.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class Streams:
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, between two items.
 
-        It overtakes the items that were asked for and that the worker has not begun.
+        The call comes before items that were asked for and that the worker has not begun.
 
         Parameters
         ----------
@@ -218,8 +217,8 @@ class Streams:
         worker : int, optional
             The one to ask; None: all of them.
         behind : bool
-            Overtake nothing: call when all items that were asked for are made. A worker that has
-            answered makes no item until one is taken.
+            Call when all items that were asked for are made. A worker that has answered makes no
+            item until one is taken.
 
         Returns
         -------
@@ -227,10 +226,10 @@ class Streams:
             What it returned; from all of them, in the order of the workers.
         """
         run = self._ours()
-        everybody = range(self.num_workers)
+        all_of_them = range(self.num_workers)
         with run.turn:
             if worker is None:
-                return run.pool.ask(method, args, everybody, behind=behind)
+                return run.pool.ask(method, args, all_of_them, behind=behind)
             if not 0 <= worker < self.num_workers:
                 raise IndexError(f"worker={worker} is not one of {self.num_workers}")
             return run.pool.ask(method, args, [worker], behind=behind)[0]
@@ -244,9 +243,9 @@ class Streams:
     def peek(self) -> Callable[[], tuple[int, Any]]:
         """Return the next item of the round and its number in the epoch; see `ItemReader.peek`.
 
-        With `commit`, for callers that keep books of items: what they write between the two must be
-        the same when it is written again, since the next `peek` after an interrupt (Ctrl-C) returns
-        the same item and number until `commit` has been called with it.
+        With `commit`, for callers that keep a record of items: what they write between the two must
+        be the same when it is written again, since `peek` returns the same item and number, also
+        after an interrupt (Ctrl-C), until `commit` has been called with that number.
         """
         return self._reader.peek
 
@@ -256,11 +255,11 @@ class Streams:
         return self._reader.commit
 
     def __iter__(self) -> Iterator[Any]:
-        """Go round the workers, one item of each, leaving out those that have no more."""
+        """Return one item of each worker in turn, without the workers that have no more."""
         return ItemIterator(self._reader, self)
 
     def interrupt(self) -> None:
-        """End the epoch: no more items of it come out, and what waits raises InterruptedError."""
+        """End the epoch: it gives no more items; a call that waits raises InterruptedError."""
         self._run.interrupt()
 
     def close(self) -> None:
@@ -297,7 +296,7 @@ class Streams:
 
 
 class StreamPool:
-    """The engine below `Streams`; one thread at a time, but for `interrupt` and `close`."""
+    """The pool of `Streams`; for one thread at a time, except `interrupt` and `close`."""
 
     def __init__(
         self,
@@ -318,7 +317,7 @@ class StreamPool:
         self._encoded = encoded
         self._timeout, self._restart = timeout, restart
         depth = min(prefetch, DEEPEST)
-        # Besides its items a worker has a beginning, and one ticket that was given up in its hands.
+        # Besides items, a worker may hold a BEGIN and one ticket that was given up.
         self._staff = staff = Staff(
             depth + 2 + CALLS,
             MOST,
@@ -405,7 +404,7 @@ class StreamPool:
         None: it is not in the ring any more, since a signal handler has used these streams.
         """
         ring, owner = consumer.ring, consumer.number + 1
-        idle = 0  # since when its worker, which could, has not taken it up: has that been stopped?
+        idle = 0  # since when its worker is ready and has claimed nothing: it may be stopped
         while True:
             seen = ring.alarms()
             if self._interrupts != generation:
@@ -427,7 +426,7 @@ class StreamPool:
             ring.wait(seen, cell=post[0])
 
     def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:
-        """Say what a worker works on, and since when."""
+        """Return what a worker works on, and since when."""
         working = []
         for cell in consumer.ring.held(1):
             claimed = consumer.ring.holder(cell)[1]
@@ -528,7 +527,7 @@ class StreamPool:
         return [written[id(assignment)] for assignment in assignments]
 
     def _end(self) -> None:
-        """Give up everything that is under way."""
+        """Give up all tickets."""
         for consumer in self.consumers:
             consumer.end()
 
@@ -571,7 +570,7 @@ class StreamPool:
     # -- the rest
 
     def interrupt(self) -> None:
-        """Make what waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make a call that waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupts += 1
         self._staff.alarm()
 
@@ -599,7 +598,7 @@ class StreamPool:
         return [self._staff.pid(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
-        """Tell the workers to leave, and see to it that they have."""
+        """End the workers and free the memory; returns within a bounded time."""
         self._staff.closed = True
         self._staff.close()
         self._writer.close()
@@ -607,13 +606,13 @@ class StreamPool:
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:
-    """Note on an exception whose it is."""
+    """Set the worker's number on the cause of its exception."""
     cause: Any = error.__cause__
     cause.worker = worker
     return error
 
 
 def _ended_by(error: BaseException, worker: int) -> str:
-    """Say what has ended a worker's stream."""
+    """Return a text that says what has ended a worker's stream."""
     text = failure.str_of(error)
     return f"an exception has ended the stream of worker {worker} ({type(error).__name__}: {text})"

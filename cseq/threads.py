@@ -1,11 +1,11 @@
 """Threads, started and awaited where a signal handler may raise at any moment.
 
-What `threading` offers for that is written in Python: an exception from a handler (Ctrl-C) in the
-middle of ``Thread.start`` or of an event's ``wait`` can leave a lock behind that nobody holds and
-nobody gets. Here the main thread calls nothing but functions of C, each of which has happened or
-has not; everything else is done in other threads, where no handler runs. The same is true of an
-import: interrupted, it can leave the interpreter's lock of all imports behind, which every fork and
-every other thread's import would then wait for, for ever.
+`threading` is written in Python: an exception from a handler (Ctrl-C) in the middle of
+``Thread.start`` or of an event's ``wait`` can leave a lock acquired that no thread will release.
+Here the main thread calls only functions of C, each of which an interrupt precedes or follows;
+everything else runs in other threads, where no handler runs. The same holds for an import: an
+interrupted one can leave the interpreter's import lock acquired, and every fork and every other
+thread's import would then wait for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST = 1.0  # seconds that a thread has to be gone when it has done what it was 
 
 
 class Latch:
-    """Something that happens once, and can be waited for."""
+    """An event that is set once, and can be waited for."""
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
@@ -35,13 +35,13 @@ class Latch:
         self._done = False
 
     def set(self) -> None:
-        """Say that it has happened."""
+        """Set it."""
         if not self._done:
-            self._done = True  # before whoever waits may be interrupted with the lock in hand
+            self._done = True  # first: a waiter may be interrupted while it holds the lock
             self._lock.release()
 
     def wait(self, timeout: float = -1) -> bool:
-        """Wait until it has happened, at most `timeout` seconds (-1: no limit); say whether."""
+        """Wait until it is set, at most `timeout` seconds (-1: no limit); return whether it is."""
         if not self._done and self._lock.acquire(timeout=timeout):
             self._lock.release()  # for the next one
         return self._done
@@ -63,7 +63,7 @@ class Threads:
         self._error: BaseException | None = None
 
     def add(self, name: str, target: Callable[[], None], *, daemon: bool = True) -> None:
-        """Have one more thread, which `start` will start."""
+        """Add a thread, which `start` will start."""
         self._threads.append(threading.Thread(target=target, name=name, daemon=daemon))
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class Threads:
             self._started.set()
 
     def join(self, deadline: float) -> list[str]:
-        """Wait until they have ended or it is `deadline` (of time.monotonic): who has not."""
+        """Wait until they have ended, or `deadline` (of time.monotonic); return the others."""
         if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
             return [thread.name for thread in self._threads]
         for thread in self._threads:

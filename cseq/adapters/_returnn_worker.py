@@ -263,7 +263,7 @@ class Producer:
         return bool(dataset.is_less_than_num_seqs(number))
 
     def _place(self, number: int, *, known: bool) -> int:
-        """Return what tells a sequence from all others of the epoch, whoever loads it.
+        """Return what identifies a sequence among those of the epoch, whichever worker loads it.
 
         Its place in the epoch where that does not depend on the number of workers, else its number
         in the corpus, if there is one.

@@ -57,7 +57,7 @@ class Graph:
         return {number for number, pipe in self.pipes.items() if test(pipe)}
 
     def tops(self, good: set[int]) -> list[DataPipe]:
-        """Of the datapipes with only good ones above them, those that nobody such reads."""
+        """Of the datapipes with only good ones above them, those that no such datapipe reads."""
         pure = {number for number in self.pipes if self.above(number) <= good}
         read = {source for number in pure for source in self.sources[number]}
         return [self.pipes[number] for number in self.pipes if number in pure - read]

@@ -14,8 +14,8 @@ each worker loads its share of them, ahead of the loop; they arrive in that orde
         ⋮                         │
     worker N-1: …               ──┘
 
-With ``sharding_method='dedicated'`` the order is not asked for: each worker's dataset is told to be
-one of N shards, and those that end first are left out of the round.
+With ``sharding_method='dedicated'`` the order is not asked for: each worker's dataset is one of N
+shards, and workers that end first are left out of the round.
 """
 
 from __future__ import annotations
@@ -445,8 +445,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _load_next(self, start: int) -> None:
         """Take the next sequence; keep it unless it is before `start`.
 
-        The books are written between `peek` and `commit`, each in a way that does no harm if it is
-        done twice: after an interrupt (Ctrl-C) the next call gets the same sequence and number.
+        The record of the epoch (`Books`) is updated between `peek` and `commit`, so that a second
+        update changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence
+        and number.
         """
         streams = self._streams
         if not self._begun or streams is None or self._home != os.getpid():
@@ -464,7 +465,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         streams.commit(number)
 
     def _write(self, number: int, item: Any, start: int) -> None:
-        """Enter a sequence in the books."""
+        """Record a sequence."""
         tag, fraction, features = unpack(item)
         complete, frames = self._books.complete, self._books.frames.copy()
         if fraction is not None:

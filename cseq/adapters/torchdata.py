@@ -11,7 +11,7 @@ The graph of datapipes is cut into at most three parts::
 Workers are the streams of one `Streams`, the dispatching process is the only stream of another.
 What a worker makes of its own accord goes to the main process through slots of shared memory; what
 it needs from the dispatching process it asks of the main process (`Relay`), because the main
-process is there for as long as anybody asks: either end may die, be replaced and begin again.
+process is there for as long as it is asked: either end may die, be replaced and begin again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* What a forked process inherits of shared memory becomes its own.
+/* A forked process gets private copies of the shared memory that is in use.
  *
  * A fork copies private memory and goes on sharing the rest. Batches that are in use lie in shared
  * memory, which the parent and its workers write to again; so a forked child gets a private copy
@@ -9,8 +9,8 @@
  *     parent    drops the copies
  *
  * The parent's own mappings are not touched, so its other threads may go on writing there. Between
- * prepare and parent nothing is given back: `lock` is held, which adding and removing take. A child
- * that cannot have its copies ends: it must not go on with the parent's memory.
+ * prepare and parent no lease ends: `lock` is held, which adding and removing take. A child that
+ * cannot have its copies ends: it must not run with the parent's memory.
  *
  * These handlers run inside fork() (pthread_atfork), also for a fork by a C library. They allocate
  * by mmap only.

@@ -120,7 +120,7 @@ CSEQ_INLINE void cseq_await_hangup(intptr_t socket) {
 #else
         ssize_t n = recv((int)socket, &byte, 1, MSG_PEEK);
         if (n == 0 || (n < 0 && errno != EINTR)) return;
-        if (n > 0) usleep(100000); /* somebody else's message, not yet read */
+        if (n > 0) usleep(100000); /* a message for another thread, not yet read */
 #endif
     }
 }

@@ -1,12 +1,12 @@
-/* Arrays that are made where the batch is going to lie, without their maker's knowing.
+/* Arrays that numpy allocates in the batch's slot, transparently to the indexer.
  *
  * numpy lets its data allocator be replaced (NEP 49). In a worker process, the large allocations
  * of one ticket are counted; those that were part of the last batch, by their number, are served
  * from the ticket's slot. Everything else goes to numpy's own allocator.
  *
- * The guarantee: memory of a slot that was given out is counted until it is given back, so it is
- * known whether the indexer has kept some. Then the worker keeps the slot (cseq_place_leave), and
- * publishes a copy of the batch in another one.
+ * The guarantee: allocations in a slot are counted until they are freed, which shows whether the
+ * indexer has kept an array. If so, the worker keeps the slot (cseq_place_leave), and publishes a
+ * copy of the batch in another one.
  *
  * One thread at a time, with the GIL.
  */
@@ -42,7 +42,7 @@ typedef struct {
 
     void (*release)(void *owner); /* nothing lies in its region any more */
 
-    int aimed;       /* a ticket is in hand, and its indexer at work */
+    int aimed;       /* the indexer is making a batch, and may allocate in `at` */
     cseq_region at;  /* its slot */
     uint64_t used;   /* bytes of that, from its beginning */
     uint32_t count;  /* large allocations of this ticket */

@@ -14,17 +14,17 @@
  * one that it claimed last. The last `calls` cells of a queue are not part of the round; the runner
  * looks there first.
  *
- * Who may write a cell's word, and when:
+ * Which party writes a cell's word, and when:
  *   FREE                    the trainer (post)
  *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel, retract); both
  *                           by compare-and-swap, so exactly one of them succeeds
  *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
  *                           to be gone, the trainer (repost)
  *   READY                   the trainer (take)
- * All other fields of a cell belong to whoever may write the word.
+ * The other fields of a cell may be written by the party that may write the word.
  *
- * Claim is one compare-and-swap that also records the owner, so there is no moment at which a
- * dying process holds something that nobody knows of, and nothing to repair after it.
+ * Claim is one compare-and-swap that also records the owner, so a cell that a dying process holds
+ * always names that process, and there is nothing to repair.
  */
 #ifndef CSEQ_RING_H
 #define CSEQ_RING_H
@@ -67,7 +67,7 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 /* A place to sleep until something happens. */
 typedef struct {
     uint32_t event;  /* +1 at every wake-up; the word slept on */
-    uint32_t asleep; /* 1: somebody may be asleep. Advisory: a dead sleeper leaves it set,
+    uint32_t asleep; /* 1: a party may be asleep. Advisory: a dead sleeper leaves it set,
                         which costs one needless wake-up */
     uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
     char pad[CSEQ_LINE - 12];
@@ -98,8 +98,8 @@ typedef struct {
     uint64_t record[CSEQ_FIELDS];
     /* written at the post; a repost restores `slot` and `capacity` from them */
     uint64_t home_capacity;
-    uint32_t home; /* the slot it was posted with; the trainer writes `slot` here when it has booked
-                      that the two differ */
+    uint32_t home; /* the slot it was posted with; the trainer writes `slot` here when it has entered
+                      the change of owner of the two */
     uint32_t by;   /* written by an owner that put the batch into another slot: its number */
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
@@ -132,7 +132,7 @@ typedef char cseq_check_ring[sizeof(cseq_ring) == 7 * CSEQ_LINE ? 1 : -1];
 CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
     return (cseq_cell *)((char *)r + sizeof(cseq_ring)) + cell;
 }
-/* Owners count from 1; 0 means nobody. */
+/* Owners count from 1; 0 means none. */
 CSEQ_INLINE cseq_runner *cseq_ring_runner(const cseq_ring *r, uint32_t owner) {
     return (cseq_runner *)(void *)cseq_ring_cell(r, r->capacity) + (owner - 1);
 }
@@ -168,7 +168,7 @@ CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
 
 /* ── gates ────────────────────────────────────────────────────────────────────────────── */
 
-/* Say that I am about to sleep; look once more after this, then wait for `event` to change.
+/* Announce a sleep; the caller looks once more after this, then waits for `event` to change.
  * SYNC: sleeper seen (gate_enter's swap, then the look; against the store, then gate_knock's load) */
 CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     uint32_t seen = cseq_load_acq_u32(&g->event);
@@ -176,14 +176,14 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     return seen;
 }
 
-/* Wake everybody, asleep or about to be. */
+/* Wake all sleepers, also those about to sleep. */
 CSEQ_INLINE void cseq_gate_alarm(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
     cseq_wake(&g->event);
 }
 
-/* Wake those who said that they sleep; nearly free when nobody does.
+/* Wake the sleepers, if the flag is set; one load if it is not.
  * A process that dies between the swap and the wake costs the sleepers one bounded sleep; the
  * trainer raises the alarm when it learns of a death.
  * SYNC: sleeper seen */
@@ -248,8 +248,8 @@ CSEQ_INLINE void cseq_pause(void) {
 }
 
 /* Claim, looking again and again for as long as `spin` says: a cell, or CSEQ_NONE.
- * To sleep and to be woken costs both sides some microseconds; looking for about as long costs at
- * most twice of what the better of the two would have. */
+ * A sleep and its wake-up cost both sides some microseconds; spinning for about as long is
+ * 2-competitive with the better of spinning and sleeping. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint32_t limit = cseq_load_rlx_u32(&r->spin);
     uint32_t *spinner = &r->spinner[stage];
@@ -281,14 +281,14 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     return cseq_ring_claim(r, stage, owner);
 }
 
-/* Hand a claimed cell on: `next` is CSEQ_INDEXED or CSEQ_READY.
+/* Publish a claimed cell: `next` is CSEQ_INDEXED or CSEQ_READY.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
 CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_rlx_u64(&c->word);
     cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
     cseq_store_rlx_u64(&me->batches, cseq_load_rlx_u64(&me->batches) + 1);
-    /* Whoever claims it next has not begun yet. SYNC: start visible with owner (the swap) */
+    /* The next owner has not begun yet. SYNC: start visible with owner (the swap) */
     cseq_store_rlx_u64(&c->started_ns, 0);
     CSEQ_POINT("publish");
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));

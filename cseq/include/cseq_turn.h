@@ -1,22 +1,21 @@
-/* Taking turns at a lock that everybody needs: how threads of one interpreter hand its lock (the
- * GIL) over without going to sleep for it.
+/* Taking turns at the GIL: how threads of one interpreter pass its lock on without sleeping for it.
  *
- * A thread that was woken for a batch or a ticket while another one has the lock goes to sleep
- * again, for the lock. That is two wake-ups of some 15 us for each time that the lock changes
- * hands, many times what a quick indexer takes. So whoever has nothing to do first looks for a
- * while, the lock let go of, whether there is something *and* the other side has let go, too:
+ * A thread that is woken for a batch or a ticket while another one has the lock sleeps again, for
+ * the lock. That is two wake-ups of some 15 us for each time that the lock changes hands, many times
+ * what a quick indexer takes. So a thread with nothing to do releases the lock and polls for a while,
+ * until there is something *and* the other side has released the lock, too:
  *
  *   trainer    goes on once its batch is ready and all runners are `parked`
  *   a runner   claims once there is a ticket and the trainer `waits`
  *
- * No result depends on it: who has looked for `ns` goes on as if there were none of this
+ * No result depends on it: a thread that has polled for `ns` sleeps as without this file
  * (cseq_ring_doze, cseq_ring_await). All words are hints, and wrong values cost time.
  *
  *   word       written by
  *   ns         the trainer, before there are runners
  *   parked     each runner: +1 on its way into a wait, -1 on its way out
  *   looker     a runner: its number by compare-and-swap, then 0. One is enough to catch the next
- *              ticket. One that vanishes leaves it set, and nobody looks any more
+ *              ticket. If a looking runner dies, looking stays disabled
  *   runners    that one
  *   waits      the trainer: 1 while it waits, else 0
  *   trainer    the trainer
@@ -26,8 +25,8 @@
 
 #include "cseq_ring.h"
 
-/* Whether to look: after each time in vain the next ones are left out, up to 256 of them. Where
- * looking is of no use (long batches, more threads than cores), it costs next to nothing then. */
+/* Whether to look: after each look in vain the next ones are skipped, up to 256 of them. So where
+ * looking is of no use (long batches, more threads than cores), it costs little. */
 typedef struct {
     uint32_t doubt, rest;
 } cseq_trust;
@@ -38,7 +37,7 @@ CSEQ_INLINE int cseq_trust_ask(cseq_trust *t) {
     return 0;
 }
 
-/* One time in vain outweighs two that were not. */
+/* One look in vain outweighs two that were not. */
 CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
     if (worth) {
         t->doubt -= t->doubt > 0;
@@ -59,7 +58,7 @@ typedef struct {
     char pad2[CSEQ_LINE - 12];
 } cseq_turn;
 
-/* For a runner that has no ticket and not the lock: the cell of one claimed, or CSEQ_NONE.
+/* For a runner without a ticket and without the lock: the cell of one claimed, or CSEQ_NONE.
  * SYNC: looker's trust (the store of 0; against the compare-and-swap) */
 CSEQ_INLINE int cseq_turn_claim(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner) {
     int cell = CSEQ_NONE;
@@ -77,7 +76,7 @@ CSEQ_INLINE int cseq_turn_claim(cseq_turn *t, cseq_ring *r, uint32_t stage, uint
     return cell;
 }
 
-/* A runner waits for a ticket; it has not the lock. As cseq_ring_await. */
+/* A runner waits for a ticket, without the lock. As cseq_ring_await. */
 CSEQ_INLINE int cseq_turn_await(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner,
                                 uint64_t ns) {
     cseq_add_sc_u32(&t->parked, 1);
@@ -87,12 +86,12 @@ CSEQ_INLINE int cseq_turn_await(cseq_turn *t, cseq_ring *r, uint32_t stage, uint
     return cell;
 }
 
-/* Whether tickets just posted are seen without a wake-up: somebody is looking. */
+/* Whether tickets just posted are seen without a wake-up: a runner is looking. */
 CSEQ_INLINE int cseq_turn_seen(const cseq_turn *t) {
     return cseq_load_rlx_u32(&t->looker) != 0;
 }
 
-/* For the trainer that waits for a cell and has not the lock: 1 if its batch is ready. */
+/* For the trainer that waits for a cell, without the lock: 1 if its batch is ready. */
 CSEQ_INLINE int cseq_turn_look(cseq_turn *t, const cseq_ring *r, uint32_t cell, uint32_t seen) {
     int ready = 0, worth = 0;
     if (!t->ns || !cseq_trust_ask(&t->trainer)) return ready;
@@ -106,7 +105,7 @@ CSEQ_INLINE int cseq_turn_look(cseq_turn *t, const cseq_ring *r, uint32_t cell, 
     return ready;
 }
 
-/* Wake the runners for tickets that nobody was woken for yet. */
+/* Wake the runners for tickets posted since they were last woken. */
 CSEQ_INLINE void cseq_turn_wake(cseq_ring *r, uint32_t *unwoken) {
     if (*unwoken) {
         *unwoken = 0;
@@ -114,8 +113,8 @@ CSEQ_INLINE void cseq_turn_wake(cseq_ring *r, uint32_t *unwoken) {
     }
 }
 
-/* The trainer waits for a cell (for cell < 0, any); it has not the lock. As cseq_ring_doze.
- * `unwoken`: how many tickets nobody was woken for yet; before it sleeps, the runners are. */
+/* The trainer waits for a cell (for cell < 0, any), without the lock. As cseq_ring_doze.
+ * `unwoken`: tickets posted since the runners were last woken; they are before the trainer sleeps. */
 CSEQ_INLINE void cseq_turn_doze(cseq_turn *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
                                 uint32_t *unwoken) {
     cseq_store_rlx_u32(&t->waits, 1);

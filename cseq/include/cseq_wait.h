@@ -2,7 +2,7 @@
  *
  *   cseq_wait(word, seen, ns)  sleeps while *word == seen, at most ns nanoseconds;
  *                              it may also return early for no reason
- *   cseq_wake(word)            wakes everybody who sleeps on word
+ *   cseq_wake(word)            wakes all sleepers on word
  *
  * One branch per system: the Linux futex, *without* the private flag (the word lies
  * in memory that processes share); macOS 14.4's os_sync_wait_on_address with its shared
@@ -38,7 +38,7 @@ extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
-/* 1: always nap. Set once, before anybody waits. */
+/* 1: always nap. Set once, before any wait. */
 static int cseq_wait_nap = 0;
 
 /* Nanoseconds on a clock that never goes back. */

@@ -18,7 +18,7 @@ What holds for all three:
   standard input is empty, and it may start processes of its own.
 - Signals that are meant for the trainer (`SHIELDED`: Ctrl-C, a job scheduler's notice) do nothing
   to workers and server, from their first instruction on. Their own children get the usual ones.
-- Nobody but worker and trainer holds an end of their socket: a process that the user forks off
+- No process but worker and trainer holds an end of their socket: a process that the user forks off
   either of them closes its copies (`close_in_forks`), programs that are executed never get any.
 - Exit codes are as in `subprocess`: minus the signal's number for a killed process.
 - A worker ends when ``entry`` returns: its ``atexit`` functions run, stray threads do not keep it.

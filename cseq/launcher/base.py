@@ -26,7 +26,7 @@ SHIELDED = tuple(
     if hasattr(signal, name)
 )
 
-Start: TypeAlias = dict[str, Any]  # what a new interpreter is told first
+Start: TypeAlias = dict[str, Any]  # what a new interpreter gets first
 
 
 class Child(Protocol):
@@ -49,7 +49,7 @@ class Child(Protocol):
     def status(self, timeout: float) -> int | None:
         """Wait for the process to end, and return its exit code.
 
-        None when it has not ended in time (`gone` is False), or has ended with nobody knowing how
+        None when it has not ended in time (`gone` is False), or has ended and its status is unknown
         (`gone` is True): its fork server died before it, or someone else asked for it first.
         """
 
@@ -64,7 +64,7 @@ class Launcher(Protocol):
         """Begin to start what `launch` will need, and do not wait for it."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Have modules imported once for all workers that are launched from now on.
+        """Import modules once for all workers that are launched from now on.
 
         Where workers are forked off a server; others import them each for itself. A module that
         cannot be imported, that must not be there before a fork, or that takes longer than
@@ -125,7 +125,7 @@ def start_methods(os_name: str = os.name, features: Sequence[str] | None = None)
 
 
 def default_start_method() -> str:
-    """Name of the start method for whoever does not choose one."""
+    """Name of the start method that None stands for."""
     return start_methods()[0]
 
 

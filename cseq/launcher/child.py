@@ -87,7 +87,7 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 
 
 def _shield() -> None:
-    """Let signals that are meant for the trainer do nothing here.
+    """Ignore signals that are meant for the trainer.
 
     By a function: what `SIG_IGN` ignores is ignored by executed programs too, and a worker could
     not stop its own children by SIGTERM.
@@ -220,7 +220,7 @@ class _Forker:
         os._exit(0)
 
     def _listen(self) -> None:
-        """Have the end of a child wake the loop."""
+        """Make the end of a child wake the loop."""
         self._woken.settimeout(0)
         self._wake.settimeout(0)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)

@@ -19,7 +19,7 @@ _fork_guard = threading.RLock()  # held while a socket exists that is not in _pr
 
 
 def close_in_forks(sock: socket.socket) -> None:
-    """Have processes that are forked off this one close their copy of a socket.
+    """Make processes that are forked off this one close their copy of a socket.
 
     Otherwise they keep the connection open, and its other end never sees end of file.
     """
@@ -58,7 +58,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
-    """Let a process that is forked meanwhile keep a socket, and no other."""
+    """Make a process that is forked meanwhile keep this socket, and no other."""
     with _fork_guard:
         _private.discard(sock)
         yield

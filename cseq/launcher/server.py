@@ -165,7 +165,7 @@ class _Server:
             self.lost = False
 
     def import_(self, module: str, deadline: float) -> int | None:
-        """Have a module imported; say what became of it: None if it died, or not in time."""
+        """Import a module in the server; return the outcome; None: it died, or was too slow."""
         name = module.encode()
         made = _Import(self)
         self.send(IMPORT, made.serial, len(name), data=name)
@@ -180,7 +180,7 @@ class _Server:
         return serial
 
     def fork(self, child: _ServedChild, theirs: socket.socket, deadline: float) -> bool:
-        """Have a child started; False when the server is dead."""
+        """Make the server start a child; False when the server is dead."""
         self.send(FORK, child.serial, child.number, [theirs.fileno()])
         self.wait(lambda: child.answered, deadline)
         if child.refusal:
@@ -287,7 +287,7 @@ class ForkServerLauncher:
         self._serving()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Have the server import modules, and start another one without what it must not have."""
+        """Make the server import modules; start another one without those that it must not have."""
         check_owner(self._owner)
         self._modules = [name for name in dict.fromkeys(modules) if name not in _unfit]
         self._seconds = seconds
@@ -317,14 +317,14 @@ class ForkServerLauncher:
         return self._start()
 
     def _give_up(self) -> None:
-        """Let the server end; another one takes its place."""
+        """End the server; another one takes its place."""
         with self._lock:
             if self._server is not None:
                 self._server.kill()
                 self._server.lost = True
 
     def _furnish(self, server: _Server) -> tuple[str, str] | None:
-        """Have a server import what it lacks; return what it must not have, if so, and why.
+        """Make a server import what it lacks; return the module that it must not have, and why.
 
         If it ends meanwhile, it is another one that has all of it.
         """
@@ -368,7 +368,7 @@ class ForkServerLauncher:
             return self._server
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
-        """Have the server fork a worker."""
+        """Make the server fork a worker."""
         no_objects(self.method, local)
         for _ in range(2):  # a server may be found dead only when it is asked something
             server = self._serving()

@@ -93,7 +93,7 @@ class Job(NamedTuple):
 class Pool(Protocol):
     """What a sequence needs of a pool; one thread at a time.
 
-    Making one starts nothing: until somebody holds it who will `close` it, it may get lost.
+    Making one starts nothing: an interrupt may drop it before any object has it that closes it.
     """
 
     def open(self) -> None:
@@ -126,7 +126,7 @@ class Pool(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Let a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
 
     @property
     def consumer(self) -> Consumer | None:

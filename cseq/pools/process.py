@@ -132,7 +132,7 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
 
 
 def place_arrays(writer: Writer) -> None:
-    """Let numpy make large arrays where the batch is going to lie.
+    """Make numpy allocate large arrays in the batch's slot.
 
     Only on Linux, and where one thread allocates at a time.
     """

@@ -42,7 +42,7 @@ class Crew:
         self.failure: BaseException | None = None
 
     def add(self, name: str, target: Callable[[], None]) -> None:
-        """Have one more thread, which ends when the ring is closed."""
+        """Add a thread, which ends when the ring is closed."""
         self._threads.add(name, partial(self._guard, target))
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Crew:
 
 
 def add_converters(job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
-    """Have the second stage in threads: from `source` to objects, each on a stream of its own."""
+    """Add the second stage, in threads: from `source` to objects, each on a stream of its own."""
     first = job.num_workers + 1
     for number in range(job.num_converters):
         seat = Seat(ring, CONVERTER, first + number, last=True)
@@ -115,7 +115,7 @@ class ThreadPool(Fed):
         self._edge = Objects(job.buffer)
         self._crew = Crew(self._ring)
         self._closed = False
-        self._noted = False  # one thread speaks for all
+        self._noted = False  # all threads would say the same
         self._starting: dict[int, int] = {}  # owners, and since when they make an indexer
         self.feed = Feed(
             self._ring,
