@@ -1004,6 +1004,7 @@ cdef struct slot_entry:
     uint8_t state
 
 
+@cython.final
 @cython.no_gc
 cdef class Slots:
     """Which slots are free, taken or leased, which a worker owns, and how large they are.
@@ -1551,34 +1552,41 @@ cdef class Order:
                 self.make_table()
             cseq_order_begin(&self.order, self.seed, number)
 
-    cdef int advance(self, uint64_t upto) except -1:
-        cdef uint64_t left
-        if upto <= self.order.position + BRIEF:
-            cseq_order_advance(&self.order, upto, BRIEF)
-            return 0
-        while True:
+    cdef bint is_near(self, uint64_t upto) noexcept:
+        """Whether positions below `upto` are final, or few steps from it."""
+        return not self.shuffle or (
+            self.table != NULL and upto <= self.order.position + BRIEF)
+
+    cdef int approach(self, uint64_t upto) except -1:
+        """Shuffle until `upto` is near; lets the GIL go, and runs signal handlers."""
+        if self.shuffle and self.table == NULL:
+            raise RuntimeError("begin an epoch first")
+        while not self.is_near(upto):
             with nogil:
-                left = cseq_order_advance(&self.order, upto, SLICE)
+                cseq_order_advance(&self.order, upto, SLICE)
             PyErr_CheckSignals()
-            if not left:
-                return 0
+        return 0
 
     cdef int inside(self, uint64_t start, uint64_t count) except -1:
         if start > self.n or count > self.n - start:
             raise IndexError(f"positions [{start}, {start + count}) exceed {self.n} samples")
         return 0
 
-    cdef int write(self, uint64_t start, uint64_t count, int64_t* out) except -1:
-        """The samples at positions [start, start + count), as they stand in the order."""
+    cdef void copy(self, uint64_t start, uint64_t count, int64_t* out) noexcept:
+        """The samples at positions [start, start + count), as they stand in the order; the end is near."""
         cdef uint64_t k
         if not self.shuffle:
             for k in range(count):
                 out[k] = <int64_t>(start + k)
-        elif self.table == NULL:
-            raise RuntimeError("begin an epoch first")
-        elif count:
-            self.advance(start + count)
+        else:
+            cseq_order_advance(&self.order, start + count, BRIEF)
             cseq_order_read(&self.order, start, count, out)
+
+    cdef int write(self, uint64_t start, uint64_t count, int64_t* out) except -1:
+        """The samples at positions [start, start + count), as they stand in the order."""
+        if count:
+            self.approach(start + count)
+            self.copy(start, count, out)
         return 0
 
     def read_into(self, uint64_t start, uint64_t count, cnp.ndarray out not None):
@@ -1618,6 +1626,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
     return cseq_ring_bytes(capacity, batch_size, runners)
 
 
+@cython.final
 cdef class Ring:
     """The ring, as the trainer sees it: post, take, cancel, repost, close.
 
@@ -1799,9 +1808,9 @@ cdef class Ring:
         self.fill(cell, epoch, batch, count, start, slot, capacity)
         if not self.outstanding:
             cseq_ring_begin(self.r, cell)
-        self.order[(self.first + self.outstanding) % self.r.capacity] = cell
+        self.order[self.index(self.outstanding)] = cell
         self.outstanding += 1
-        self.next_cell = (cell + 1) % self.r.capacity
+        self.next_cell = 0 if cell + 1 == self.r.capacity else cell + 1
         cseq_ring_post(self.r, cell, ticket)
         self.unwoken += 1
         if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
@@ -1827,33 +1836,37 @@ cdef class Ring:
 
     # -- take
 
+    cdef uint32_t index(self, uint32_t k) noexcept:
+        """Where in `order` the position `k` is, counted from the oldest ticket."""
+        cdef uint32_t at = self.first + k
+        return at if at < self.r.capacity else at - self.r.capacity
+
+    cdef uint32_t outstanding_cell(self, uint32_t k) noexcept:
+        """The cell of the ticket at a position of `order`."""
+        return self.order[self.index(k)]
+
     cdef int place(self, uint32_t cell) noexcept:
         """Position in `order` of the ticket in a cell, or -1."""
         cdef uint32_t k
         for k in range(self.outstanding):
-            if self.order[(self.first + k) % self.r.capacity] == cell:
+            if self.outstanding_cell(k) == cell:
                 return <int>k
         return -1
 
     cdef void leave(self, uint32_t k) noexcept:
         """Take the ticket at a position out of `order`."""
-        cdef uint32_t n = self.r.capacity
         while k > 0:
-            self.order[(self.first + k) % n] = self.order[(self.first + k - 1) % n]
+            self.order[self.index(k)] = self.outstanding_cell(k - 1)
             k -= 1
-        self.first = 0 if self.first + 1 == n else self.first + 1
+        self.first = self.index(1)
         self.outstanding -= 1
-
-    cdef uint32_t outstanding_cell(self, uint32_t k) noexcept:
-        """The cell of the ticket at a position of `order`."""
-        return self.order[(self.first + k) % self.r.capacity]
 
     cdef int find(self, bint ordered) noexcept:
         """Position in `order` of a ticket that can be taken, or -1."""
         cdef uint32_t k
         cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
         for k in range(upto):
-            if cseq_ring_ready(self.r, self.order[(self.first + k) % self.r.capacity]):
+            if cseq_ring_ready(self.r, self.outstanding_cell(k)):
                 return <int>k
         return -1
 
@@ -1885,7 +1898,7 @@ cdef class Ring:
     cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept:
         """Take a finished ticket, at position `k` of `order`, out of its cell; return its record."""
         cdef uint64_t* f = c.converted if c.stage else c.record
-        cdef uint32_t cell = self.order[(self.first + k) % self.r.capacity]
+        cdef uint32_t cell = self.outstanding_cell(k)
         self.leave(k)
         cseq_ring_retire(self.r, cell)
         if c.status == 0:
@@ -1933,7 +1946,7 @@ cdef class Ring:
         """Cells of the tickets that the trainer waits for: the oldest's, or (unordered) all."""
         cdef uint32_t k
         cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
-        return [self.order[(self.first + k) % self.r.capacity] for k in range(upto)]
+        return [self.outstanding_cell(k) for k in range(upto)]
 
     def ticket(self, uint32_t cell):
         """(epoch, batch, count) of a cell."""
@@ -1963,7 +1976,7 @@ cdef class Ring:
         """Give up the outstanding tickets; `sweep` frees their cells."""
         cdef uint32_t k
         for k in range(self.outstanding):
-            self.abandoned[self.abandoned_count] = self.order[(self.first + k) % self.r.capacity]
+            self.abandoned[self.abandoned_count] = self.outstanding_cell(k)
             self.abandoned_count += 1
         self.outstanding = 0
         self.unwoken = 0
@@ -2027,6 +2040,7 @@ cdef class Ring:
         cseq_ring_close(self.r)
 
 
+@cython.final
 cdef class Seat:
     """A runner's place at the ring: claim a ticket of its stage, publish it.
 
@@ -2263,7 +2277,7 @@ cdef class Consumer:
     cdef readonly uint64_t batches
     cdef uint64_t epoch, first, full, start, stride
     cdef uint32_t size
-    # The indices of the ticket to be posted next, if `next_for` is `posted` + 1.
+    # What `fill` has said of the ticket to be posted next, if `next_for` is `posted` + 1.
     cdef Block next_memory
     cdef object next_indices
     cdef uint64_t next_for, next_start
@@ -2326,37 +2340,41 @@ cdef class Consumer:
 
     # -- posting
 
-    cdef bint is_brief(self) noexcept:
-        """Whether `prepare` runs no Python code and takes little time."""
-        cdef uint64_t end = self.start + self.posted * self.stride + self.size
-        if self.posted >= self.batches or self.next_for == self.posted + 1:
-            return True
-        return self.posted < self.full and (
-            not self.order.shuffle or end <= self.order.order.position + BRIEF)
+    cdef bint is_prepared(self) noexcept:
+        """Whether `offer` can write the next ticket, if there is one: in C alone, and in little time."""
+        return (self.posted >= self.batches or self.next_for == self.posted + 1
+                or (self.posted < self.full
+                    and self.order.is_near(self.start + self.posted * self.stride + self.size)))
 
     cdef int prepare(self) except -1:
-        """Write the indices of the next ticket into a buffer, so that `commit` only copies them."""
+        """Do for the next ticket what runs Python code or takes long: shuffle up to its indices, or
+        have them written into a buffer. A signal handler may change what the next ticket is."""
         cdef uint64_t k = self.posted
         cdef uint64_t start, number
         cdef uint32_t count
-        if k >= self.batches or self.next_for == k + 1:
+        if self.is_prepared():
+            return 0
+        if k < self.full:
+            self.order.approach(self.start + k * self.stride + self.size)
             return 0
         number = self.ticket
-        if k < self.full:
-            start, count = self.start + k * self.stride, self.size
-            self.order.write(start, count, <int64_t*>self.next_memory.data)
-        else:
-            count, start = self.fill(k, self.next_indices)
+        count, start = self.fill(k, self.next_indices)
         if number == self.ticket and k == self.posted:  # no handler has posted, or begun an epoch
             self.next_start, self.next_count, self.next_for = start, count, k + 1
         return 0
 
     cdef void offer(self, uint32_t cell, uint32_t slot, uint64_t capacity) noexcept:
-        """Post the prepared ticket in a free cell."""
-        memcpy(cseq_ring_indices(self.ring.r, cell), self.next_memory.data,
-               8 * <size_t>self.next_count)
-        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, self.next_count,
-                        self.next_start, slot, capacity)
+        """Post the next ticket, which is prepared, in a free cell."""
+        cdef int64_t* indices = cseq_ring_indices(self.ring.r, cell)
+        cdef uint64_t start = self.next_start
+        cdef uint32_t count = self.next_count
+        if self.posted < self.full:
+            start, count = self.start + self.posted * self.stride, self.size
+            self.order.copy(start, count, indices)
+        else:
+            memcpy(indices, self.next_memory.data, 8 * <size_t>count)
+        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, count, start, slot,
+                        capacity)
         self.ticket += 1
         self.posted += 1
 
@@ -2370,7 +2388,8 @@ cdef class Consumer:
             if cell < 0:
                 return
             self.prepare()
-            if self.next_for != self.posted + 1 or self.ring.find_vacant() != cell:
+            if (self.posted >= self.batches or not self.is_prepared()
+                    or self.ring.find_vacant() != cell):
                 continue  # a signal handler has done it, or begun another epoch
             if self.slots is None:
                 self.offer(cell, NO_SLOT, 0)
@@ -2499,11 +2518,12 @@ cdef class Consumer:
         return leaves
 
     cdef int commit(self, uint32_t k) except -1:
-        """Take the ticket at position `k` of the outstanding ones out; post the next in its cell."""
+        """Take the ticket at position `k` of the outstanding ones out; post the next, which is prepared,
+        in its cell."""
         cdef Ring ring = self.ring
         cdef uint32_t cell = ring.outstanding_cell(k)
         cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
-        cdef bint more = self.posted < self.batches and self.next_for == self.posted + 1
+        cdef bint more = self.posted < self.batches
         cdef Py_ssize_t slot = self.leave(c, cell, not more)
         self.decoded = None
         ring.free(c, k)
@@ -2531,7 +2551,7 @@ cdef class Consumer:
         cdef int k
         cdef uint32_t cell
         cdef uint64_t token
-        if not self.is_brief():
+        if not self.is_prepared():
             return None
         k = self.ring.find(self.ordered)
         if k < 0:
@@ -2549,20 +2569,15 @@ cdef class Consumer:
             self.decoded = token, cell, None, None
         if batch is None or batch is UNREAD:
             return None
-        self.prepare()
         PyErr_CheckSignals()
         # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
         k = self.ring.place(cell)
         if (k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
-                or self.next_is_missing()):
+                or not self.is_prepared()):
             return None
         self.commit(<uint32_t>k)
         self.done = self.taken
         return batch
-
-    cdef bint next_is_missing(self) noexcept:
-        """Whether there is a ticket to be posted next, and it is not prepared."""
-        return self.posted < self.batches and self.next_for != self.posted + 1
 
     def next(self):
         """Take the next batch.
@@ -2589,7 +2604,7 @@ cdef class Consumer:
             if k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token:
                 self.decoded = None
                 continue
-            if self.next_is_missing():
+            if not self.is_prepared():
                 continue
             self.commit(<uint32_t>k)
             if error is None:
