@@ -1,5 +1,6 @@
 """The nogil core, as C sees it: the headers' functions and the structs of the classes."""
 
+cimport cython
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 
 
@@ -183,5 +184,7 @@ cdef extern from "cseq_place.h":
 cdef class Memory:
     cdef char* data
     cdef Py_ssize_t size  # bytes
+    @cython.final
     cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1
+    @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1

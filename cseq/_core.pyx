@@ -168,6 +168,7 @@ cdef class Memory:
     def __getbuffer__(self, Py_buffer* buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.data, self.size, 0, flags)
 
+    @cython.final
     cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1:
         if offset < 0 or nbytes < 0 or offset > self.size or nbytes > self.size - offset:
             raise IndexError(
@@ -211,6 +212,7 @@ cdef class Memory:
         PyArray_SetBaseObject(array, self)
         return array
 
+    @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
         """Copy to `offset`; without the GIL if it is much."""
         self.inside(offset, nbytes)
@@ -518,6 +520,8 @@ cdef class Plan:
     """
 
     cdef readonly bytes structure
+    cdef const char* text       # its bytes
+    cdef Py_ssize_t text_bytes
     cdef readonly object token
     cdef readonly object cast
     cdef readonly list leaves
@@ -538,6 +542,7 @@ cdef class Plan:
         cdef int k
         cdef Leaf* leaf
         self.structure, self.token, self.split, self.cast = structure, token, split, cast
+        self.text, self.text_bytes = <const char*>structure, len(structure)
         self.leaves, self.tag = list(leaves), tag
         self.sources = None if sources is None else list(sources)
         self.kept = []
@@ -634,6 +639,8 @@ cdef class Plan:
     cdef bint match(self, object batch, list arrays, list objects) except -1:
         """Whether a batch is like this; then its leaves are in `arrays` and `objects`."""
         cdef int node = 0
+        if self.is_array:
+            return self.match_array(0, batch, arrays)
         return self.match_node(&node, batch, arrays, objects)
 
     cdef bint is_object(self, object value, int depth, bint plain) except -1:
@@ -671,7 +678,7 @@ cdef class Plan:
                         return False
         return True
 
-    cdef bint match_array(self, int k, object value, list arrays):
+    cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.ndarray array
         if type(value) is not cnp.ndarray and type(value) is not MEMMAP:
@@ -679,7 +686,7 @@ cdef class Plan:
         array = <cnp.ndarray>value
         if cnp.PyArray_NDIM(array) != leaf.nd or is_fortran(array) != leaf.fortran:
             return False
-        if array.descr is not <object>leaf.source and (
+        if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
                 or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
             return False
@@ -918,22 +925,23 @@ cdef class Reader:
         cdef Py_ssize_t k
         cdef Plan plan
         cdef bytes structure
+        cdef list recent = self.recent
         cdef char* at = memory.data + record[0]
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size - record[0]:
             memory.inside(<Py_ssize_t>min(record[0], <uint64_t>PY_SSIZE_T_MAX),
                           <Py_ssize_t>min(record[1], <uint64_t>PY_SSIZE_T_MAX))
         if GIL:
-            for k in range(PyList_GET_SIZE(self.recent)):
-                plan = <Plan>PyList_GET_ITEM(self.recent, k)
-                if (<uint64_t>len(plan.structure) == record[1]
-                        and memcmp(<const char*>plan.structure, at, record[1]) == 0):
+            for k in range(PyList_GET_SIZE(recent)):
+                plan = <Plan>PyList_GET_ITEM(recent, k)
+                if (<uint64_t>plan.text_bytes == record[1]
+                        and memcmp(plan.text, at, record[1]) == 0):
                     if k:
-                        self.recent.insert(0, self.recent.pop(k))
+                        recent.insert(0, recent.pop(k))
                     return plan
         structure = at[:record[1]]
         plan = self.plans.get(structure)
         if GIL and plan is not None:
-            self.recent = [plan, *self.recent[:RECENT - 1]]
+            self.recent = [plan, *recent[:RECENT - 1]]
         return plan
 
     cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1:
@@ -1836,12 +1844,12 @@ cdef class Ring:
 
     # -- take
 
-    cdef uint32_t index(self, uint32_t k) noexcept:
+    cdef inline uint32_t index(self, uint32_t k) noexcept:
         """Where in `order` the position `k` is, counted from the oldest ticket."""
         cdef uint32_t at = self.first + k
         return at if at < self.r.capacity else at - self.r.capacity
 
-    cdef uint32_t outstanding_cell(self, uint32_t k) noexcept:
+    cdef inline uint32_t outstanding_cell(self, uint32_t k) noexcept:
         """The cell of the ticket at a position of `order`."""
         return self.order[self.index(k)]
 
@@ -3515,6 +3523,8 @@ cdef class Hand:
     cdef public int64_t slot
     cdef public object cast
     cdef readonly list plans  # of the last batches of different structure, the latest first
+    cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
+    cdef list objects
     cdef int64_t* words  # room for a layout
     cdef Py_ssize_t room
     cdef uint64_t fields[4]  # the record of what was laid down last
@@ -3533,7 +3543,40 @@ cdef class Hand:
         """Add a plan to those that `match` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
-    cpdef tuple match(self, batch, cast):
+    cdef Plan find_plan(self, batch, cast, bint pickled):
+        """The plan of a batch, its leaves then in `arrays` and `objects`; None: no plan fits.
+
+        Plans with leaves that go by pickle are tried only if `pickled`.
+        """
+        cdef list plans = self.plans
+        cdef list arrays = self.arrays
+        cdef list objects = None
+        cdef Plan plan
+        cdef Py_ssize_t k
+        for k in range(PyList_GET_SIZE(plans)):
+            plan = <Plan>PyList_GET_ITEM(plans, k)
+            if plan.cast is not cast or not plan.fits or (plan.objects and not pickled):
+                continue
+            if arrays is None or PyList_GET_SIZE(arrays) != plan.leaf_count:
+                arrays = self.arrays = [None] * plan.leaf_count
+            if plan.objects:
+                objects = self.objects = []
+            if plan.match(batch, arrays, objects):
+                if k:
+                    plans.insert(0, plans.pop(k))
+                return plan
+            self.objects = objects = None
+        return None
+
+    cdef inline void forget(self) noexcept:
+        """Drop the leaves of a batch."""
+        cdef list arrays = self.arrays
+        cdef Py_ssize_t k
+        if arrays is not None:
+            for k in range(PyList_GET_SIZE(arrays)):
+                arrays[k] = None
+
+    def match(self, batch, cast):
         """Find the plan of a batch.
 
         Returns
@@ -3543,19 +3586,11 @@ cdef class Hand:
             if no plan fits.
         """
         cdef Plan plan
-        cdef list arrays, objects
-        cdef Py_ssize_t k
-        for k in range(PyList_GET_SIZE(self.plans)):
-            plan = <Plan>PyList_GET_ITEM(self.plans, k)
-            if plan.cast is not cast or not plan.fits:
-                continue
-            arrays = [None] * plan.leaf_count
-            objects = [] if plan.objects else None
-            if plan.match(batch, arrays, objects):
-                if k:
-                    self.plans.insert(0, self.plans.pop(k))
-                return plan, arrays, objects
-        return None
+        try:
+            plan = self.find_plan(batch, cast, True)
+            return None if plan is None else (plan, self.arrays, self.objects)
+        finally:
+            self.arrays = self.objects = None
 
     cdef Py_ssize_t stay(self, int k, list arrays, Py_ssize_t base) except -2:
         """Where in the slot an array lies already, unless an earlier array does; else -1."""
@@ -3575,9 +3610,10 @@ cdef class Hand:
     cdef int reserve(self, Py_ssize_t count) except -1:
         cdef int64_t* words
         if count > self.room:
-            words = <int64_t*>PyMem_RawRealloc(self.words, 8 * count)
+            words = <int64_t*>PyMem_RawCalloc(count, 8)
             if words == NULL:
                 raise MemoryError(f"no memory for a layout of {count} numbers")
+            PyMem_RawFree(self.words)
             self.words, self.room = words, count
         return 0
 
@@ -3612,11 +3648,11 @@ cdef class Hand:
         """`lay`; the record is in `fields`."""
         cdef Py_ssize_t base = self.place(0) if self.aimed is not None else aligned(self.used)
         cdef Py_ssize_t end = base
-        cdef Py_ssize_t structure = len(plan.structure)
+        cdef Py_ssize_t structure = plan.text_bytes
         cdef Py_ssize_t count = 0 if buffers is None else len(buffers)
         cdef Py_ssize_t layout = 8 * plan.words
         cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + 8 * (2 * count + 1)
-        cdef Py_ssize_t at, nbytes
+        cdef Py_ssize_t at, nbytes, size
         cdef int64_t* word
         cdef int64_t* table
         cdef int k, i
@@ -3628,16 +3664,18 @@ cdef class Hand:
         for k in range(plan.leaf_count):
             leaf = &plan.leaf[k]
             array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
+            size = leaf.itemsize
+            for i in range(leaf.nd):
+                set_word(&word[1 + i], cnp.PyArray_DIM(array, i))
+                size *= word[1 + i]
             at = -1
             if self.loaned and not leaf.casts and (
                     cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
                 at = self.stay(k, arrays, base)
             if at < 0:
                 at = end
-                end += aligned(leaf.itemsize * cnp.PyArray_SIZE(array))
-            word[0] = at
-            for i in range(leaf.nd):
-                word[1 + i] = cnp.PyArray_DIM(array, i)
+                end += aligned(size)
+            set_word(&word[0], at)
             word += 1 + leaf.nd
         table = word
         for k in range(<int>count):
@@ -3652,6 +3690,7 @@ cdef class Hand:
         else:
             self.place(nbytes - base)
         memory = self.memory
+        memory.inside(0, nbytes)
         word = self.words
         for k in range(plan.leaf_count):
             leaf = &plan.leaf[k]
@@ -3660,8 +3699,8 @@ cdef class Hand:
             word += 1 + leaf.nd
         for k in range(<int>count):
             memory.store_bytes(table[2 * k], buffers[k])
-        memory.put(end, <const char*>plan.structure, structure)
-        memcpy(memory.data + end + structure, self.words, layout)  # `nbytes` are inside
+        memcpy(memory.data + end, plan.text, structure)
+        memcpy(memory.data + end + structure, self.words, layout)
         if pickled is not None:
             memory.put(end + structure + layout, <const char*>pickled, len(pickled))
             memory.put(nbytes - 8 * (2 * count + 1), <const char*>table, 8 * (2 * count + 1))
@@ -3688,25 +3727,28 @@ cdef class Hand:
         cdef cseq_cell* c
         cdef int k
         cdef Plan plan
-        cdef list arrays
         CSEQ_POINT("index")
         if self.aimed is not None or self.loaned:
             return False
-        for k in range(<int>PyList_GET_SIZE(self.plans)):
-            plan = <Plan>PyList_GET_ITEM(self.plans, k)
-            if plan.cast is not self.cast or not plan.fits or plan.objects:
-                continue
-            arrays = [None] * plan.leaf_count
-            if plan.match(batch, arrays, None):
-                break
-        else:
-            return False
-        self.lay_down(plan, arrays, None, None)
+        try:
+            plan = self.find_plan(batch, self.cast, False)
+            if plan is None:
+                return False
+            self.lay_down(plan, self.arrays, None, None)
+        finally:
+            self.forget()
         c = seat.held()
         for k in range(4):
             c.record[k] = self.fields[k]
         seat.deliver(c, 0, self.capacity)
         return True
+
+
+cdef inline void set_word(int64_t* word, int64_t value) noexcept:
+    """Store what differs from the last batch: to copy two words at once right after they were stored
+    would wait for both stores."""
+    if word[0] != value:
+        word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:

@@ -197,7 +197,7 @@ class Indexing:
         self._inlet = inlet
         self._convert = convert
 
-    def __call__(self, seat: Seat) -> None:
+    def work(self, seat: Seat) -> None:
         """Make the present ticket's batch and publish it, or the exception of the indexer."""
         inlet, desk = self._inlet, self._desk
         try:

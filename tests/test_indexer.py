@@ -174,7 +174,7 @@ class Bench:
         self.ring = Ring(Block(ring_bytes(2, 4, 1), zero=True), 2, 4, 1)
         self.seat = Seat(self.ring, INDEXER, 1, last=True)
         self.edge = Objects(2)
-        self.work = indexer.Indexing(made, context.Desk(0, 1, 5), self.edge, convert)
+        self.work = indexer.Indexing(made, context.Desk(0, 1, 5), self.edge, convert).work
 
     def do(self, *indices: int) -> tuple[int, Any]:
         """Post a ticket, work on it, take it: status and object."""

@@ -126,7 +126,7 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
             send_state(sock, NOTED, note.encode())
 
     indexing.indexer = indexer.FirstBatch(indexing, look)
-    run(seat, indexing)
+    run(seat, indexing.work)
     desk.rise()
     indexer.dispose(worker, made, copied=True)
 

@@ -146,7 +146,7 @@ class ThreadPool(Fed):
         indexing = indexer.Indexing(made, desk, self._edge, convert=self._converter())
         indexing.indexer = indexer.FirstBatch(indexing, self._look)
         try:
-            run(seat, indexing)
+            run(seat, indexing.work)
         finally:
             desk.rise()
             indexer.dispose(job.worker, made, copied=False)
