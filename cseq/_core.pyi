@@ -314,7 +314,7 @@ class Consumer:
         slots: Slots | None = None,
         extend: Callable[[], None] | None = None,
         discard: Callable[[int], None] | None = None,
-        small: tuple[dict[int, Mapping], Reader, int, Callable[[int, int, int], Memory]]
+        small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
         | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,

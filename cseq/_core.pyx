@@ -2243,7 +2243,7 @@ cdef class Consumer:
     small : tuple, optional
         ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded
         in C; arrays of at most `most` bytes together are copied, and others are views of what
-        `lend` (see `Arena`) returns. `mapped` has the `Mapping` of each slot.
+        `lend` (see `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
     convert : callable, optional
         Applied to the batch as the last part of decoding it; `read` does so itself.
     leaf_for : callable, optional
@@ -2265,7 +2265,7 @@ cdef class Consumer:
     cdef bint ordered, skip_errors
     cdef list objects
     cdef Slots slots
-    cdef dict mapped
+    cdef list mapped
     cdef Reader reader
     cdef Py_ssize_t most
     cdef object lend
@@ -2485,6 +2485,7 @@ cdef class Consumer:
 
     cdef object decode_slot(self, cseq_cell* c, bint whole, bint leaves):
         """The batch in a cell's slot, if its structure is known; else UNREAD."""
+        cdef list mapped
         cdef Mapping slot
         cdef Plan plan
         cdef Memory memory
@@ -2493,7 +2494,10 @@ cdef class Consumer:
         cdef bint small = f[0] <= <uint64_t>self.most
         if c.stage or self.mapped is None or not f[1] or not (whole or (small and not f[3])):
             return UNREAD
-        slot = self.mapped.get(c.slot)
+        mapped = self.mapped
+        if c.slot >= <uint64_t>len(mapped):
+            return UNREAD
+        slot = mapped[c.slot]
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
         # Some small batches go through the arena, which counts them, so that their slots can shrink.

@@ -549,8 +549,8 @@ class Arena:
         In bytes.
     copies : int
         Batches copied because too many were held; small ones, which always are, do not count.
-    mapped : dict of int to Mapping
-        The present mapping of every slot that was looked at.
+    mapped : list of Mapping or None
+        The present mapping of every slot, if it was looked at.
     slots : Slots
         Their states and sizes.
     """
@@ -569,7 +569,7 @@ class Arena:
         self.segment = Segment.for_slots()
         self.copies = 0
         self.slots = Slots(0)
-        self.mapped: dict[int, Mapping] = {}
+        self.mapped: list[Mapping | None] = []
         self._need = Need()
         self._room = self.segment.width  # slots of more than `slots.most` bytes shrink to this
         self._top_before = -1  # the highest slot taken in the last window
@@ -686,7 +686,7 @@ class Arena:
         with self._turn:
             if self._need.add(used):
                 self._tidy()
-            mapping = self.mapped.get(slot)
+            mapping = self.mapped[slot]
             if mapping is None or mapping.nbytes < capacity:
                 mapping = self._map(slot, capacity)
             self.slots.resize(slot, capacity)
@@ -694,7 +694,7 @@ class Arena:
 
     def close(self) -> None:
         """Close the file; leases keep their part of it. Closing twice is fine."""
-        self.mapped.clear()
+        self.mapped[:] = [None] * len(self.mapped)
         self.segment.close()
 
     def _extend(self) -> None:
@@ -703,6 +703,7 @@ class Arena:
         count = min(max(16, made // 4), self.segment.slots - made)
         if count <= 0:
             raise MemoryError(f"all {made} slots of shared memory are in use: hold fewer batches")
+        self.mapped += [None] * (made + count - len(self.mapped))
         self.slots.extend(count)
 
     def _map(self, slot: int, capacity: int) -> Mapping:
@@ -717,7 +718,7 @@ class Arena:
 
     def _unmap(self, slot: int) -> None:
         """Drop a mapping: the slot is TAKEN, so no lease refers to the mapping."""
-        before = self.mapped.pop(slot, None)
+        before, self.mapped[slot] = self.mapped[slot], None
         if before is not None and self._locks is not None:
             self._locks.unregister(before)
 

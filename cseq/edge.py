@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         slots: Slots
         extend: Callable[[], None]
         discard: Callable[[int], None]
-        small: tuple[dict[int, Mapping], Reader, int, Callable[[int, int, int], Memory]]
+        small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
 
 
 __all__ = [

@@ -281,7 +281,7 @@ class Slotted:
         os.ftruncate(fd, 8 * PAGE)
         self.slots = Slots()
         self.slots.extend(count)
-        self.mapped = {slot: Mapping(fd, slot * PAGE, PAGE) for slot in range(8)}
+        self.mapped = [Mapping(fd, slot * PAGE, PAGE) for slot in range(8)]
         os.close(fd)
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.seat = Seat(self.ring, 0, 1, last=True)
