@@ -18,6 +18,9 @@ PARK_NS: Final[int]
 INPUT: Final[int]
 MIDDLE: Final[int]
 OUTPUT: Final[int]
+ITEMS: Final[int]
+BEGIN: Final[int]
+CALL: Final[int]
 
 @disjoint_base
 class Memory:

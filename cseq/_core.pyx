@@ -2693,10 +2693,12 @@ cdef class BatchIterator:
 # ── the trainer's end of a stream's ring ───────────────────────────────────────────────────
 
 cdef enum:
-    ITEMS = 0           # what a ticket asks for; see producer.py
-    BEGIN = 1
-    CALL = 2
+    ASK_ITEMS = 0       # what a ticket asks for; see producer.py
+    ASK_BEGIN = 1
+    ASK_CALL = 2
     REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
+
+ITEMS, BEGIN, CALL = ASK_ITEMS, ASK_BEGIN, ASK_CALL
 
 cdef uint64_t TICKET_BYTES = 1 << 16    # what a ticket of several items should take at most
 cdef uint64_t TICKET_NS = 5_000_000     # and how long it should
@@ -2976,7 +2978,7 @@ cdef class StreamConsumer:
         while self.has_room(leaving):
             slot = self.find_slot()
             if slot >= 0:
-                self.append(ITEMS, self.count, slot)
+                self.append(ASK_ITEMS, self.count, slot)
         if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
             self.wake()
         return 0
@@ -3010,7 +3012,7 @@ cdef class StreamConsumer:
         self.failed = ""
         self.over = False
         self.names[cell] = name
-        self.append(BEGIN, 0, slot)
+        self.append(ASK_BEGIN, 0, slot)
         self.request(0)
         self.wake()
         return cell, ticket
@@ -3040,7 +3042,7 @@ cdef class StreamConsumer:
                 raise RuntimeError("a worker is busy with two calls, which it never should be")
         self.names[cell] = name
         ticket = self.ticket
-        self.post(cell, CALL, 0, slot, call)
+        self.post(cell, ASK_CALL, 0, slot, call)
         self.calling = <int>cell
         self.wake()
         return cell, ticket

@@ -668,9 +668,9 @@ class Arena:
         """
         if used <= SMALL:
             return self.copy(slot, used, capacity)
-        mapping = self.look(slot, capacity, used)
         lease: Memory | None = None
         with self._turn:
+            mapping = self._look(slot, capacity, used)
             if self._may_lease(capacity):
                 lease = self.slots.lend(slot, mapping, used)
             else:
@@ -684,18 +684,22 @@ class Arena:
     def look(self, slot: int, capacity: int, used: int = 0) -> Mapping:
         """Return the memory of a taken slot itself, valid for as long as the slot stays taken."""
         with self._turn:
-            if self._need.add(used):
-                self._tidy()
-            mapping = self.mapped[slot]
-            if mapping is None or mapping.nbytes < capacity:
-                mapping = self._map(slot, capacity)
-            self.slots.resize(slot, capacity)
-            return mapping
+            return self._look(slot, capacity, used)
 
     def close(self) -> None:
         """Close the file; leases keep their part of it. Closing twice is fine."""
         self.mapped[:] = [None] * len(self.mapped)
         self.segment.close()
+
+    def _look(self, slot: int, capacity: int, used: int) -> Mapping:
+        """Return the memory of a taken slot, and count its batch."""
+        if self._need.add(used):
+            self._tidy()
+        mapping = self.mapped[slot]
+        if mapping is None or mapping.nbytes < capacity:
+            mapping = self._map(slot, capacity)
+        self.slots.resize(slot, capacity)
+        return mapping
 
     def _extend(self) -> None:
         """Make more slots: some at first, then a quarter more each time."""

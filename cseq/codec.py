@@ -38,7 +38,7 @@ import numpy as np
 from numpy import ndarray
 
 from cseq import payload
-from cseq._core import ALIGNMENT, LONG, Plan, Reader
+from cseq._core import LONG, Plan, Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -50,7 +50,7 @@ Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
 Leaf: TypeAlias = tuple[Dtype, int, bool]  # dtype, dimensions, Fortran order
 
-__all__ = ["ALIGNMENT", "LONG", "Record", "castable", "decode", "encode", "map_leaves", "used"]
+__all__ = ["LONG", "Record", "castable", "decode", "encode", "map_leaves", "used"]
 
 BYTE = np.dtype(np.uint8)
 MAX_DEPTH = 100  # containers inside one another
@@ -562,11 +562,6 @@ def _labelled(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 # -- reading ------------------------------------------------------------------------------------
-
-
-def decode_copy(memory: Memory, record: tuple[int, ...], most: int) -> Any:
-    """Read a batch of at most `most` bytes as copies of its own, or return None."""
-    return None if used(record) > most else decode(memory, record, copied=True)
 
 
 def _parse(structure: bytes) -> Plan:

@@ -227,11 +227,10 @@ class SlotReader:
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
-        batch = codec.decode_copy(self._arena.look(slot, capacity), record, SMALL)
-        if batch is not None:  # a batch that is None is decoded below
-            return batch
-        memory = self._arena.lend(slot, codec.used(record), capacity)
-        return codec.decode(memory, record)
+        used = codec.used(record)
+        if used <= SMALL:
+            return codec.decode(self._arena.look(slot, capacity, used), record, copied=True)
+        return codec.decode(self._arena.lend(slot, used, capacity), record)
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cseq import codec, context, failure, indexer, payload
-from cseq._core import Block, Seat, copy_of, now_ns
+from cseq._core import BEGIN, CALL, ITEMS, Block, Seat, copy_of, now_ns
 from cseq.arena import Writer
 from cseq.edge import SlotWriter
 from cseq.keeper import FAILED, READY, send_state
@@ -55,7 +55,6 @@ __all__ = [
 
 ENTRY = "cseq.producer:main"
 
-ITEMS, BEGIN, CALL = 0, 1, 2  # what a ticket asks for
 CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests among the cell's words
 SINCE = 12  # which of them is the time (`now_ns`) at which the worker began the present item
 MOST = 64  # items that one ticket can ask for; also the room for words in a cell
