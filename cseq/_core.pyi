@@ -103,7 +103,7 @@ class Reader:
     ) -> Self: ...
     def decode(self, memory: Memory, record: Sequence[int], copied: bool = False) -> Any: ...
 
-@disjoint_base
+@final
 class Slots:
     def __new__(cls, capacity: int = 0) -> Self: ...
     @property
@@ -174,7 +174,7 @@ class Order:
 
 def ring_bytes(capacity: int, batch_size: int, runners: int) -> int: ...
 
-@disjoint_base
+@final
 class Ring:
     memory: Final[Memory]
     arena: Slots | None
@@ -236,7 +236,7 @@ class Ring:
     def alarm(self) -> None: ...
     def close(self) -> None: ...
 
-@disjoint_base
+@final
 class Seat:
     ring: Final[Ring]
     stage: Final[int]
