@@ -183,8 +183,6 @@ def epoch(manager: Any, state: str = "null") -> list[Any]:
         manager.load_state_dict(json.loads(state))
     with manager.start() as batches:
         found = list(batches)
-    del manager, batches
-    gc.collect()  # an indexer that was given as it is may hold what can be open only once
     return found
 
 
@@ -195,8 +193,6 @@ def state_after(count: int, manager: Any) -> str:
         for _ in range(count):
             next(taken)
         state = json.dumps(manager.state_dict())
-    del manager, batches, taken
-    gc.collect()
     return state
 
 
