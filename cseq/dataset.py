@@ -41,7 +41,8 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
         Makes a batch of the list of its samples, in the worker. None: as torch's
         ``default_collate``, but what is no tensor becomes an array. Tensors are stacked, and so
         are arrays and numbers; dicts, lists, tuples and named tuples are collated value by value
-        (a tuple becomes a list); strings and bytes stay a list.
+        (a tuple becomes a list); strings and bytes stay a list. Large arrays are copied into the
+        batch one by one, as their samples are fetched.
 
     Raises
     ------
