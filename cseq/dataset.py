@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from cseq import context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -20,6 +20,7 @@ __all__ = ["DatasetIndexer", "from_dataset"]
 Samples: TypeAlias = "Sequence[Any]"
 
 IN_PLACE = 16384  # bytes from which a stacked array is made where the batch is going to lie
+LARGE = 65536  # bytes of one sample's array, from which it goes there as soon as it was fetched
 
 
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
@@ -40,7 +41,8 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
         Makes a batch of the list of its samples, in the worker. None: as torch's
         ``default_collate``, but what is no tensor becomes an array. Tensors are stacked, and so
         are arrays and numbers; dicts, lists, tuples and named tuples are collated value by value
-        (a tuple becomes a list); strings and bytes stay a list.
+        (a tuple becomes a list); strings and bytes stay a list. Large arrays are copied into the
+        batch one by one, as their samples are fetched.
 
     Raises
     ------
@@ -97,26 +99,30 @@ class DatasetIndexer:
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
         """Return the batch of these indices."""
         numbers: list[int] = indices.tolist()
-        samples = self._samples(numbers)
+        dataset = self.dataset
+        if hasattr(dataset, "__getitems__"):
+            samples = list(dataset.__getitems__(numbers))
+        elif self.collate is default_collate:
+            samples = _with_rows(self._samples(numbers), len(numbers))
+        else:
+            samples = list(self._samples(numbers))
         try:
             return self.collate(samples)
         except Exception as error:
             _note(error, f"cseq: collating {len(samples)} samples, of indices {numbers[:16]}")
             raise
 
-    def _samples(self, numbers: list[int]) -> list[Any]:
-        """Fetch samples, together where the data set can."""
+    def _samples(self, numbers: list[int]) -> Iterator[Any]:
+        """Fetch samples, one by one."""
         dataset = self.dataset
-        if hasattr(dataset, "__getitems__"):
-            return list(dataset.__getitems__(numbers))
-        samples = []
         for number in numbers:
             try:
-                samples.append(dataset[number])
+                sample = dataset[number]
             except Exception as error:
                 _note(error, f"cseq: sample {number} of {type(dataset).__name__}")
                 raise
-        return samples
+            yield sample
+            del sample  # it is dropped before the next one is made
 
 
 def _note(error: BaseException, note: str) -> None:
@@ -138,6 +144,8 @@ def default_collate(samples: Samples) -> Any:
     first = samples[0]
     if isinstance(first, (str, bytes)):
         return list(samples)
+    if isinstance(first, _Row):
+        return _stack_rows(samples)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
         return _stack_tensors(torch, samples)
@@ -194,28 +202,155 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
     plain = first.dtype.hasobject is False and all(each.dtype == first.dtype for each in arrays)
     if not plain or first.nbytes * len(arrays) < IN_PLACE:
         return np.stack(arrays)
-    out = context.empty((len(arrays), *first.shape), first.dtype)
-    return np.stack(arrays, out=out)
+    return np.stack(arrays, out=_room_for_arrays(first, len(arrays)))
 
 
 def _stack_tensors(torch: Any, tensors: Samples) -> Any:
     """Stack tensors; in the batch's slot if they are large."""
     first = tensors[0]
     _check_shapes(tensors)
-    nbytes = first.element_size() * first.numel() * len(tensors)
-    if nbytes < IN_PLACE or not all(
-        each.dtype == first.dtype
-        and each.device.type == "cpu"
-        and each.layout == torch.strided
-        and not each.requires_grad
-        and not each.is_quantized
-        for each in tensors
+    if first.nbytes * len(tensors) < IN_PLACE or not all(
+        each.dtype == first.dtype and _is_plain(torch, each) for each in tensors
     ):
         return torch.stack(tuple(tensors))
-    room = torch.from_numpy(context.empty(nbytes, np.uint8))
-    out = room.view(first.dtype).view(len(tensors), *first.shape)
     # As plain tensors: a subclass (torchvision's Image) would make the batch one of its own kind.
-    return torch.stack([each.as_subclass(torch.Tensor) for each in tensors], out=out)
+    return torch.stack(
+        [each.as_subclass(torch.Tensor) for each in tensors],
+        out=_room_for_tensors(torch, first, len(tensors)),
+    )
+
+
+def _is_plain(torch: Any, tensor: Any) -> bool:
+    """Whether a tensor is nothing but its elements, in this process's memory."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+    )
+
+
+def _room_for_arrays(first: NDArray[Any], count: int) -> NDArray[Any]:
+    """Make an array in the slot that holds so many like the first one."""
+    return context.empty((count, *first.shape), first.dtype)
+
+
+def _room_for_tensors(torch: Any, first: Any, count: int) -> Any:
+    """Make a tensor in the slot that holds so many like the first one."""
+    room = torch.from_numpy(context.empty(first.nbytes * count, np.uint8))
+    return room.view(first.dtype).view(count, *first.shape)
+
+
+# -- large arrays, stacked while the samples are fetched
+
+
+class _Stack:
+    """A batch's array, into which large arrays of one place in the samples go one by one.
+
+    Parameters
+    ----------
+    first : array or tensor
+    count : int
+        Samples in the batch.
+    """
+
+    def __init__(self, first: Any, count: int) -> None:
+        self._kind = type(first)
+        self._shape, self._dtype = first.shape, first.dtype
+        self._torch = torch = None if isinstance(first, np.ndarray) else sys.modules["torch"]
+        self.whole = (
+            _room_for_arrays(first, count)
+            if torch is None
+            else _room_for_tensors(torch, first, count)
+        )
+
+    def put(self, array: Any, number: int) -> Any:
+        """Copy the array of a sample to its row, and return the row; or the array as it is."""
+        if type(array) is not self._kind or (array.shape, array.dtype) != (
+            self._shape,
+            self._dtype,
+        ):
+            return array
+        torch = self._torch
+        if torch is None:
+            self.whole[number] = array
+        elif _is_plain(torch, array):
+            self.whole[number].copy_(array.as_subclass(torch.Tensor))
+        else:
+            return array
+        return _Row(self, number)
+
+
+class _Row(NamedTuple):
+    """Stands for the array of a sample that was copied into its batch."""
+
+    stack: _Stack
+    number: int
+
+
+# Where in a sample the stacks are: one in its place, or by key or position in a dict, tuple, list.
+_Plan: TypeAlias = "_Stack | dict[Any, _Plan]"
+
+
+def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
+    """Fetch samples, with rows in the place of large arrays: these are not held beside the batch.
+
+    Other arrays, and all that differs from the first sample, are left to `default_collate`.
+    """
+    samples: list[Any] = []
+    plan: _Plan = {}
+    for sample in fetched:
+        if not samples:
+            plan = _plan(sample, count)
+        samples.append(_taken(sample, len(samples), plan) if plan else sample)
+        del sample
+    return samples
+
+
+def _plan(sample: Any, count: int) -> _Plan:
+    """Make stacks for the large arrays of the first sample."""
+    if isinstance(sample, np.ndarray):
+        large = sample.nbytes >= LARGE and not sample.dtype.hasobject
+        return _Stack(sample, count) if large else {}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(sample, torch.Tensor):
+        large = _is_plain(torch, sample) and sample.nbytes >= LARGE
+        return _Stack(sample, count) if large else {}
+    kind = type(sample)
+    if kind is not dict and kind not in (tuple, list):
+        return {}
+    plans = {
+        key: _plan(part, count)
+        for key, part in (sample.items() if kind is dict else enumerate(sample))
+    }
+    return {key: plan for key, plan in plans.items() if plan}
+
+
+def _taken(sample: Any, number: int, plan: _Plan) -> Any:
+    """Copy what the plan names; return the sample with rows in its place."""
+    if isinstance(plan, _Stack):
+        return plan.put(sample, number)
+    kind = type(sample)
+    if kind is dict:
+        if not plan.keys() <= sample.keys():
+            return sample
+        taken: Any = dict(sample)
+    elif kind in (tuple, list) and len(sample) > max(plan):
+        taken = list(sample)
+    else:
+        return sample
+    for key, part in plan.items():
+        taken[key] = _taken(taken[key], number, part)
+    return tuple(taken) if kind is tuple else taken
+
+
+def _stack_rows(parts: Samples) -> Any:
+    """Return the stack that the parts are rows of, or stack rows and others."""
+    stack = parts[0].stack
+    if all(isinstance(part, _Row) for part in parts):
+        return stack.whole
+    arrays = [part.stack.whole[part.number] if isinstance(part, _Row) else part for part in parts]
+    return default_collate(arrays)
 
 
 def _check_shapes(arrays: Samples) -> None:

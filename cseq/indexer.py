@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq import failure
+from cseq.converter import explain_cast
 from cseq.dataset import DatasetIndexer
 
 if TYPE_CHECKING:
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
 
     from cseq._core import Seat
     from cseq.context import Desk
+    from cseq.converter import Output
     from cseq.edge import Inlet
     from cseq.seeding import Seeds
 
 __all__ = [
-    "FirstBatch",
     "Indexer",
     "Indexing",
+    "LabelHint",
     "advised",
     "build",
     "check_worker",
@@ -156,15 +159,35 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
         log.exception("close() of an indexer raised; it was made by %r", worker)
 
 
-class FirstBatch:
-    """Stands in for an indexer until its first call: passes the first batch to `look`.
+class LabelHint:
+    """Tells of labels that become floats: once, for all runners that share it.
 
     Parameters
     ----------
-    owner : object
-        Its attribute `indexer` is this, and becomes the indexer.
-    look : callable
+    output : Output
+        What batches become.
+    tell : callable
+        Gets the text.
     """
+
+    def __init__(self, output: Output, tell: Callable[[str], object]) -> None:
+        self._output = output
+        self._tell = tell
+        self._untold = threading.Lock()  # the thread that acquires it tells
+
+    def watch(self, owner: Any) -> None:
+        """Look at the first batch of a runner, which has its indexer in the attribute `indexer`."""
+        owner.indexer = _FirstBatch(owner, self._look)
+
+    def _look(self, batch: Any) -> None:
+        """Look at a batch."""
+        note = explain_cast(batch, self._output)
+        if note is not None and self._untold.acquire(blocking=False):
+            self._tell(note)
+
+
+class _FirstBatch:
+    """Stands in for the indexer of `owner` until its first call: passes the batch to `look`."""
 
     def __init__(self, owner: Any, look: Callable[[Any], None]) -> None:
         self._owner = owner

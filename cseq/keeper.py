@@ -364,6 +364,7 @@ class Keeper:
         if not self._gone:
             raise RuntimeError("worker processes were killed and do not end")
         self._thread.join(time.monotonic() + LAST_GRACE)
+        self._local = None  # it is the user's, and a keeper is part of a cycle
         for ward in self._wards.values():  # if the thread broke, none was reaped
             ward.child.sock.close()
             ward.stacks = None

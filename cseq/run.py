@@ -13,11 +13,16 @@ import os
 import threading
 import time
 import weakref
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from cseq.threads import Latch
 
-__all__ = ["Run", "await_closings", "close_with"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
+
+NAME = "cseq-close"  # of the threads that close what was dropped
 
 EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
 TURN_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
@@ -86,33 +91,43 @@ _closings: set[Latch] = set()  # of runs whose owners were dropped, until they a
 
 
 def close_with(owner: object, run: Run[Any]) -> weakref.finalize[..., Any]:
-    """Close a run when its owner is dropped, or the interpreter ends; `detach` undoes this.
-
-    Garbage collection can happen on any thread, between any two instructions, so it does not wait:
-    another thread closes the run. The interpreter's end waits for that thread.
-    """
-    finalizer = weakref.finalize(owner, _drop, run)
+    """Close a run when its owner is dropped, or the interpreter ends; `detach` undoes this."""
+    finalizer = weakref.finalize(owner, close_elsewhere, run.close)
     finalizer.atexit = False  # `_close_all` sees to that
     return finalizer
 
 
-def _drop(run: Run[Any]) -> None:
-    """Close a run on another thread."""
+def close_elsewhere(close: Callable[[], object]) -> None:
+    """Call `close` on another thread, and do not wait for it: for what is dropped.
+
+    Garbage collection can happen on any thread, between any two instructions, so it must not wait.
+    The interpreter's end does.
+    """
     closed = Latch()
     _closings.add(closed)
 
-    def close() -> None:
+    def work() -> None:
         try:
-            run.close()
+            close()
         finally:
             _closings.discard(closed)
             closed.set()
 
-    # Not a `threading.Thread`: its start takes locks that this very thread may hold.
+    def begin() -> None:
+        # What is closed may ask for its thread, which `threading` is to know: else it would make
+        # up one that stays in its list.
+        _begun_or_done(lambda: threading.Thread(target=work, name=NAME, daemon=True).start(), work)
+
+    # Not at once: the start of a `threading.Thread` takes locks that this very thread may hold.
+    _begun_or_done(lambda: _thread.start_new_thread(begin, ()), work)
+
+
+def _begun_or_done(begin: Callable[[], object], work: Callable[[], None]) -> None:
+    """Begin a thread; if the system has no more, do its work here."""
     try:
-        _thread.start_new_thread(close, ())
-    except RuntimeError:  # the system has no more threads
-        close()
+        begin()
+    except RuntimeError:
+        work()
 
 
 def await_closings(seconds: float) -> None:

@@ -171,7 +171,8 @@ class MSequence(Generic[B_co]):
     worker : class, callable or indexer
         A class, or any callable without arguments, that makes an indexer: an object with
         ``__getitem__(indices) -> batch``, where `indices` is a one-dimensional ``int64`` array of
-        its own. Called once in every worker process or thread. An object that already has
+        its own. Called once in every worker process or thread, in threads one after another. An
+        object that already has
         ``__getitem__`` (an array, a data set) is taken too, and copied to the processes. If the
         indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional

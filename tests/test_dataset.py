@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -196,6 +197,98 @@ def test_large_arrays(kind: Kind) -> None:
         assert whole[:, 0, 0].tolist() == mixed[:, 3999].tolist()
 
 
+class Watched(np.ndarray):
+    """An array that can be referred to weakly."""
+
+
+class Held(Squares):
+    """Samples with a large array; counts how many of these are alive at a time."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__(8)
+        self.wrap = wrap
+        self.made: list[weakref.ref[Any]] = []
+        self.most = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.most = max(self.most, sum(each() is not None for each in self.made))
+        array = np.full((100, 200), index, np.float64).view(Watched)
+        self.made.append(weakref.ref(array))
+        return self.wrap(array, index)
+
+
+WRAPS = {
+    "bare": lambda array, _: array,
+    "tuple": lambda array, number: (array, number),
+    "list": lambda array, number: [number, array],
+    "dict": lambda array, number: {"data": {"x": (array, number)}, "label": number},
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_large_arrays_are_not_held_beside_the_batch(wrap: Any) -> None:
+    """Each goes into the batch before the next is fetched; the batch is as of samples together."""
+    dataset = Held(wrap)
+    batch = cseq.from_dataset(dataset)[np.arange(8)]
+    assert dataset.most == 0
+    want = default_collate([dataset[number] for number in range(8)])
+    assert dataset.most == 8 - 1
+    assert type(batch) is type(want)
+    assert_same(batch, want)
+
+
+BIG = np.zeros((100, 200))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [BIG, BIG + 1, np.ones((100, 200), np.float32), BIG],
+        [BIG, BIG.astype(np.complex64)],
+        [(BIG, 1), [BIG + 1, 2], (BIG, 3)],
+        [{"a": BIG, "b": 1}, {"b": 2, "a": BIG + 1}],
+        [[BIG, [BIG + 2, "x"]], [BIG + 1, [BIG, "y"]]],
+        [Pair(BIG, 1), Pair(BIG + 1, 2)],
+        [(BIG, np.zeros(20_000, object)), (BIG, np.ones(20_000, object))],
+    ],
+)
+def test_large_arrays_that_differ(samples: list[Any]) -> None:
+    """What is not like in the first sample is collated as without large arrays."""
+    assert_same(_by_index(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ([BIG, BIG[1:]], "shape"),
+        ([(BIG, 1), (BIG,)], "length"),
+        ([(1, BIG), (1,)], "length"),
+        ([{"a": BIG}, {"b": BIG}], "keys"),
+        ([{"a": BIG}, {"a": BIG, "b": 1}], "keys"),
+    ],
+)
+def test_large_arrays_that_cannot_be_stacked(samples: list[Any], text: str) -> None:
+    """The error is that of other samples."""
+    with pytest.raises(ValueError, match=f"differ in.*{text}|differ in their {text}"):
+        _by_index(samples)
+
+
+class _Listed:
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def _by_index(samples: list[Any]) -> Any:
+    """Collate samples that are fetched one by one."""
+    return cseq.from_dataset(_Listed(samples))[np.arange(len(samples))]
+
+
 TORCH = """
 import numpy as np
 import torch
@@ -208,7 +301,11 @@ class Images(Dataset):
     def __getitem__(self, index):
         image = torch.full((3, 40, 40), index, dtype=torch.uint8)
         half = torch.full((100, 100), index, dtype=torch.bfloat16)
+        large = torch.full((200, 300), index, dtype=torch.bfloat16 if index < 12 else torch.half)
+        grad = torch.full((200, 300), float(index), requires_grad=index == 9)
+        view = torch.full((300, 200), float(index)).t()
         return {"image": image, "half": half, "label": index, "small": torch.tensor(index),
+                "large": large, "rows": (grad, [view, index]),
                 "weight": index / 2, "array": np.full(2, index), "name": str(index)}
 
 def same(a, b):

@@ -72,6 +72,7 @@ def test_every_way_of_loading_is_measured(tmp_path: Path) -> None:
         "cseq fork",
         "cseq threads",
         "DataLoader",
+        "DataLoader forkserver",
     ]
     for way in one["ways"]:
         [figures] = way["rounds"]

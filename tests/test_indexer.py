@@ -13,6 +13,7 @@ from kinds import FEW, INLINE, Kind, by_name
 
 from cseq import context, indexer
 from cseq._core import Block, Ring, Seat, ring_bytes
+from cseq.converter import Output
 from cseq.edge import Objects
 from cseq.stage import BATCH, INDEXER, RAISED
 
@@ -216,3 +217,24 @@ def test_indexing_of_one_that_raises(error: BaseException) -> None:
     bench = Bench(np.arange(10), convert)
     assert bench.do(1) == (RAISED, error)
     assert bench.do(1) == (RAISED, error)
+
+
+class Owner:
+    """Has an indexer."""
+
+    indexer: Any
+
+
+def test_labels_are_told_of_once() -> None:
+    """Runners that share a hint tell once, at a first batch; the indexer is then in its place."""
+    told: list[str] = []
+    hint = indexer.LabelHint(Output("cpu", dtype=np.dtype("float32")), told.append)
+    labels = {"x": np.zeros(3), "label": np.arange(3)}
+    owners = [Owner(), Owner(), Owner()]
+    for owner, batch in zip(owners, (np.zeros(3), labels, labels), strict=True):
+        owner.indexer = made = [batch]
+        hint.watch(owner)
+        assert owner.indexer[0] is batch
+        assert owner.indexer is made
+    assert len(told) == 1
+    assert "int64 of shape (3,)" in told[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import weakref
@@ -442,6 +443,122 @@ def test_started_again(kind: Kind) -> None:
         with kind.begin(manager) as started:
             got += list(started)
     assert_same(got, want)
+
+
+def test_threads_make_their_indexers_in_turn() -> None:
+    """One after another, in the threads' order: some libraries cannot open data in two at once."""
+    making = threading.Lock()
+    all_here = threading.Barrier(4)
+    made = []
+
+    class Exclusive:
+        def __init__(self) -> None:
+            if not making.acquire(blocking=False):
+                raise RuntimeError("made by two threads at once")
+            threading.Event().wait(0.05)  # a concurrent start would come now
+            made.append(worker_number())
+            making.release()
+
+        def __getitem__(self, indices: Any) -> Any:
+            all_here.wait(60)
+            return indices
+
+    with THREAD.start(Exclusive, 4, num_workers=4, batch_size=1) as manager:
+        assert len(list(manager)) == 4
+    assert made == [0, 1, 2, 3]
+
+
+def worker_number() -> int:
+    """The number of the worker that runs this."""
+    info = cseq.worker_info()
+    assert info is not None
+    return info.number
+
+
+def test_threads_make_no_indexer_after_one_has_failed() -> None:
+    """The first one's exception is raised, and the others are not made any more."""
+    tried = []
+
+    class Failing:
+        def __init__(self) -> None:
+            tried.append(worker_number())
+            raise LookupError(f"no data set {worker_number()}")
+
+        def __getitem__(self, indices: Any) -> Any:
+            return indices
+
+    with (
+        THREAD.start(Failing, 100, num_workers=3) as manager,
+        pytest.raises(LookupError, match="no data set 0"),
+    ):
+        list(manager)
+    assert tried == [0]
+
+
+def test_finish_while_an_indexer_is_made(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that wait for their turn end; the one that makes an indexer is left behind."""
+    monkeypatch.setattr("cseq.pools.thread.CLOSE_SECONDS", 1.5)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            begun.set()
+            go_on.wait(60)
+
+        def __getitem__(self, indices: Any) -> Any:
+            return indices
+
+    manager = THREAD.start(Slow, 100, num_workers=3)
+    assert begun.wait(60)
+    manager.finish()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    go_on.set()
+    assert "threads ['cseq-w0'] did not end" in warning
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage collection."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("taken", [0, 1, 10])
+@pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
+def test_no_indexer_outlives_finish(kind: Kind, taken: int) -> None:
+    """Indexers that the manager has made die with `finish`, also those that made no batch."""
+    made: list[weakref.ref[Any]] = []
+
+    class Watched:
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+        def __getitem__(self, indices: Any) -> Any:
+            return indices
+
+    manager = kind.start(Watched, 40, batch_size=4, num_workers=3)
+    assert len(list(itertools.islice(manager, taken))) == taken
+    manager.finish()
+    assert [each() for each in made] == [None] * len(made)
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("taken", [0, 1, 10])
+@every_kind
+def test_no_object_outlives_its_manager(kind: Kind, taken: int) -> None:
+    """An indexer that was given dies with its manager once that is finished."""
+    given = Indices1()
+    gone = weakref.ref(given)
+    manager = kind.start(given, 40, batch_size=4)
+    assert len(list(itertools.islice(manager, taken))) == taken
+    manager.finish()
+    del given, manager
+    assert gone() is None
 
 
 # -- trouble

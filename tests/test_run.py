@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cseq import run
 from cseq.launcher import start_methods
 
 if TYPE_CHECKING:
@@ -100,3 +102,27 @@ def test_the_interpreters_end_waits_for_all(run_script: RunScript, what: str) ->
     assert done.stdout == "True\n", done.stderr
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_dropped_is_closed_on_a_thread_that_is_known() -> None:
+    """`threading` knows the thread while it closes, and makes up none that stays in its list."""
+    before = set(threading.enumerate())
+    names = []
+    run.close_elsewhere(lambda: names.append(threading.current_thread().name))
+    run.await_closings(60)
+    assert names == ["cseq-close"]
+    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"cseq-close"}
+
+
+@pytest.mark.parametrize("starts", ["_thread.start_new_thread", "threading.Thread.start"])
+def test_no_more_threads(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no more threads, what is dropped is closed all the same, and once."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closed = []
+    monkeypatch.setattr(starts, refuse)
+    run.close_elsewhere(lambda: closed.append(1))
+    run.await_closings(60)
+    assert closed == [1]

@@ -7,7 +7,7 @@ from functools import partial
 import datasets
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
@@ -48,10 +48,10 @@ def collate(rows):
     return tokens, torch.stack([row["label"] for row in rows])
 
 
-def theirs(folder):
+def theirs(folder, options):
     """The data set in torch's format, padded in `collate_fn`."""
     dataset = datasets.load_from_disk(folder).with_format("torch")
-    return DataLoader(dataset, BATCH, collate_fn=collate, **THEIRS)
+    return DataLoader(dataset, BATCH, collate_fn=collate, **options)
 
 
 if __name__ == "__main__":

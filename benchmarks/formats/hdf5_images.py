@@ -7,7 +7,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.utils.data import DataLoader, Dataset
 
 IMAGES = scaled(4096, 64)
@@ -58,9 +58,9 @@ class ImageDataset(Dataset):
         return self.file["images"][index], self.file["labels"][index]
 
 
-def theirs(folder):
+def theirs(folder, options):
     """The file is opened by each worker, at its first sample."""
-    return DataLoader(ImageDataset(folder), BATCH, **THEIRS)
+    return DataLoader(ImageDataset(folder), BATCH, **options)
 
 
 if __name__ == "__main__":

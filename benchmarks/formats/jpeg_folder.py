@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
@@ -47,9 +47,9 @@ def ours(kind, folder, options):
     return kind(cseq.from_dataset(dataset), batch_size=BATCH, **options)
 
 
-def theirs(folder):
+def theirs(folder, options):
     """The same data set."""
-    return DataLoader(ImageFolder(folder, transform=AUGMENTATION), BATCH, **THEIRS)
+    return DataLoader(ImageFolder(folder, transform=AUGMENTATION), BATCH, **options)
 
 
 if __name__ == "__main__":

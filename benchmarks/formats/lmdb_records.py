@@ -7,7 +7,7 @@ from functools import partial
 import lmdb
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.utils.data import DataLoader, Dataset
 
 RECORDS = scaled(20_000, 100)
@@ -60,9 +60,9 @@ class RecordDataset(Dataset):
             return torch.frombuffer(bytearray(records.get(b"%08d" % index)), dtype=torch.float32)
 
 
-def theirs(folder):
+def theirs(folder, options):
     """One transaction a sample; each worker opens the database at its first one."""
-    return DataLoader(RecordDataset(folder), BATCH, **THEIRS)
+    return DataLoader(RecordDataset(folder), BATCH, **options)
 
 
 if __name__ == "__main__":

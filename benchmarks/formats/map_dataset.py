@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.utils.data import DataLoader, Dataset
 
 import cseq
@@ -39,9 +39,9 @@ def ours(kind, folder, options):
     return kind(cseq.from_dataset(ImageDataset(folder)), batch_size=BATCH, **options)
 
 
-def theirs(folder):
+def theirs(folder, options):
     """One call as well."""
-    return DataLoader(ImageDataset(folder), BATCH, **THEIRS)
+    return DataLoader(ImageDataset(folder), BATCH, **options)
 
 
 if __name__ == "__main__":

@@ -29,33 +29,36 @@ from harness.case import scaled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["THEIRS", "main", "scaled"]
+__all__ = ["main", "scaled"]
 
 WORKERS = 2
 BUFFER = 4  # batches in readiness; the DataLoader has prefetch_factor=2 for each worker
 WARM_UP = 0.5  # seconds
+QUIET = 0.25  # seconds in which all processes together use hardly any CPU time
 SECONDS = float(os.environ.get("CSEQ_FORMATS_SECONDS", "2"))
 
 # The options that both kinds of manager get.
 OURS = {"num_workers": WORKERS, "buffer": BUFFER, "out_type": "cpu", "dtype": None, "seed": 1}
 
 # Those that all DataLoaders get.
-THEIRS = {
+FORKED = {
     "num_workers": WORKERS,
     "prefetch_factor": BUFFER // WORKERS,
     "shuffle": True,
     "persistent_workers": True,
     "multiprocessing_context": "fork",
 }
+SERVED = FORKED | {"multiprocessing_context": "forkserver"}
 
 
 def main(
     make: Callable[[str], None],
     ours: Callable[..., Any],
-    theirs: Callable[[str], Any],
+    theirs: Callable[[str, dict[str, Any]], Any],
     *,
     numbers: Callable[[Any], Iterable[int]] | None,
     same: bool = True,
+    forks: bool = True,
 ) -> None:
     """Do what the command line asks for.
 
@@ -66,21 +69,25 @@ def main(
     ours : callable
         (class of manager, folder, options) → a manager that is not started.
     theirs : callable
-        folder → a DataLoader.
+        (folder, options) → a DataLoader.
     numbers : callable or None
         batch → the numbers of its samples; None where a sample has none, as it is drawn.
     same : bool
         Whether a sample's values are the same in each epoch, so that cseq's can be compared with
         the DataLoader's. If not, they come from global generators, which threads share.
+    forks : bool
+        Whether the DataLoader's workers, which get what the trainer has opened, can be forked.
     """
     verb, *arguments = sys.argv[1:]
     if verb == "make":
         make(*arguments)
     elif verb == "check":
-        check(arguments[0], ours, theirs, numbers, same=same)
+        folder = arguments[0]
+        check(folder, ours, theirs(folder, FORKED if forks else SERVED), numbers, same=same)
     elif verb == "measure":
         way, folder = arguments
-        print(json.dumps(measure(ways(ours, theirs, folder)[way])))
+        make_loader = ways(ours, theirs, folder, forks=forks).get(way)
+        print(json.dumps(None if make_loader is None else measure(make_loader)))
     else:
         raise SystemExit(__doc__)
 
@@ -88,19 +95,26 @@ def main(
 # -- one round
 
 
-def ways(ours: Any, theirs: Any, folder: str) -> dict[str, Callable[[], Any]]:
+def ways(ours: Any, theirs: Any, folder: str, *, forks: bool) -> dict[str, Callable[[], Any]]:
     """Name the ways of loading, as run.py does."""
     forked = OURS | {"start_method": "fork"}
-    return {
+    found = {
         "cseq": lambda: ours(cseq.MPSequence, folder, OURS).start(),
         "cseq fork": lambda: ours(cseq.MPSequence, folder, forked).start(),
         "cseq threads": lambda: ours(cseq.MTSequence, folder, OURS).start(),
-        "DataLoader": lambda: theirs(folder),
+        "DataLoader": lambda: theirs(folder, FORKED),
+        "DataLoader forkserver": lambda: theirs(folder, SERVED),
     }
+    if not forks:
+        del found["DataLoader"]
+    return found
 
 
 def measure(make_loader: Callable[[], Any]) -> dict[str, float]:
-    """Time the start, then the stream; the memory is that of a loader whose buffer is full."""
+    """Time the start, then the stream.
+
+    The memory is that of a training loop: it holds a batch, behind which the buffer is full.
+    """
     begin = time.perf_counter()
     loader = make_loader()
     batches = endless(loader)
@@ -112,7 +126,10 @@ def measure(make_loader: Callable[[], Any]) -> dict[str, float]:
     count = take(batches, SECONDS)
     seconds = time.perf_counter() - begin
     cpu = usage.cpu_seconds(os.getpid()) - cpu
+    held = next(batches)
+    settle()
     memory = usage.memory_bytes(os.getpid())
+    del held
     batches.close()
     if hasattr(loader, "finish"):
         loader.finish()
@@ -132,6 +149,14 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
     """Go through one epoch after the other."""
     while True:
         yield from loader
+
+
+def settle() -> None:
+    """Wait until the workers have filled the buffer, and rest."""
+    used, before = usage.cpu_seconds(os.getpid()), 0.0
+    while used - before > QUIET / 10:
+        time.sleep(QUIET)
+        used, before = usage.cpu_seconds(os.getpid()), used
 
 
 def take(batches: Iterator[Any], seconds: float) -> int:
@@ -155,7 +180,7 @@ def leaves(batch: Any) -> list[Any]:
 # -- what arrives
 
 
-def check(folder: str, ours: Any, theirs: Any, numbers: Any, *, same: bool) -> None:
+def check(folder: str, ours: Any, loader: Any, numbers: Any, *, same: bool) -> None:
     """Every sample once, with the right values; the same for any workers, and after a resume."""
     whole = epoch(ours(cseq.MPSequence, folder, OURS))
     count = sum(len(leaves(batch)[0]) for batch in whole)
@@ -170,7 +195,7 @@ def check(folder: str, ours: Any, theirs: Any, numbers: Any, *, same: bool) -> N
         resumed = epoch(ours(kind, folder, OURS | {"seed": None}), state)
         expect_alike(resumed, whole[2:], "a resume after two batches")
     if numbers is not None and same:
-        expected = samples(theirs(folder), numbers)
+        expected = samples(loader, numbers)
         found = samples(whole, numbers)
         for number, values in expected.items():
             expect_alike([found[number]], [values], f"sample {number}")
@@ -182,10 +207,7 @@ def epoch(manager: Any, state: str = "null") -> list[Any]:
     if state != "null":
         manager.load_state_dict(json.loads(state))
     with manager.start() as batches:
-        found = list(batches)
-    del manager, batches
-    gc.collect()  # an indexer that was given as it is may hold what can be open only once
-    return found
+        return list(batches)
 
 
 def state_after(count: int, manager: Any) -> str:
@@ -194,10 +216,7 @@ def state_after(count: int, manager: Any) -> str:
         taken = iter(batches)
         for _ in range(count):
             next(taken)
-        state = json.dumps(manager.state_dict())
-    del manager, batches, taken
-    gc.collect()
-    return state
+        return json.dumps(manager.state_dict())
 
 
 def samples(batches: Iterable[Any], numbers: Any) -> dict[int, list[np.ndarray]]:

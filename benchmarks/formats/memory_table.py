@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 ROWS = scaled(100_000, 100)
@@ -50,11 +50,11 @@ class TableDataset(Dataset):
         return {name: column[rows] for name, column in self.columns.items()}
 
 
-def theirs(folder):
+def theirs(folder, options):
     """A sampler of whole batches, so that each column is indexed once a batch."""
     dataset = TableDataset(table_of(folder))
     sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)
-    options = {name: value for name, value in THEIRS.items() if name != "shuffle"}
+    options = {name: value for name, value in options.items() if name != "shuffle"}
     return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 
 

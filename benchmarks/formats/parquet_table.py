@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 ROWS = scaled(100_000, 100)
@@ -51,11 +51,11 @@ class TableDataset(Dataset):
         return {name: torch.tensor(rows[name].to_numpy()) for name in rows.column_names}
 
 
-def theirs(folder):
-    """A sampler of whole batches; the table is read before the fork."""
+def theirs(folder, options):
+    """A sampler of whole batches; the trainer reads the table, and workers get it from there."""
     dataset = TableDataset(folder)
     sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)
-    options = {name: value for name, value in THEIRS.items() if name != "shuffle"}
+    options = {name: value for name, value in options.items() if name != "shuffle"}
     return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 
 

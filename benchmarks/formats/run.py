@@ -19,7 +19,13 @@ from harness.report import head, machine, row
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
-WAYS = ("cseq", "cseq fork", "cseq threads", "DataLoader")
+# Each of ours, and the DataLoaders whose workers have the modules from the same place, if they can.
+LIKE = {
+    "cseq": ("DataLoader forkserver",),
+    "cseq fork": ("DataLoader", "DataLoader forkserver"),
+    "cseq threads": ("DataLoader", "DataLoader forkserver"),
+}
+WAYS = (*LIKE, "DataLoader", "DataLoader forkserver")
 SCRIPTS = (  # in the order of their numbers
     "jpeg_folder",
     "arrow_text",
@@ -84,7 +90,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
             for one in ways[first:] + ways[:first]:
                 try:
                     output = script(name, "measure", one["way"], folder)
-                    one["rounds"].append(json.loads(output.splitlines()[-1]))
+                    figures = json.loads(output.splitlines()[-1])
+                    one["rounds"] += [] if figures is None else [figures]
                 except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                     print(error.stderr, file=sys.stderr)
                     one["errors"].append(str(error.stderr)[-1000:])
@@ -113,24 +120,26 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def lines_of(one: dict[str, Any]) -> list[str]:
-    """One format: a line for each way; behind cseq's start and memory, times the DataLoader's."""
-    ways = {way["way"]: medians(way["rounds"]) for way in one["ways"]}
-    theirs = ways["DataLoader"]
+    """One format: a line for each of its ways; behind start and memory, times the like one's."""
+    ways = {
+        way["way"]: medians(way["rounds"]) for way in one["ways"] if way["rounds"] or way["errors"]
+    }
     lines = []
     for way, ours in ways.items():
-        cells = [cell(key, way, ours, theirs) for key in FIGURES]
+        like = [ways[name] for name in LIKE.get(way, ()) if ways.get(name)]
+        cells = [cell(key, ours, like[0] if like else {}) for key in FIGURES]
         title = one["title"].rstrip(".") if way == WAYS[0] else ""
         lines.append(row([title, way, *cells]))
     return lines
 
 
-def cell(key: str, way: str, ours: dict[str, float], theirs: dict[str, float]) -> str:
+def cell(key: str, ours: dict[str, float], like: dict[str, float]) -> str:
     """One figure."""
     if not ours:
         return "failed"
     value = figure(ours[key])
-    if key in ("first_ms", "memory_mb") and theirs and way != "DataLoader":
-        return f"{value} ({ours[key] / theirs[key]:.2f} ×)"
+    if key in ("first_ms", "memory_mb") and like:
+        return f"{value} ({ours[key] / like[key]:.2f} ×)"
     return value
 
 

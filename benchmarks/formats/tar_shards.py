@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -74,20 +74,22 @@ def ours(kind, folder, options):
 class ShardDataset(Dataset):
     def __init__(self, members):
         self.members = members
-        self.files = {path: os.open(path, os.O_RDONLY) for path, *_ in members}
+        self.files = {}
 
     def __len__(self):
         return len(self.members)
 
     def __getitem__(self, index):
         path, offset, length, label = self.members[index]
+        if path not in self.files:
+            self.files[path] = os.open(path, os.O_RDONLY)
         image = Image.open(io.BytesIO(os.pread(self.files[path], length, offset)))
         return torch.from_numpy(np.array(image)), label
 
 
-def theirs(folder):
-    """`pread` may share descriptors that were opened before the fork."""
-    return DataLoader(ShardDataset(scan(folder)), BATCH, **THEIRS)
+def theirs(folder, options):
+    """Each worker opens a shard at the first sample in it."""
+    return DataLoader(ShardDataset(scan(folder)), BATCH, **options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.utils.data import DataLoader, Dataset
 
 import cseq
@@ -54,9 +54,9 @@ class WindowDataset(Dataset):
         return window[:-1], window[1:]
 
 
-def theirs(folder):
+def theirs(folder, options):
     """The data set draws."""
-    return DataLoader(WindowDataset(folder), BATCH, **THEIRS)
+    return DataLoader(WindowDataset(folder), BATCH, **options)
 
 
 if __name__ == "__main__":

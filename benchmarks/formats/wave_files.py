@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import THEIRS, main, scaled
+from measuring import main, scaled
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
@@ -71,9 +71,9 @@ def collate(waves):
     return pad_sequence(waves, batch_first=True), torch.tensor([len(one) for one in waves])
 
 
-def theirs(folder):
+def theirs(folder, options):
     """Pad in `collate_fn`."""
-    return DataLoader(WaveDataset(folder), BATCH, collate_fn=collate, **THEIRS)
+    return DataLoader(WaveDataset(folder), BATCH, collate_fn=collate, **options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -68,19 +69,49 @@ def clock(pid: int) -> float:
 
 
 def memory_bytes(root: int) -> float:
-    """Proportional set size of a process and its descendants: shared pages count once."""
+    """Memory of a process and its descendants; what several of them share counts once.
+
+    Their proportional set sizes, and what no process has mapped of shared memory that they have
+    open: a DataLoader's batches lie there between a worker and the trainer.
+    """
     if not HAS_PROC:
         return nan
-    return sum(proportional_bytes(process.pid) for process in tree(root))
+    pids = [process.pid for process in tree(root)]
+    opened: dict[tuple[str, int], int] = {}
+    mapped: Counter[tuple[str, int]] = Counter()
+    for pid in pids:
+        opened |= open_shared_memory(pid)
+        mapped += mapped_bytes(pid)
+    unmapped = sum(max(0, size - mapped[file]) for file, size in opened.items())
+    return mapped.total() + unmapped
 
 
-def proportional_bytes(pid: int) -> int:
-    """Proportional set size of one process."""
+def mapped_bytes(pid: int) -> Counter[tuple[str, int]]:
+    """Proportional set size of one process, by the device and the inode of what is mapped."""
+    found: Counter[tuple[str, int]] = Counter()
     with contextlib.suppress(OSError):
-        for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        file = "", 0
+        for line in (PROC / str(pid) / "smaps").read_bytes().splitlines():
+            fields = line.split()
+            if fields[0] == b"Pss:":
+                found[file] += int(fields[1]) * 1024
+            elif not fields[0].endswith(b":"):
+                file = fields[3].decode(), int(fields[4])
+    return found
+
+
+def open_shared_memory(pid: int) -> dict[tuple[str, int], int]:
+    """Bytes of the shared memory that a process has open, by device and inode."""
+    found = {}
+    folder = PROC / str(pid) / "fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(folder / name).startswith(("/memfd:", "/dev/shm/")):
+                    about = os.stat(folder / name)
+                    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
+                    found[device, about.st_ino] = about.st_blocks * 512
+    return found
 
 
 def descriptors(root: int) -> float:

@@ -14,6 +14,7 @@ try:
     with warnings.catch_warnings():
         # That it is deprecated would be said again by every process.
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
+        from torchdata.dataloader2 import DataLoader2
         from torchdata.dataloader2.graph import (
             list_dps,
             replace_dp,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SHARDING_PRIORITIES",
     "CheckpointableReadingServiceInterface",
+    "DataLoader2",
     "Epoch",
     "IterDataPipe",
     "MapDataPipe",

@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import sys
 import warnings
 from functools import partial
 from multiprocessing import get_all_start_methods
@@ -36,6 +37,7 @@ from cseq.adapters._torchdata_graph import (
 )
 from cseq.adapters._torchdata_library import (
     CheckpointableReadingServiceInterface,
+    DataLoader2,
     Epoch,
     IterDataPipe,
     SeedGenerator,
@@ -45,9 +47,11 @@ from cseq.adapters._torchdata_library import (
 from cseq.adapters._torchdata_relay import Dispatched, Relay
 from cseq.adapters._torchdata_worker import Dispatcher, Worker
 from cseq.check import count, flag, seconds
+from cseq.run import close_elsewhere
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Iterator
 
     from cseq.adapters._torchdata_library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
@@ -97,6 +101,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         `multiprocessing_context` is not a start method of this system.
     """
 
+    _engine: _Engine | None = None  # of the class: `__del__` may come before `__init__`
+    _outlet: _Outlet | None = None
+
     def __init__(
         self,
         num_workers: int = 0,
@@ -110,7 +117,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         timeout: float | None = None,
         repeat_epochs: bool = False,
     ) -> None:
-        self._engine: _Engine | None = None
         self.num_workers = count("num_workers", num_workers, least=0)
         if not num_workers:
             warnings.warn(
@@ -130,7 +136,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         self._end_datapipe: DataPipe = None  # the last datapipe of the user's that is here
-        self._outlet: _Outlet | None = None
         self._cuts: list[tuple[DataPipe, DataPipe]] = []  # what is in the graph in whose place
         self._epoch: dict[str, Any] = {}  # what a state has to say of it, beside the position
         self._restored: dict[str, Any] | None = None
@@ -145,7 +150,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         datapipe : DataPipe
             The end of the graph, which is changed in place.
         """
-        self.finalize()
+        self._finalize()
         datapipe = self._mended(datapipe)
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
@@ -166,7 +171,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             return self._cut(datapipe, root, _Reader(self._engine))
         except BaseException:
             self._mended(datapipe)
-            self.finalize()
+            self._finalize()
             raise
 
     def _cut(self, end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
@@ -221,7 +226,23 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         """Do nothing: a finished epoch has nothing left, and a stale iterator may call this."""
 
     def finalize(self) -> None:
-        """Stop everything, from any state; twice is fine."""
+        """Stop everything, from any state; twice is fine. A dropped loader does not wait for it."""
+        if _is_dropping():
+            self.__del__()
+        else:
+            self._finalize()
+
+    def __del__(self) -> None:
+        """Stop everything, on another thread if there are workers to wait for."""
+        engine, self._engine = self._engine, None
+        outlet, self._outlet = self._outlet, None
+        if engine is not None:
+            close_elsewhere(partial(_end, engine, outlet))
+        elif outlet is not None:
+            outlet.close()
+
+    def _finalize(self) -> None:
+        """Stop everything, and wait until it has ended."""
         self._stop()
         if self._engine is not None:
             self._engine.close()  # if this is interrupted, it can be done again
@@ -304,6 +325,24 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def stats(self) -> Stats:
         """Count what the workers have done so far; see `cseq.Stats`."""
         return self._needs_workers("count").streams.stats()
+
+
+def _end(engine: _Engine, outlet: _Outlet | None) -> None:
+    """End what a reading service has left behind."""
+    engine.stop()
+    if outlet is not None:
+        outlet.close()
+    engine.close()
+
+
+def _is_dropping() -> bool:
+    """Whether a ``DataLoader2`` that was dropped is the caller; it does not say so otherwise."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is DataLoader2.__del__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _check_state(state: dict[str, Any], num_workers: int) -> None:

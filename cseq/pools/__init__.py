@@ -89,6 +89,10 @@ class Job(NamedTuple):
         """Most samples that a batch can have."""
         return min(self.batch_size, self.sampler.dset_size)
 
+    def without_worker(self) -> Job:
+        """Return what a closed pool keeps: pools are parts of cycles, the worker is the user's."""
+        return self._replace(worker=None)
+
 
 class Pool(Protocol):
     """What a sequence needs of a pool; one thread at a time.

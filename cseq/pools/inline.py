@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cseq import context, failure, indexer
 from cseq._core import Solo
 from cseq.context import here
-from cseq.converter import Converter, explain_cast
+from cseq.converter import Converter
 from cseq.seeding import Seeds
 from cseq.stats import Stats
 
@@ -37,6 +37,7 @@ class InlinePool:
             self._solo.seeds = Seeds(self._desk, self._is_making)
             self._solo.loaded = self._solo.seeds.loaded
         self._made: Any = None  # the indexer
+        self._hint = indexer.LabelHint(job.output, log.warning)
         self.epoch = 0
         self.skipped: list[tuple[int, int, str]] = []
 
@@ -74,18 +75,12 @@ class InlinePool:
             left = context.enter(self._desk)
             try:
                 self._solo.indexer = self._made = self._build()
-                self._solo.indexer = indexer.FirstBatch(self._solo, self._look)
+                self._hint.watch(self._solo)
             finally:
                 context.leave(left)
         self._sampler.begin(epoch, consumed)
         self.epoch = epoch
         self._solo.begin()
-
-    def _look(self, batch: Any) -> None:
-        """Warn of labels that become floats."""
-        note = explain_cast(batch, self._job.output)
-        if note is not None:
-            log.warning("%s", note)
 
     def _is_making(self) -> bool:
         """Whether the indexer is at a batch."""
@@ -144,3 +139,4 @@ class InlinePool:
             indexer.dispose(self._job.worker, made, copied=False)
         finally:
             context.leave(left)
+        self._job = self._job.without_worker()

@@ -30,7 +30,6 @@ from cseq.converter import (
     Receiver,
     cast_dtype,
     converter_kind,
-    explain_cast,
     receive,
 )
 from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
@@ -120,12 +119,10 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     inlet = SlotWriter(entered.writer, task.cast)
     indexing = indexer.Indexing(made, desk, inlet, seeds=seeds)
 
-    def look(batch: Any) -> None:
-        note = explain_cast(batch, task.output)
-        if note is not None:
-            send_state(sock, NOTED, note.encode())
+    def tell(note: str) -> None:
+        send_state(sock, NOTED, note.encode())
 
-    indexing.indexer = indexer.FirstBatch(indexing, look)
+    indexer.LabelHint(task.output, tell).watch(indexing)
     run(seat, indexing.work)
     desk.rise()
     indexer.dispose(worker, made, copied=True)
@@ -319,3 +316,4 @@ class ProcessPool(Fed):
         if self._locks is not None:
             self._locks.close()
         self._staff.free()
+        self._job = self._job.without_worker()

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
 from cseq._core import HAS_GIL, Block, Ring, Seat, now_ns, ring_bytes
-from cseq.converter import Converter, CudaConverter, explain_cast, receive
+from cseq.converter import Converter, CudaConverter, receive
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Fed, Feed, wake_at
 from cseq.stage import CONVERTER, INDEXER, look_ns, overdue, run
-from cseq.threads import Threads
+from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +31,7 @@ log = logging.getLogger("cseq")
 
 TURN_NS = 50_000  # what it costs all sides if the GIL changes hands by sleeping, twice
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
+LOOK_SECONDS = 0.5  # how often a thread looks whether its indexer is still wanted
 
 
 class Crew:
@@ -54,9 +55,13 @@ class Crew:
         try:
             target()
         except BaseException as error:  # noqa: BLE001 - it is raised again, where it is waited for
-            if self.failure is None:
-                self.failure = error
-            self._ring.alarm()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what went wrong first, and wake the consumer."""
+        if self.failure is None:
+            self.failure = error
+        self._ring.alarm()
 
     def stack(self, name: str) -> str:
         """Show where a thread is."""
@@ -115,8 +120,10 @@ class ThreadPool(Fed):
         self._edge = Objects(job.buffer)
         self._crew = Crew(self._ring)
         self._closed = False
-        self._noted = False  # all threads would say the same
-        self._starting: dict[int, int] = {}  # owners, and since when they make an indexer
+        self._hint = indexer.LabelHint(job.output, log.warning)
+        self._turns = [Latch() for _ in range(job.num_workers + 1)]  # each thread sets the next
+        self._turns[0].set()
+        self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
         self.feed = Feed(
             self._ring,
             job.sampler,
@@ -139,24 +146,44 @@ class ThreadPool(Fed):
         job = self._job
         desk = context.Desk(number, job.num_workers, job.seed)
         context.enter(desk)
+        made = self._make(number, job.worker)
+        if made is None:
+            return
         seat = Seat(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        self._starting[seat.owner] = now_ns()
-        made = indexer.build(job.worker)
-        del self._starting[seat.owner]
         indexing = indexer.Indexing(made, desk, self._edge, convert=self._converter())
-        indexing.indexer = indexer.FirstBatch(indexing, self._look)
+        self._hint.watch(indexing)
         try:
             run(seat, indexing.work)
         finally:
             desk.rise()
+            del indexing.indexer  # before its first batch, what stands in for it refers back
             indexer.dispose(job.worker, made, copied=False)
 
-    def _look(self, batch: Any) -> None:
-        """Warn of labels that become floats."""
-        note = explain_cast(batch, self._job.output)
-        if note is not None and not self._noted:
-            self._noted = True
-            log.warning("%s", note)
+    def _make(self, number: int, worker: Any) -> Any:
+        """Make a thread's indexer; None if one could not be made, or is not wanted any more.
+
+        One after another, in the threads' order: some libraries cannot open a data set in two
+        threads at once. A turn is passed on whatever happens, by the one thread whose turn it is
+        or, once nothing is wanted, by one that waits; `_closed` and `failure` are set before, and
+        never again unset.
+        """
+        turn, following = self._turns[number : number + 2]
+        try:
+            while not turn.wait(LOOK_SECONDS):
+                if self._closed:
+                    return None
+            if self._closed or self._crew.failure is not None:
+                return None
+            self._starting[number + 1] = now_ns()
+            made = indexer.build(worker)
+            del self._starting[number + 1]
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            self._crew.fail(error)
+            return None
+        else:
+            return made
+        finally:
+            following.set()
 
     def _converter(self) -> Callable[[Any], Any] | None:
         """Return what an indexing thread does to its batches itself."""
@@ -192,3 +219,4 @@ class ThreadPool(Fed):
         self._closed = True
         self._ring.close()
         self._crew.join(time.monotonic() + CLOSE_SECONDS)
+        self._job = self._job.without_worker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -31,7 +32,9 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq.adapters import _torchdata_relay as relay  # noqa: E402
+from cseq.adapters import torchdata  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
+from cseq.run import await_closings  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -1215,3 +1218,39 @@ def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relay._is_ours(ours)
         monkeypatch.setattr(os, "getuid", lambda: -1)
         assert not relay._is_ours(ours)
+
+
+def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are ended on another thread; `shutdown` waits for them."""
+    ended = []
+    end = torchdata._Engine.close
+
+    def close(engine: Any) -> None:
+        ended.append(threading.current_thread().name)
+        end(engine)
+
+    monkeypatch.setattr(torchdata._Engine, "close", close)
+    made = loader(numbers())
+    assert next(iter(made)) == 0
+    pids = [pid for pid in made.reading_service._engine.streams.pids() if pid]
+    circle = [made]
+    circle.append(circle)  # type: ignore[arg-type]
+    del made, circle
+    gc.collect()
+    await_closings(60)
+    assert set(ended) == {"cseq-close"}
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))
+    ended.clear()
+    with loader(numbers()) as made:
+        assert next(iter(made)) == 0
+    assert ended == [threading.current_thread().name]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
