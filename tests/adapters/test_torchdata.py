@@ -30,8 +30,7 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq.adapters import _torchdata_relay as relay  # noqa: E402
-from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
+from cseq.adapters.torchdata import MultiProcessingReadingService, relay  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -660,8 +659,8 @@ def test_shutdown_from_another_thread() -> None:
 
 # -- 11: Ctrl-C
 
-STEPS = tuple(f"adapters/{name}.py" for name in ("torchdata", "_torchdata_relay"))
-STARTING = (*STEPS, "adapters/_torchdata_graph.py")
+STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "engine", "ends", "relay"))
+STARTING = (*STEPS, "adapters/torchdata/graph.py")
 
 
 def in_three_parts() -> Any:
