@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from cseq._core import ALIGNMENT
 from cseq.descriptors import anonymous_file
 from cseq.threads import imported
 
@@ -52,7 +53,6 @@ Reduced: TypeAlias = Any  # what a reducer returns: a name, a tuple, or NotImple
 _MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
 _MAGIC = b"cseq/obj"
 _HEAD = struct.Struct("<8sQQ")  # magic, bytes of the pickle, number of buffers
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _SMALL = 1024  # bytes: below, a buffer of its own costs more than a copy
 _MOST_LEVELS = 24  # how deep the search for what cannot be pickled goes
 _MOST_PROBES = 4000  # how many objects that search tries to pickle
@@ -222,7 +222,7 @@ def _layout(length: int, sizes: list[int]) -> list[int]:
     at = _HEAD.size + 8 * len(sizes)
     places = []
     for size in [length, *sizes]:
-        at += -at % _ALIGNMENT
+        at += -at % ALIGNMENT
         places.append(at)
         at += size
     return [*places, at]
