@@ -642,16 +642,17 @@ class MSequence(Generic[B_co]):
         """
         with self._lock:
             place = self._place
+            epoch, position = place.epoch, place.position  # once: other threads may take batches
             if place.is_over(self._sampler.end):
-                place = Place(place.epoch + 1)
-            elif place.position != place.consumed and not self._job.ordered:
+                epoch, position = epoch + 1, 0
+            elif position != place.consumed and not self._job.ordered:
                 raise ValueError(
                     "ordered=False delivers batches as they are finished, so a place in the middle "
                     "of an epoch cannot be resumed; take the state between epochs, or use "
                     "ordered=True"
                 )
             world_size = (self._shard or shards.resolve()).world_size
-            return checkpoint.make(self._sampler, world_size, place.epoch, place.position)
+            return checkpoint.make(self._sampler, world_size, epoch, position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next ``iter()`` continue where `state_dict` was taken.
