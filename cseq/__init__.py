@@ -14,15 +14,18 @@ The modules; imports point down::
     cseq/
     ├── adapters/       other libraries' interfaces: RETURNN's, torchdata's
     ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
+    ├── arguments.py    the arguments of MSequence: types and checks
+    ├── checkpoint.py   state_dict and what it must agree with
     ├── stream.py       a stream of items from each worker process
     ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
     ├── pools/          who runs the stages: inline (this is test mode), thread, process
+    ├── place.py        where the loop is: epoch, samples
     ├── staff.py        the worker processes of one pool
     ├── keeper.py       keeps worker processes alive
     ├── feed.py         an epoch's tickets into a ring, its finished batches out
     ├── indexer.py      stage 1: indices → batch, by the user's worker
-    ├── converter.py    stage 2: batch → tensors, on the CPU or a CUDA device
+    ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches
     ├── shard.py        which rank this process is, and of how many
     ├── edge.py         the two ends of a hand-over: as an object, or through a slot

@@ -151,6 +151,9 @@ cdef extern from "cseq_fork.h" nogil:
 
 
 cdef extern from "cseq_place.h":
+    enum:
+        LINE "CSEQ_PLACE_ALIGN"  # bytes
+
     ctypedef struct cseq_region:
         char* base
         uint64_t size        # bytes

@@ -346,9 +346,7 @@ class Consumer:
 class BatchIterator:
     run: Final[Any]
     present: Final[int]
-    def __new__(
-        cls, run: Any, consumer: Consumer | None, following: Callable[[], Any], *args: Any
-    ) -> Self: ...
+    def __new__(cls, run: Any, consumer: Consumer | None, following: Callable[[], Any]) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
 
@@ -420,7 +418,7 @@ class ItemIterator:
     def __next__(self) -> Any: ...
 
 @final
-class Solo:
+class InlineRunner:
     indexer: Any
     seeds: Any
     loaded: list[Any]

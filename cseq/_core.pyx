@@ -125,7 +125,6 @@ cdef enum:
     LARGE = 65536  # bytes; copies from here on let the GIL go
     MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which C leaves to the arena
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
-    LINE = 64            # bytes; a cache line, and the widest vector register
     MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
 
 FIELDS = CSEQ_FIELDS
@@ -2664,7 +2663,7 @@ cdef class BatchIterator:
     cdef Consumer consumer
     cdef bint asked
 
-    def __cinit__(self, run, Consumer consumer, following, *args):
+    def __cinit__(self, run, Consumer consumer, following):
         self.run, self.present, self.following = run, run.present, following
         self.consumer = consumer
 
@@ -3368,7 +3367,7 @@ cdef class ItemIterator:
 
 
 @cython.final
-cdef class Solo:
+cdef class InlineRunner:
     """A runner without a ring: makes one batch after the other, in its caller's thread.
 
     Parameters

@@ -12,7 +12,18 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["choice", "count", "dimensions", "flag", "modules", "seconds", "unexpected"]
+__all__ = [
+    "MOST_WORKERS",
+    "choice",
+    "count",
+    "dimensions",
+    "flag",
+    "modules",
+    "seconds",
+    "unexpected",
+]
+
+MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
 
 # Keywords of torch's DataLoader that have another name here, or none.
 ELSEWHERE = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq import context
+from cseq._core import SMALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ __all__ = ["DatasetIndexer", "from_dataset"]
 
 Samples: TypeAlias = "Sequence[Any]"
 
-IN_PLACE = 16384  # bytes from which a stacked array is made where the batch is going to lie
+IN_PLACE = SMALL  # bytes from which a stacked array is made where the batch is going to lie
 LARGE = 65536  # bytes of one sample's array, from which it goes there as soon as it was fetched
 
 

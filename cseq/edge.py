@@ -105,7 +105,7 @@ class Outlet(Protocol):
 
 
 class Importer(Protocol):
-    """Fetches batches out of converter processes (`converter.Receiver`)."""
+    """Fetches batches out of converter processes (`converter.export.Receiver`)."""
 
     def unpack(self, batch: Any, /) -> Any:
         """Fetch a batch; raises `Lost` if it is gone."""

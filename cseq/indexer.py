@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq import failure
-from cseq.converter import explain_cast
+from cseq.converter.output import explain_cast
 from cseq.dataset import DatasetIndexer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Seat
     from cseq.context import Desk
-    from cseq.converter import Output
+    from cseq.converter.output import Output
     from cseq.edge import Inlet
     from cseq.seeding import Seeds
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import enum
 import html
 import inspect
-import logging
 import os
 import threading
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
-from cseq import converter, indexer
+from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
-from cseq._core import ALGORITHM, BatchIterator
+from cseq._core import BatchIterator
 from cseq.arena import memory_limit_of
-from cseq.check import choice, count, flag, modules, seconds, unexpected
+from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
+from cseq.converter import output as outputs
 from cseq.launcher import start_methods
+from cseq.place import Place
 from cseq.pools import Job, pool_of
 from cseq.run import Run, close_with
 from cseq.sampler import Sampler
@@ -27,76 +28,32 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
-    from typing import TypeAlias
 
-    from numpy.typing import NDArray
-    from typing_extensions import Self, TypedDict, TypeVar, Unpack
+    from typing_extensions import Self, TypeVar, Unpack
 
-    from cseq._core import Consumer
+    from cseq.arguments import (
+        Keywords,
+        OnError,
+        OnTimeout,
+        Options,
+        OutType,
+        StartMethod,
+        TestMode,
+        ThreadType,
+        Worker,
+    )
+    from cseq.converter.output import Output
     from cseq.indexer import Indexer
     from cseq.pools import Pool
 
-    class Options(TypedDict, total=False):
-        """The keywords of `MSequence` behind `seed`, for the type checker."""
-
-        dtype: Any
-        drop_last: bool
-        ordered: bool
-        start_method: StartMethod | None
-        shard: tuple[int, int] | Literal["auto"] | None
-        on_error: OnError
-        max_restarts: int
-        timeout: float | None
-        on_timeout: OnTimeout
-        memory_limit: int | str | None
-        pad: bool
-        threads: int | None
-        preload: Sequence[str] | Literal[False] | None
-        seed_globals: bool
-
-    class Keywords(Options, total=False):
-        """All keywords of `MSequence` but `num_workers`, `out_type` and `thread_type`."""
-
-        num_converters: int | None
-        batch_size: int
-        buffer: int
-        shuffle: bool
-        seed: int | None
-
-    # A worker is given by two overloads, for pyright resolves no type variable in this union.
-    Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
-    ThreadType: TypeAlias = Literal["proc", "thread"]
-    StartMethod: TypeAlias = Literal["forkserver", "spawn", "fork"]
-    OnError: TypeAlias = Literal["raise", "skip"]
-    OnTimeout: TypeAlias = Literal["raise", "restart"]
-    TestMode: TypeAlias = Literal["default", "cpu", "numpy"]
-
-    class Device(Protocol):
-        """A torch.device."""
-
-        type: str
-        index: int
-
-    # Any text, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
-    OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
+    # What the loop gets; anything where that is not known.
+    B_co = TypeVar("B_co", covariant=True, default=Any)
 else:
-
-    def TypeVar(name, *, covariant, default):  # noqa: ANN001, ANN202, ARG001, N802
-        """Make a type variable; the default is for type checkers."""
-        return typing.TypeVar(name, covariant=covariant)
-
-
-# What the loop gets; anything where that is not known.
-B_co = TypeVar("B_co", covariant=True, default=Any)
+    B_co = typing.TypeVar("B_co", covariant=True)
 
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
 
-log = logging.getLogger("cseq")
 
-
-STATE_VERSION = 1
-MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
-MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
 MOST_BUFFER = 2**20
 MOST_EPOCH = 2**64 - 1
 THREAD_TYPE_AT = 7  # its place among the arguments
@@ -131,17 +88,9 @@ class Epoch(BatchIterator):
     Threads may share it: each batch goes to one of them.
     """
 
-    __slots__ = ("_manager",)
+    __slots__ = ("manager",)
 
-    def __init__(
-        self,
-        run: Run[Pool],
-        consumer: Consumer | None,
-        following: Callable[[], Any],
-        manager: MSequence[Any],
-    ) -> None:
-        del run, consumer, following  # are the base class's
-        self._manager = manager  # keeps it, and with it the pool, alive
+    manager: MSequence[Any]  # referring to it keeps it, and with it the pool, alive
 
 
 class RankSampler:
@@ -318,22 +267,21 @@ class MSequence(Generic[B_co]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            known = inspect.signature(type(self)).parameters
+            known = inspect.signature(MSequence).parameters
             raise unexpected(type(self).__name__, next(iter(unknown)), known)
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
         indexer.check_worker(worker)
-        self._processes = thread_type == "proc"
+        self._thread_type: str = thread_type
         workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
-        converters = self._count_converters(workers, num_converters)
         self._drawn = seed is None
         self._own_seed = self._drawn  # other ranks know nothing of it
         self._shard = shards.given(shard)
         self._automatic = self._shard is None
         rank, world_size, _ = self._shard or shards.ALONE
-        self._sampler = Sampler(
-            _samples_of(worker) if dset_size is None else dset_size,
-            batch_size=self._count_batch(batch_size),
+        sampler = Sampler(
+            arguments.samples_of(worker) if dset_size is None else dset_size,
+            batch_size=arguments.batch_size_of(batch_size),
             shuffle=flag("shuffle", shuffle),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
@@ -341,16 +289,12 @@ class MSequence(Generic[B_co]):
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        self._check_seed(self._shard or shards.ALONE)
-        self._output = converter.parse(out_type, dtype)
         self._job = Job(
             worker=worker,
-            sampler=self._sampler,
-            output=self._output,
-            seed=self._sampler.seed,
+            sampler=sampler,
+            output=outputs.parse(out_type, dtype),
             num_workers=workers,
-            num_converters=converters,
-            batch_size=self._sampler.batch_size,
+            num_converters=arguments.converters_of(workers, num_converters),
             buffer=count("buffer", buffer, most=MOST_BUFFER),
             ordered=flag("ordered", ordered),
             compat=None,
@@ -368,15 +312,15 @@ class MSequence(Generic[B_co]):
         self._lock = threading.RLock()  # around changes of state
         self._run: Run[Pool] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._epoch = 0
-        self._consumed = 0  # where in _epoch the latest iter() began, or the next one does
-        self._opened = False  # the pool is at _epoch: there was an iter()
-        self._begun = False  # an earlier pool was, and the loop has had a batch or the end of it
-        self._again = False  # the next iter() begins _epoch again, unless it is over by then
+        self._check_seed(self._shard or shards.ALONE)
+        self._place = Place()
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
-        self._position = 0  # samples of _epoch that the loop had from that earlier pool
-        self._ended = False  # ... and whether that pool has told it the end
+
+    @property
+    def _sampler(self) -> Sampler:
+        """The epochs."""
+        return self._job.sampler
 
     def _check_seed(self, shard: shards.Shard) -> None:
         """Raise ValueError if ranks that shuffle would each draw a seed of their own."""
@@ -396,40 +340,9 @@ class MSequence(Generic[B_co]):
                 return
             self._check_seed(found)
             if found.world_size > 1:
-                self._take_sampler(
-                    self._sampler.changed(rank=found.rank, world_size=found.world_size)
-                )
+                changed = self._sampler.changed(rank=found.rank, world_size=found.world_size)
+                self._job = self._job._replace(sampler=changed)
             self._shard = found
-
-    def _take_sampler(self, sampler: Sampler) -> None:
-        """Replace the sampler; nothing runs."""
-        job = self._job._replace(sampler=sampler, seed=sampler.seed)
-        self._sampler, self._job = sampler, job
-
-    @staticmethod
-    def _count_batch(batch_size: Any) -> int:
-        """Check `batch_size`."""
-        if batch_size is None:
-            raise TypeError(
-                "batch_size=None is not an integer: the indexer always gets an array of indices; "
-                "give 1 for samples one by one"
-            )
-        return count("batch_size", batch_size, most=MOST_BATCH)
-
-    @staticmethod
-    def _count_converters(workers: int, converters: int | None) -> int:
-        """Check `num_converters`; without workers there are none."""
-        if converters is None:
-            return converter.default_converters(workers) if workers else 0
-        number = count("num_converters", converters)
-        if not workers:
-            return 0
-        if number > workers:
-            raise ValueError(
-                f"num_converters={number} exceeds num_workers={workers}; give at most as many, "
-                "or None"
-            )
-        return number
 
     # -- what it is
 
@@ -466,7 +379,7 @@ class MSequence(Generic[B_co]):
             if self._shard is not None:
                 yield "batches", f"{self._sampler.length:,}"
             yield "batch_size", f"{self.batch_size:,}"
-            kind = "processes" if self._processes else "threads"
+            kind = "processes" if self._thread_type == "proc" else "threads"
             workers = self._job.num_workers
             yield "workers", f"{workers} {kind}" if workers else "0"
             yield "seed", f"{self.seed} (drawn)" if self._own_seed else f"{self.seed}"
@@ -474,10 +387,9 @@ class MSequence(Generic[B_co]):
                 yield "shard", "shard='auto'"
             elif self._shard.world_size > 1:
                 yield "shard", f"rank {self._shard.rank} of {self._shard.world_size}"
-            yield "epoch", f"{self._epoch}"
-            position = self._loop_position() if self._is_begun() else self._consumed
-            if position:
-                yield "place", f"{position:,} samples in"
+            yield "epoch", f"{self.epoch}"
+            if self._place.position:
+                yield "place", f"{self._place.position:,} samples in"
             yield "state", self._state.value
 
     @property
@@ -488,17 +400,17 @@ class MSequence(Generic[B_co]):
     @property
     def batch_size(self) -> int:
         """Samples in a batch."""
-        return self._job.batch_size
+        return self._sampler.batch_size
 
     @property
     def seed(self) -> int:
         """The seed, given or drawn."""
-        return self._job.seed
+        return self._sampler.seed
 
     @property
     def use_cuda(self) -> bool:
         """Whether batches are tensors on a CUDA device (this machine may lack one)."""
-        return converter.resolve(self._output).use_cuda
+        return outputs.resolve(self._job.output).use_cuda
 
     @property
     def epoch(self) -> int:
@@ -507,7 +419,7 @@ class MSequence(Generic[B_co]):
         Before the first ``iter()``, and after `set_epoch` and `load_state_dict`: the epoch that the
         next one begins.
         """
-        return self._epoch
+        return self._place.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``, or of the latest one if it has given nothing yet.
@@ -518,19 +430,16 @@ class MSequence(Generic[B_co]):
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._lock:
-            if number != self._epoch:
-                self._plan(number, 0)
-            elif self._is_begun():
-                if self._is_over():
-                    self._plan(number, 0)
-                else:
-                    self._again = True
+            if number != self.epoch or self._place.is_over(self._sampler.end):
+                self._go(Place(number))
+            else:
+                self._place.again = self._place.begun
 
-    def _plan(self, epoch: int, consumed: int) -> None:
+    def _go(self, place: Place) -> None:
         """Set where the next ``iter()`` begins, and the latest one if it has given nothing yet."""
         run = self._run
-        if run is None or not run.is_ours or not self._opened or run.asked:
-            self._put(epoch, consumed)
+        if run is None or not run.is_ours or self._place.progress is not run.pool or run.asked:
+            self._place = place
             return
         with run.turn:
             # While the number differs, no iterator returns a batch: neither to another thread, nor
@@ -538,16 +447,16 @@ class MSequence(Generic[B_co]):
             present = run.present
             run.present = present + 1
             fresh = not run.pool.begun
-            self._put(epoch, consumed)
+            self._place = place
             if fresh:
-                run.pool.begin(epoch, consumed)
-                self._opened = True
+                self._begin(run.pool)
             run.present = present
 
-    def _put(self, epoch: int, consumed: int) -> None:
-        """Set where the next ``iter()`` begins."""
-        self._epoch, self._consumed = epoch, consumed
-        self._opened = self._begun = self._again = False
+    def _begin(self, pool: Pool) -> None:
+        """Have the pool begin the epoch."""
+        place = self._place
+        pool.begin(place.epoch, place.consumed)
+        place.progress = pool
 
     @property
     def sampler(self) -> RankSampler:
@@ -582,10 +491,9 @@ class MSequence(Generic[B_co]):
         """
         if compat is not None:
             compat = flag("compat", compat)
-        kind = "process" if self._processes else "thread"
-        return self._start(
-            "start", self._output, kind if self._job.num_workers else "inline", compat
-        )
+        kind = "process" if self._thread_type == "proc" else "thread"
+        kind = kind if self._job.num_workers else "inline"
+        return self._start("start", self._job.output, kind, compat)
 
     def start_test(self, test_mode: TestMode = "default") -> Self:
         """Make every batch in the loop itself: same order, same results, nothing in parallel.
@@ -602,13 +510,13 @@ class MSequence(Generic[B_co]):
         ValueError
             `test_mode` is unknown.
         """
-        output = converter.for_test(self._output, test_mode)
+        output = outputs.for_test(self._job.output, test_mode)
         return self._start("start_test", output, "inline", None)
 
     def _start(
         self,
         verb: str,
-        output: converter.Output,
+        output: Output,
         kind: str,
         compat: bool | None,  # noqa: FBT001
     ) -> Self:
@@ -618,7 +526,7 @@ class MSequence(Generic[B_co]):
             make = pool_of(kind)
             self._settle_shard()
             self._end()
-            resolved = converter.resolve(output)
+            resolved = outputs.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0
             job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
             try:
@@ -647,8 +555,7 @@ class MSequence(Generic[B_co]):
         """End what runs, if anything does."""
         if self._run is not None:
             pool = self._run.pool
-            self._position, self._ended = self._loop_position(), self._told_end()
-            self._begun, self._opened = self._is_begun(), False
+            self._place.keep()
             self._stats, self._skipped = pool.stats(), pool.skipped
             self._run.close()
             self._run = None
@@ -715,36 +622,12 @@ class MSequence(Generic[B_co]):
             self._settle_shard()
             run.interrupt()
             with run.turn:  # from here on, no batch is delivered
-                epoch, consumed = self._next_place()
-                self._put(epoch, consumed)
+                self._place = self._place.next(self._sampler.end)
                 run.asked = False
-                run.pool.begin(epoch, consumed)
-                self._opened = True
-            return Epoch(run, run.pool.consumer, run.pool.next, self)
-
-    def _is_begun(self) -> bool:
-        """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""
-        return self._begun or (self._opened and self._run is not None and self._run.pool.begun)
-
-    def _is_over(self) -> bool:
-        """Whether the loop has had the last batch of an epoch that is begun."""
-        return self._told_end() or self._loop_position() == self._sampler.end
-
-    def _told_end(self) -> bool:
-        """Whether the loop was told that an epoch that is begun is over."""
-        return self._run.pool.ended if self._opened and self._run else self._ended
-
-    def _loop_position(self) -> int:
-        """Samples that all ranks together have had of an epoch that is begun."""
-        return self._run.pool.position if self._opened and self._run else self._position
-
-    def _next_place(self) -> tuple[int, int]:
-        """Return where the next ``iter()`` begins: an epoch, and the samples before that."""
-        if not self._is_begun():
-            return self._epoch, self._consumed
-        if self._again and not self._is_over():
-            return self._epoch, 0
-        return self._epoch + 1, 0
+                self._begin(run.pool)
+            epoch = Epoch(run, run.pool.consumer, run.pool.next)
+            epoch.manager = self
+            return epoch
 
     # -- checkpoint and resume
 
@@ -759,34 +642,18 @@ class MSequence(Generic[B_co]):
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
         """
         with self._lock:
-            epoch, consumed = self._place()
-            job = self._job
-            return {
-                "version": STATE_VERSION,
-                "algorithm": ALGORITHM,
-                "seed": job.seed,
-                "shuffle": self._sampler.shuffle,
-                "dset_size": self.dset_size,
-                "batch_size": job.batch_size,
-                "world_size": (self._shard or shards.resolve()).world_size,
-                "drop_last": self._sampler.drop_last,
-                "epoch": epoch,
-                "consumed": consumed,
-            }
-
-    def _place(self) -> tuple[int, int]:
-        """Return the epoch, and the samples of it that all ranks together have had."""
-        if not self._is_begun():
-            return self._epoch, self._consumed
-        if self._is_over():
-            return self._epoch + 1, 0
-        position = self._loop_position()
-        if position != self._sampler.position(0) and not self._job.ordered:
-            raise ValueError(
-                "ordered=False delivers batches as they are finished, so a place in the middle of "
-                "an epoch cannot be resumed; take the state between epochs, or use ordered=True"
-            )
-        return self._epoch, position
+            place = self._place
+            epoch, position = place.epoch, place.position  # once: other threads may take batches
+            if place.is_over(self._sampler.end):
+                epoch, position = epoch + 1, 0
+            elif position != place.consumed and not self._job.ordered:
+                raise ValueError(
+                    "ordered=False delivers batches as they are finished, so a place in the middle "
+                    "of an epoch cannot be resumed; take the state between epochs, or use "
+                    "ordered=True"
+                )
+            world_size = (self._shard or shards.resolve()).world_size
+            return checkpoint.make(self._sampler, world_size, epoch, position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next ``iter()`` continue where `state_dict` was taken.
@@ -800,41 +667,16 @@ class MSequence(Generic[B_co]):
             The state is of another data set size, seed, order or version; both are named.
         """
         with self._lock:
-            epoch, consumed = self._check_state(state)
-            if state["seed"] != self._job.seed:
+            place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
+            if state["seed"] != self.seed:
                 self._refuse_inside_with("load_state_dict")
             if self._run is not None:
                 self._run.interrupt()  # its batches are of another place
-            if state["seed"] != self._job.seed:
+            if state["seed"] != self.seed:
                 self._end()
-                self._take_sampler(self._sampler.changed(seed=state["seed"]))
+                self._job = self._job._replace(sampler=self._sampler.changed(seed=state["seed"]))
             self._own_seed = False
-            self._put(epoch, consumed)
-
-    def _check_state(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Raise ValueError for another manager's state; return its epoch and samples consumed."""
-        ours = {
-            "version": STATE_VERSION,
-            "algorithm": ALGORITHM,
-            "dset_size": self.dset_size,
-            "shuffle": self._sampler.shuffle,
-        }
-        if not self._drawn:
-            ours["seed"] = self._job.seed
-        missing = {*ours, "seed", "epoch", "consumed"} - state.keys()
-        if missing:
-            raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
-        for name, value in ours.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the state has {name}={state[name]!r}, this manager has {name}={value!r}; "
-                    "make it with the same, or do not load this state"
-                )
-        epoch = count("epoch", state["epoch"], least=0)
-        consumed = count("consumed", state["consumed"], least=0)
-        if consumed > self.dset_size:
-            raise ValueError(f"the state has consumed={consumed} of {self.dset_size} samples")
-        return epoch, consumed
+            self._place = place
 
     # -- what it did
 
@@ -851,50 +693,56 @@ class MSequence(Generic[B_co]):
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose `thread_type` is fixed: the arguments behind it move up."""
+    """An `MSequence` whose class says the `thread_type`: the arguments behind it move up."""
 
-    if TYPE_CHECKING:
+    @overload
+    def __init__(
+        self,
+        worker: Callable[[], Indexer[B_co]],
+        dset_size: Any = ...,
+        num_workers: int = ...,
+        *,
+        out_type: Literal["null"],
+        **options: Unpack[Keywords],
+    ) -> None: ...
 
-        @overload
-        def __init__(
-            self,
-            worker: Callable[[], Indexer[B_co]],
-            dset_size: Any = ...,
-            num_workers: int = ...,
-            *,
-            out_type: Literal["null"],
-            **options: Unpack[Keywords],
-        ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        worker: Indexer[B_co],
+        dset_size: Any = ...,
+        num_workers: int = ...,
+        *,
+        out_type: Literal["null"],
+        **options: Unpack[Keywords],
+    ) -> None: ...
 
-        @overload
-        def __init__(
-            self,
-            worker: Indexer[B_co],
-            dset_size: Any = ...,
-            num_workers: int = ...,
-            *,
-            out_type: Literal["null"],
-            **options: Unpack[Keywords],
-        ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        worker: Worker,
+        dset_size: Any = ...,
+        num_workers: int = ...,
+        num_converters: int | None = ...,
+        batch_size: int = ...,
+        buffer: int = ...,
+        shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
+        out_type: OutType = ...,
+        seed: int | None = ...,
+        **options: Unpack[Options],
+    ) -> None: ...
 
-        @overload
-        def __init__(
-            self,
-            worker: Worker,
-            dset_size: Any = ...,
-            num_workers: int = ...,
-            num_converters: int | None = ...,
-            batch_size: int = ...,
-            buffer: int = ...,
-            shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
-            out_type: OutType = ...,
-            seed: int | None = ...,
-            **options: Unpack[Options],
-        ) -> None: ...
-
-        def __init__(
-            self, worker: Any, dset_size: Any = ..., *positions: Any, **options: Any
-        ) -> None: ...
+    def __init__(self, *positions: Any, **options: Any) -> None:
+        kind = self._thread_type
+        if "thread_type" in options:
+            name = type(self).__name__
+            raise TypeError(f"{name}() has no argument 'thread_type', which is {kind!r} there")
+        before, behind = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
+        initialise: Callable[..., None] = super().__init__
+        if behind:
+            initialise(*before, kind, *behind, **options)
+        else:
+            initialise(*before, thread_type=kind, **options)
 
 
 class MPSequence(_Kind[B_co]):
@@ -903,10 +751,7 @@ class MPSequence(_Kind[B_co]):
     Takes the parameters of `MSequence` but ``thread_type``.
     """
 
-    if not TYPE_CHECKING:
-
-        def __init__(self, worker: Any, dset_size: Any = None, *rest: Any, **options: Any) -> None:
-            _init(self, "proc", worker, dset_size, *rest, **options)
+    _thread_type = "proc"
 
 
 class MTSequence(_Kind[B_co]):
@@ -915,44 +760,16 @@ class MTSequence(_Kind[B_co]):
     Takes the parameters of `MSequence` but ``thread_type``.
     """
 
-    if not TYPE_CHECKING:
-
-        def __init__(self, worker: Any, dset_size: Any = None, *rest: Any, **options: Any) -> None:
-            _init(self, "thread", worker, dset_size, *rest, **options)
-
-
-def _init(made: MSequence[Any], fixed: str, /, *positions: Any, **options: Any) -> None:
-    """Initialise a sequence with a fixed `thread_type`, which others take as their eighth."""
-    if "thread_type" in options:
-        name = type(made).__name__
-        raise TypeError(f"{name}() has no argument 'thread_type', which is {fixed!r} there")
-    before, behind = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
-    initialise: Callable[..., None] = MSequence.__init__
-    if behind:
-        initialise(made, *before, fixed, *behind, **options)
-    else:
-        initialise(made, *before, thread_type=fixed, **options)
-
-
-def _samples_of(worker: Any) -> int:
-    """Return the number of samples where `dset_size` is left out."""
-    length = indexer.length_of(worker)
-    if length is None:
-        raise TypeError(
-            f"dset_size is missing, and worker={worker!r} has no length; give the number of "
-            "samples or an array of their indices, or make the worker with "
-            "cseq.from_dataset(dataset)"
-        )
-    return length
+    _thread_type = "thread"
 
 
 def _sign() -> None:
     """Give the classes the signatures that help and completion show."""
-    signature = inspect.signature(MSequence)
+    signature = inspect.signature(MSequence.__init__)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     others = [p for p in parameters if p.name != "thread_type"]
-    for kind, shown in ((MSequence, parameters), (MPSequence, others), (MTSequence, others)):
-        setattr(kind, "__signature__", signature.replace(parameters=shown))  # noqa: B010
+    for kind, shown in ((MSequence, parameters), (_Kind, others)):
+        setattr(kind.__init__, "__signature__", signature.replace(parameters=shown))  # noqa: B010
 
 
 _sign()

@@ -23,7 +23,7 @@ import numpy as np
 from cseq import codec, failure, payload
 from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns
 from cseq.arena import Writer, memory_limit_of
-from cseq.check import choice, count, modules, seconds
+from cseq.check import MOST_WORKERS, choice, count, modules, seconds
 from cseq.edge import SlotReader
 from cseq.launcher import start_methods
 from cseq.producer import (
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EncodedItem", "Producer", "Streams"]
 
-MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
 MOST_AHEAD = 2**62  # items
 CALLS = 2  # cells for calls: one that was given up may still be worked on

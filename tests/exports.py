@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq import converter
 from cseq.codec import map_leaves
-from cseq.converter import SHM, Counts, Handle
+from cseq.converter import cuda, output
+from cseq.converter.export import SHM, Counts, Handle
 
 if TYPE_CHECKING:
     import pytest
@@ -66,8 +66,8 @@ class Exports:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let converters of this process and its children export like this."""
-        monkeypatch.setattr(converter, "resolve", converter.rehearse)
-        monkeypatch.setattr(converter, "pack", self.pack)
+        monkeypatch.setattr(output, "resolve", output.rehearse)
+        monkeypatch.setattr(cuda, "pack", self.pack)
 
     def heard(self) -> int:
         """Wait for the process that has something to tell."""
@@ -83,7 +83,7 @@ class Exports:
         return sorted(os.listdir(self.folder))
 
     def pack(self, batch: Any, counts: Counts) -> Any:
-        """Stand in for `converter.pack`."""
+        """Stand in for `cseq.converter.export.pack`."""
         if self.owner != os.getpid():
             self.owner, self.made = os.getpid(), 0
             self.name = f"/torch_{os.getpid()}_{secrets.randbits(32)}_0".encode()

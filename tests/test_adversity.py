@@ -22,7 +22,7 @@ import pytest
 from interrupting import interrupted
 
 import cseq
-from cseq import converter
+from cseq.converter import output
 from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
@@ -154,10 +154,11 @@ FAULTY = """
 import sys
 import numpy as np
 import cseq
-from cseq import _core, converter, staff
+from cseq import _core, staff
+from cseq.converter import output
 
 if sys.argv[2] == "cuda":
-    converter.resolve = converter.rehearse  # converter processes also where there is no CUDA
+    output.resolve = output.rehearse  # converter processes also where there is no CUDA
 staff.TRIES = 1000  # all workers come to the fatal step at about the same time: it may be one batch
 
 class Worker:
@@ -461,7 +462,7 @@ def test_a_hanging_constructor_is_called_again(tmp_path: Path) -> None:
 def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 'cuda' run its whole path with the CPU in the part of the device."""
     pytest.importorskip("torch")
-    monkeypatch.setattr("cseq.converter.resolve", converter.rehearse)
+    monkeypatch.setattr(output, "resolve", output.rehearse)
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")

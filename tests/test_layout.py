@@ -131,6 +131,14 @@ def test_imports_point_down_the_map(module: str) -> None:
     assert not above
 
 
+def test_each_adapter_is_a_folder() -> None:
+    """The docstring of `cseq.adapters` lists its folders, one for each library, and no file."""
+    listed = re.findall(r"^``(\w+)``  ", docstring_of("cseq.adapters"), re.MULTILINE)
+    entries = {path.name for path in (PACKAGE / "adapters").iterdir()} - {"__pycache__"}
+    assert sorted(entries) == ["__init__.py", *sorted(listed)]
+    assert all(f"cseq.adapters.{name}" in MODULES for name in listed)
+
+
 def test_no_import_cycles() -> None:
     """No module imports, through whatever others, itself."""
     graphlib.TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()

@@ -431,7 +431,9 @@ def test_interrupted_set_epoch(kind: Kind) -> None:
     for countdown in range(1, 200, 7 if kind.processes else 1):
         with kind.begin(make(kind)) as manager:
             batches = iter(manager)
-            with interrupted(countdown, "sequence.py", "feed.py", "sampler.py") as struck:
+            with interrupted(
+                countdown, "sequence.py", "place.py", "feed.py", "sampler.py"
+            ) as struck:
                 manager.set_epoch(3)
             epoch = manager.epoch
             assert epoch in {0, 3}

@@ -797,9 +797,9 @@ def test_no_cuda_is_said_once(
     no_cuda: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without CUDA, 'cuda' says so in the log, once in the life of the process."""
-    from cseq import converter
+    from cseq.converter import output
 
-    converter._say.cache_clear()
+    output.say_once.cache_clear()
     for _ in range(2):
         with MTSequence(Indices1, 4, num_workers=1).start():
             pass

@@ -1,7 +1,7 @@
 """The device that is measured: CUDA, or the CPU in its place.
 
 Where the CPU stands in, cseq runs its whole path to CUDA (converters, slots, what is kept until it
-was copied) with `cseq.converter.rehearse`: all programs run to their end, and no figure says
+was copied) with `cseq.converter.output.rehearse`: all programs run to their end, and no figure says
 anything about a GPU.
 """
 
@@ -14,7 +14,7 @@ import subprocess
 from typing import Any
 
 import gpu
-from cseq import converter
+from cseq.converter import output
 from harness import usage
 
 DEVICE = os.environ.get(gpu.DEVICE, "cuda")
@@ -27,7 +27,7 @@ def prepare() -> None:
     import torch
 
     if STANDS_IN:
-        converter.resolve = converter.rehearse
+        output.resolve = output.rehearse
         torch.set_num_threads(1)  # OpenMP's threads wait busily, and the workers need the cores
         return
     torch.zeros(1, device=DEVICE)

@@ -20,7 +20,7 @@
 
 #define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not looked at */
 #define CSEQ_PLACE_SEEN 64u     /* of these, in one ticket; a word has as many bits */
-#define CSEQ_PLACE_ALIGN 64u    /* bytes */
+#define CSEQ_PLACE_ALIGN 64u    /* bytes; a cache line, and the widest vector register */
 
 /* Part of the address space in which memory was given out. */
 typedef struct {

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from cseq.place import Progress
 from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Consumer
-    from cseq.converter import Output
+    from cseq.converter.output import Output
     from cseq.sampler import Sampler
     from cseq.stats import Stats
 
@@ -30,47 +31,25 @@ POOLS = {
 
 
 class Job(NamedTuple):
-    """All that a pool has to know.
+    """All that a pool has to know: the arguments of `MSequence`, checked.
 
     Attributes
     ----------
-    worker : class, factory or indexer
-    sampler : Sampler
     output : Output
-        Resolved: what this machine can give.
-    seed : int
-    num_workers, num_converters : int
-    batch_size, buffer : int
-    ordered : bool
-        Deliver in ticket order.
+        What `out_type` and `dtype` ask for; resolved, in a pool's job: what this machine can give.
+    num_converters : int
+        0, in a pool's job, where there is no CUDA.
     compat : bool or None
         CUDA conversion in threads; None: as this system wants it.
-    start_method : str or None
-        How processes are started; None: as this system wants it.
-    on_error : 'raise' or 'skip'
-    max_restarts : int
-        Worker processes that may be replaced in an epoch.
-    timeout : float or None
-        Seconds that a batch may take.
-    on_timeout : 'raise' or 'restart'
     memory_limit : int
         Bytes of shared memory that delivered batches may hold before copies are delivered.
-    threads : int or None
-        How many threads the libraries of worker processes compute with; None: as they like.
-    preload : tuple of str, False or None
-        Modules that are imported once for all worker processes, beside those that `worker` refers
-        to; False: not even these.
-    seed_globals : bool
-        Seed the global generators before each batch.
     """
 
     worker: Any
     sampler: Sampler
     output: Output
-    seed: int
     num_workers: int
     num_converters: int
-    batch_size: int
     buffer: int
     ordered: bool
     compat: bool | None
@@ -87,33 +66,27 @@ class Job(NamedTuple):
     @property
     def room(self) -> int:
         """Most samples that a batch can have."""
-        return min(self.batch_size, self.sampler.dset_size)
+        return min(self.sampler.batch_size, self.sampler.dset_size)
+
+    @property
+    def seed(self) -> int:
+        """The sampler's."""
+        return self.sampler.seed
 
     def without_worker(self) -> Job:
         """Return what a closed pool keeps: pools are parts of cycles, the worker is the user's."""
         return self._replace(worker=None)
 
 
-class Pool(Protocol):
+class Pool(Progress, Protocol):
     """What a sequence needs of a pool; one thread at a time.
 
-    Making one starts nothing: an interrupt may drop it before any object has it that closes it.
+    Its progress is that of the epoch that was begun last. Making a pool starts nothing: an
+    interrupt may drop it before any object has it that closes it.
     """
 
     def open(self) -> None:
         """Start what is to run. Whatever is raised, also by a signal handler: `close` ends it."""
-
-    @property
-    def position(self) -> int:
-        """Samples of this epoch that all ranks together have had, or left out for an error."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the loop was told that this epoch is over."""
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, failure, indexer
-from cseq._core import Solo
+from cseq._core import InlineRunner
 from cseq.context import here
-from cseq.converter import Converter
+from cseq.converter.host import Converter
 from cseq.seeding import Seeds
 from cseq.stats import Stats
 
@@ -32,10 +32,10 @@ class InlinePool:
         self._sampler = job.sampler
         self._desk = context.Desk(0, 1, job.seed)
         convert = None if job.output.kind == "null" else Converter(job.output).convert
-        self._solo = Solo(job.sampler, self._desk, here, self, convert, self._raised)
+        self._runner = InlineRunner(job.sampler, self._desk, here, self, convert, self._raised)
         if job.seed_globals:
-            self._solo.seeds = Seeds(self._desk, self._is_making)
-            self._solo.loaded = self._solo.seeds.loaded
+            self._runner.seeds = Seeds(self._desk, self._is_making)
+            self._runner.loaded = self._runner.seeds.loaded
         self._made: Any = None  # the indexer
         self._hint = indexer.LabelHint(job.output, log.warning)
         self.epoch = 0
@@ -47,48 +47,48 @@ class InlinePool:
     @property
     def batch(self) -> int:
         """The batch in hand: its number within the epoch."""
-        return self._sampler.first + self._solo.at
+        return self._sampler.first + self._runner.at
 
     @property
     def start(self) -> int:
         """Position of its first sample in the order of the epoch."""
-        return self._sampler.start(self._solo.at)
+        return self._sampler.start(self._runner.at)
 
     @property
     def position(self) -> int:
         """Samples delivered or skipped; those of a batch that raised, when the loop went on."""
-        return self._sampler.position(self._solo.done)
+        return self._sampler.position(self._runner.done)
 
     @property
     def begun(self) -> bool:
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
-        return self._solo.at > 0 or self._solo.ended
+        return self._runner.at > 0 or self._runner.ended
 
     @property
     def ended(self) -> bool:
         """Whether the loop was told that this epoch is over."""
-        return self._solo.ended
+        return self._runner.ended
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
-        if self._solo.indexer is None:
+        if self._runner.indexer is None:
             left = context.enter(self._desk)
             try:
-                self._solo.indexer = self._made = self._build()
-                self._hint.watch(self._solo)
+                self._runner.indexer = self._made = self._build()
+                self._hint.watch(self._runner)
             finally:
                 context.leave(left)
         self._sampler.begin(epoch, consumed)
         self.epoch = epoch
-        self._solo.begin()
+        self._runner.begin()
 
     def _is_making(self) -> bool:
         """Whether the indexer is at a batch."""
-        return self._solo.making
+        return self._runner.making
 
     def _build(self) -> Any:
         """Make the indexer, as a worker process does: with the global generators seeded."""
-        seeds = self._solo.seeds
+        seeds = self._runner.seeds
         if seeds is None:
             return indexer.build(self._job.worker)
         seeds.open()
@@ -104,35 +104,35 @@ class InlinePool:
     @property
     def next(self) -> Callable[[], Any]:
         """Make the next batch."""
-        return self._solo.next
+        return self._runner.next
 
     def _raised(self, error: Exception) -> None:
         """Raise, or note down, what the indexer raised."""
-        solo = self._solo
-        place = failure.where(self.epoch, self.batch, self._sampler.indices(solo.at).tolist())
-        if not solo.made:
-            indexer.advised(solo.indexer, error)
+        runner = self._runner
+        place = failure.where(self.epoch, self.batch, self._sampler.indices(runner.at).tolist())
+        if not runner.made:
+            indexer.advised(runner.indexer, error)
         if self._job.on_error == "raise":
-            solo.at += 1
+            runner.at += 1
             try:
                 failure.deliver(error, place)
             finally:
                 del error
         left_out = self.epoch, self.batch, failure.repr_of(error)
-        solo.at = solo.done = solo.at + 1  # no signal handler runs between this and the next
+        runner.at = runner.done = runner.at + 1  # no signal handler runs between this and the next
         self.skipped.append(left_out)
         log.error("skipped %s: %s", place, left_out[2])
 
     def stats(self) -> Stats:
         """Count what was delivered."""
-        return Stats(batches=self._solo.made, skips=len(self.skipped))
+        return Stats(batches=self._runner.made, skips=len(self.skipped))
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""
-        made, self._made, self._solo.indexer = self._made, None, None
-        self._solo.batches = 0
-        if self._solo.seeds is not None:
-            self._solo.seeds.close()
+        made, self._made, self._runner.indexer = self._made, None, None
+        self._runner.batches = 0
+        if self._runner.seeds is not None:
+            self._runner.seeds.close()
         self._desk.rise()
         left = context.enter(self._desk)
         try:

@@ -22,21 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cseq import context, failure, indexer
 from cseq._core import HAS_GIL, Placement, Seat
 from cseq.arena import SPARES
-from cseq.converter import (
-    Converter,
-    CudaConverter,
-    Output,
-    PageLocks,
-    Receiver,
-    cast_dtype,
-    converter_kind,
-    receive,
-)
+from cseq.converter.cuda import CudaConverter, receive
+from cseq.converter.export import Receiver
+from cseq.converter.host import Converter
+from cseq.converter.output import Output, cast_dtype, converter_kind
+from cseq.converter.page_locks import PageLocks
 from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.feed import Fed, Feed, wake_at
 from cseq.keeper import FAILED, NOTED, READY, send_state
 from cseq.launcher import ENTRY
-from cseq.pools.thread import Crew, add_converters
+from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
 from cseq.staff import Deaths, Held, Staff, enter
 from cseq.stage import CONVERTER, INDEXER, run
@@ -195,7 +190,7 @@ class ProcessPool(Fed):
         )
         (self._ring,), self._arena = staff.rings, staff.arena
         self._ring.wake_at = wake_at(job.buffer, job.num_workers)
-        self._crew = Crew(self._ring)
+        self._group = ThreadGroup(self._ring)
         self._reader = SlotReader(self._arena)
         self._receiver = Receiver(job.output) if in_processes else None
         self._imports: Imports | None = None
@@ -216,8 +211,8 @@ class ProcessPool(Fed):
         """Start the processes, and converter threads if converters are threads."""
         job = self._job
         if isinstance(self._outlet, Objects):
-            add_converters(job, self._ring, self._reader, self._outlet, self._crew)
-            self._crew.start()
+            add_converters(job, self._ring, self._reader, self._outlet, self._group)
+            self._group.start()
         in_processes = self._receiver is not None
         self._staff.start(
             job.worker,
@@ -282,8 +277,8 @@ class ProcessPool(Fed):
     def _check(self) -> None:
         """Raise what went wrong elsewhere, or deal with a batch that takes too long."""
         self._staff.check()
-        if self._crew.failure is not None:
-            raise self._crew.failure
+        if self._group.failure is not None:
+            raise self._group.failure
         if self._job.timeout is not None:
             working = [w for w in self.feed.in_work() if w[0] <= self._staff.owners]
             restart = self._job.on_timeout == "restart"
@@ -312,7 +307,7 @@ class ProcessPool(Fed):
         self._staff.close()
         if self._receiver is not None:
             self._receiver.clean()
-        self._crew.join(time.monotonic() + 1.0)
+        self._group.join(time.monotonic() + 1.0)
         if self._locks is not None:
             self._locks.close()
         self._staff.free()

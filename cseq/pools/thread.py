@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
 from cseq._core import HAS_GIL, Block, Ring, Seat, now_ns, ring_bytes
-from cseq.converter import Converter, CudaConverter, receive
+from cseq.converter.cuda import CudaConverter, receive
+from cseq.converter.host import Converter
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Fed, Feed, wake_at
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from cseq.pools import Job
     from cseq.stats import Stats
 
-__all__ = ["Crew", "ThreadPool", "add_converters"]
+__all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
 
 log = logging.getLogger("cseq")
 
@@ -34,7 +35,7 @@ CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
 LOOK_SECONDS = 0.5  # how often a thread looks whether its indexer is still wanted
 
 
-class Crew:
+class ThreadGroup:
     """Threads that run one stage each, and what went wrong in them first."""
 
     def __init__(self, ring: Ring) -> None:
@@ -80,12 +81,14 @@ class Crew:
         self._threads = Threads()
 
 
-def add_converters(job: Job, ring: Ring, source: Source, inlet: Objects, crew: Crew) -> None:
+def add_converters(
+    job: Job, ring: Ring, source: Source, inlet: Objects, group: ThreadGroup
+) -> None:
     """Add the second stage, in threads: from `source` to objects, each on a stream of its own."""
     first = job.num_workers + 1
     for number in range(job.num_converters):
         seat = Seat(ring, CONVERTER, first + number, last=True)
-        crew.add(f"cseq-c{number}", partial(_convert, job, seat, source, inlet))
+        group.add(f"cseq-c{number}", partial(_convert, job, seat, source, inlet))
 
 
 def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
@@ -118,7 +121,7 @@ class ThreadPool(Fed):
         else:
             self._ring.spin = look_ns()
         self._edge = Objects(job.buffer)
-        self._crew = Crew(self._ring)
+        self._group = ThreadGroup(self._ring)
         self._closed = False
         self._hint = indexer.LabelHint(job.output, log.warning)
         self._turns = [Latch() for _ in range(job.num_workers + 1)]  # each thread sets the next
@@ -137,9 +140,9 @@ class ThreadPool(Fed):
     def open(self) -> None:
         """Start the threads."""
         for number in range(self._job.num_workers):
-            self._crew.add(f"cseq-w{number}", partial(self._index, number))
-        add_converters(self._job, self._ring, self._edge, self._edge, self._crew)
-        self._crew.start()
+            self._group.add(f"cseq-w{number}", partial(self._index, number))
+        add_converters(self._job, self._ring, self._edge, self._edge, self._group)
+        self._group.start()
 
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed."""
@@ -172,13 +175,13 @@ class ThreadPool(Fed):
             while not turn.wait(LOOK_SECONDS):
                 if self._closed:
                     return None
-            if self._closed or self._crew.failure is not None:
+            if self._closed or self._group.failure is not None:
                 return None
             self._starting[number + 1] = now_ns()
             made = indexer.build(worker)
             del self._starting[number + 1]
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            self._crew.fail(error)
+            self._group.fail(error)
             return None
         else:
             return made
@@ -195,14 +198,14 @@ class ThreadPool(Fed):
         """Raise what ended a thread, or say that a batch takes too long."""
         if self._closed:
             raise InterruptedError("the manager was finished while a batch was awaited")
-        if self._crew.failure is not None:
-            raise self._crew.failure
+        if self._group.failure is not None:
+            raise self._group.failure
         if self._job.timeout is None:
             return
         starting = list(self._starting.items())
         for owner, took in overdue(self.feed.in_work(), starting, self._job.timeout):
             raise WorkerTimeout(
-                f"{took}; its thread is here:\n{self._crew.stack(f'cseq-w{owner - 1}')}"
+                f"{took}; its thread is here:\n{self._group.stack(f'cseq-w{owner - 1}')}"
                 "(threads cannot be restarted; thread_type='proc' can)"
             )
 
@@ -218,5 +221,5 @@ class ThreadPool(Fed):
         """Close the ring and wait for the threads."""
         self._closed = True
         self._ring.close()
-        self._crew.join(time.monotonic() + CLOSE_SECONDS)
+        self._group.join(time.monotonic() + CLOSE_SECONDS)
         self._job = self._job.without_worker()

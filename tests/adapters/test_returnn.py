@@ -806,7 +806,7 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     assert dataset.stats().restarts == 1
 
 
-STEPS = ("adapters/returnn.py", "stream.py", "edge.py", "codec.py")
+STEPS = ("adapters/returnn/__init__.py", "stream.py", "edge.py", "codec.py")
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -860,7 +860,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make: Any) -> None:
     def step(countdown: int) -> bool:
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 3)
-        with interrupted(countdown, "adapters/returnn.py") as struck:
+        with interrupted(countdown, "adapters/returnn/__init__.py") as struck:
             dataset.init_seq_order(epoch=2)
         try:
             got = tags(dataset, None)

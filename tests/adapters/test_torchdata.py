@@ -31,9 +31,8 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq.adapters import _torchdata_relay as relay  # noqa: E402
-from cseq.adapters import torchdata  # noqa: E402
-from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
+
+from cseq.adapters.torchdata import MultiProcessingReadingService, engine, relay  # noqa: E402
 from cseq.run import await_closings  # noqa: E402
 
 if TYPE_CHECKING:
@@ -663,8 +662,8 @@ def test_shutdown_from_another_thread() -> None:
 
 # -- 11: Ctrl-C
 
-STEPS = tuple(f"adapters/{name}.py" for name in ("torchdata", "_torchdata_relay"))
-STARTING = (*STEPS, "adapters/_torchdata_graph.py")
+STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "engine", "ends", "relay"))
+STARTING = (*STEPS, "adapters/torchdata/graph.py")
 
 
 def in_three_parts() -> Any:
@@ -1223,13 +1222,13 @@ def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers are ended on another thread; `shutdown` waits for them."""
     ended = []
-    end = torchdata._Engine.close
+    end = engine.Engine.close
 
     def close(engine: Any) -> None:
         ended.append(threading.current_thread().name)
         end(engine)
 
-    monkeypatch.setattr(torchdata._Engine, "close", close)
+    monkeypatch.setattr(engine.Engine, "close", close)
     made = loader(numbers())
     assert next(iter(made)) == 0
     pids = [pid for pid in made.reading_service._engine.streams.pids() if pid]

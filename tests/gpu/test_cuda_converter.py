@@ -24,9 +24,11 @@ PRELUDE = """
 import gc, logging, os, pickle, subprocess, sys, weakref
 import numpy as np
 import torch
-from cseq.converter import (
-    Converter, CudaConverter, PageLocks, Receiver, for_test, parse, receive, resolve
-)
+from cseq.converter.cuda import CudaConverter, receive
+from cseq.converter.export import Receiver
+from cseq.converter.host import Converter
+from cseq.converter.output import for_test, parse, resolve
+from cseq.converter.page_locks import PageLocks
 from cseq.edge import Lost
 
 # Some tenths of a second of work for the device, so that what is wrongly not waited for shows.

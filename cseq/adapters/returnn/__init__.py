@@ -43,7 +43,8 @@ except ModuleNotFoundError as missing:
         name="returnn",
     ) from missing
 
-from cseq.adapters._returnn_worker import Maker, Plan, Request, unpack
+from cseq.adapters.returnn.packing import unpack
+from cseq.adapters.returnn.worker import Maker, Plan, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

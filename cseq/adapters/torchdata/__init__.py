@@ -16,18 +16,16 @@ process is there for as long as it is asked: either end may die, be replaced and
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
 import pickle
 import sys
 import warnings
 from functools import partial
 from multiprocessing import get_all_start_methods
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from cseq.adapters._torchdata_graph import (
+from cseq.adapters.torchdata.ends import Outlet, Reader
+from cseq.adapters.torchdata.engine import Engine
+from cseq.adapters.torchdata.graph import (
     dispatched_root,
     pause_all,
     replaced,
@@ -35,26 +33,22 @@ from cseq.adapters._torchdata_graph import (
     resume_all,
     shard_and_init,
 )
-from cseq.adapters._torchdata_library import (
+from cseq.adapters.torchdata.library import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
-    Epoch,
-    IterDataPipe,
     SeedGenerator,
     WorkerInfo,
     set_graph_random_seed,
 )
-from cseq.adapters._torchdata_relay import Dispatched, Relay
-from cseq.adapters._torchdata_worker import Dispatcher, Worker
+from cseq.adapters.torchdata.relay import Dispatched
+from cseq.adapters.torchdata.worker import Worker
 from cseq.check import count, flag, seconds
 from cseq.run import close_elsewhere
-from cseq.stream import Streams
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator
 
-    from cseq.adapters._torchdata_library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
     from cseq.stats import Stats
 
 __all__ = ["MultiProcessingReadingService"]
@@ -101,8 +95,8 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         `multiprocessing_context` is not a start method of this system.
     """
 
-    _engine: _Engine | None = None  # of the class: `__del__` may come before `__init__`
-    _outlet: _Outlet | None = None
+    _engine: Engine | None = None  # of the class: `__del__` may come before `__init__`
+    _outlet: Outlet | None = None
 
     def __init__(
         self,
@@ -156,7 +150,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             self._end_datapipe = self._start(datapipe)
         else:
             self._end_datapipe = shard_and_init(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
-        self._outlet = _Outlet(self._end_datapipe)
+        self._outlet = Outlet(self._end_datapipe)
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
@@ -166,9 +160,17 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             if dispatched is not None:
                 datapipe = self._cut(datapipe, dispatched, Dispatched())
             root = replicable_root(datapipe)
-            self._engine = _Engine(self.num_workers)
-            self._engine.open(self, root, dispatched)
-            return self._cut(datapipe, root, _Reader(self._engine))
+            self._engine = Engine(
+                self.num_workers,
+                self.worker_prefetch_cnt,
+                self.main_prefetch_cnt,
+                start_method=self.multiprocessing_context,
+                max_restarts=self.max_restarts,
+                timeout=self.timeout,
+            )
+            make_worker = partial(Worker, root, self.worker_init_fn, self.worker_reset_fn)
+            self._engine.open(make_worker, dispatched)
+            return self._cut(datapipe, root, Reader(self._engine))
         except BaseException:
             self._mended(datapipe)
             self._finalize()
@@ -311,7 +313,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
                 share = num_batches // self.num_workers + (worker < num_batches % self.num_workers)
             self._engine.streams.ask("limit", limit_fn, share, worker=worker)
 
-    def _needs_workers(self, verb: str) -> _Engine:
+    def _needs_workers(self, verb: str) -> Engine:
         """Return the engine; there is none without workers."""
         if self._engine is None:
             raise RuntimeError(
@@ -327,7 +329,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._needs_workers("count").streams.stats()
 
 
-def _end(engine: _Engine, outlet: _Outlet | None) -> None:
+def _end(engine: Engine, outlet: Outlet | None) -> None:
     """End what a reading service has left behind."""
     engine.stop()
     if outlet is not None:
@@ -371,151 +373,3 @@ def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
 def _is_seeded(seeds: SeedGenerator) -> bool:
     """Whether `DataLoader2.seed` was called; otherwise seeds are what torch would draw now."""
     return _peeked(seeds) != _peeked(SeedGenerator())
-
-
-# ── in the main process ────────────────────────────────────────────────────────────────────
-
-
-class _Engine:
-    """The processes behind one reading service."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._pid = os.getpid()
-        self._num_workers = num_workers
-        self._number = 0  # of the epoch
-        self._relay: Relay | None = None
-        self._streams: Streams | None = None
-
-    def open(
-        self, service: MultiProcessingReadingService, root: DataPipe, dispatched: DataPipe
-    ) -> None:
-        """Start the processes. Whatever is raised, also by a signal handler: `close` ends them."""
-        ahead = 1 + service.worker_prefetch_cnt
-        options: dict[str, Any] = {
-            "start_method": service.multiprocessing_context,
-            "max_restarts": service.max_restarts,
-            "timeout": service.timeout,
-        }
-        address = None
-        if dispatched is not None:
-            make = partial(Dispatcher, dispatched)
-            room = self._num_workers * ahead
-            streams = Streams(make, 1, prefetch=room, encoded=True, **options)
-            self._relay = Relay(streams, self._num_workers)
-            address = self._relay.open()
-        worker = partial(Worker, root, service.worker_init_fn, service.worker_reset_fn, address)
-        ahead += -(-service.main_prefetch_cnt // self._num_workers)
-        self._streams = Streams(worker, self._num_workers, prefetch=ahead, **options)
-
-    @property
-    def streams(self) -> Streams:
-        """The workers."""
-        assert self._streams is not None, "open() comes first"
-        return self._streams
-
-    def begin(self, seeds: SeedGenerator, reset_fn: GraphFn | None) -> None:
-        """Begin an epoch in all processes."""
-        self._number += 1
-        if self._relay is not None:
-            self._relay.begin(Epoch(self._number, seeds.spawn(0), reset_fn))
-        self.streams.begin(
-            [
-                Epoch(self._number, seeds.spawn(worker), reset_fn)
-                for worker in range(self._num_workers)
-            ]
-        )
-
-    def ask(self, verb: str, function: GraphFn | None, *, first_dispatched: bool = False) -> None:
-        """Have all processes pause or resume, when they have made what they were asked for."""
-        if self._relay is not None and first_dispatched:
-            self._relay.ask(verb, function)
-        self.streams.ask(verb, function, behind=True)
-        if self._relay is not None and not first_dispatched:
-            self._relay.ask(verb, function)
-
-    def stop(self) -> None:
-        """End the epoch: what waits for an item of it raises InterruptedError."""
-        if os.getpid() == self._pid:
-            if self._relay is not None:
-                self._relay.stop()
-            if self._streams is not None:
-                self._streams.interrupt()
-
-    def close(self) -> None:
-        """End all processes; one that was forked off this process has none to end.
-
-        Twice is fine, also if the first time was interrupted.
-        """
-        if os.getpid() != self._pid:
-            return
-        self.stop()
-        if self._streams is not None:
-            self._streams.close()
-        if self._relay is not None:
-            self._relay.close()
-
-
-class _Unhooked:
-    """An ``__iter__`` for datapipes, without what torch does around each item of one's own."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterate()
-
-    def _iterate(self) -> Iterator[Any]:
-        raise NotImplementedError
-
-
-class _Reader(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """Where the workers' items come out; the source of what is left of the graph here."""
-
-    def __init__(self, engine: _Engine) -> None:
-        self._engine = engine
-
-    def _iterate(self) -> Iterator[Any]:
-        return iter(self._engine.streams)
-
-
-class _Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The end of the graph: counts what is handed out, and can be closed.
-
-    Attributes
-    ----------
-    position : int or None
-        Items of this epoch that were handed out; None if no epoch is under way.
-    """
-
-    def __init__(self, pipe: DataPipe) -> None:
-        self.source_datapipe = pipe
-        self.position: int | None = None
-        self._skip = 0
-        self._running: Iterator[Any] | None = None
-
-    def begin(self, skip: int) -> None:
-        """Begin an epoch; its first items were handed out before."""
-        self.position = self._skip = skip
-
-    def _iterate(self) -> Iterator[Any]:
-        self._running = self._items(self._skip)
-        return self._running
-
-    def _items(self, skip: int) -> Iterator[Any]:
-        """Hand out the items of an epoch."""
-        items = iter(self.source_datapipe)
-        found = sum(1 for _ in itertools.islice(items, skip))
-        if found < skip:
-            raise RuntimeError(
-                f"the epoch was left off after {skip} items, but now has {found} only: this graph "
-                "does not repeat itself under the same seeds, or its data has changed"
-            )
-        for place, item in enumerate(items, skip + 1):
-            self.position = place
-            yield item
-        self.position = None
-
-    def close(self) -> None:
-        """End the epoch: threads of the graph end as its iterators are closed."""
-        running, self._running = self._running, None
-        self.position = None
-        if isinstance(running, GeneratorType):
-            with contextlib.suppress(ValueError):  # another thread is in it, and was interrupted
-                running.close()

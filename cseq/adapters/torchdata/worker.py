@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.adapters._torchdata_graph import Graph, as_pipe, pause_all, resume_all, shard_and_init
-from cseq.adapters._torchdata_library import (
+from cseq.adapters.torchdata.graph import Graph, as_pipe, pause_all, resume_all, shard_and_init
+from cseq.adapters.torchdata.library import (
     Epoch,
     IterDataPipe,
     MapDataPipe,
@@ -23,12 +23,12 @@ from cseq.adapters._torchdata_library import (
     torch,
     traverse_dps,
 )
-from cseq.adapters._torchdata_relay import DISPATCHING, Dispatched
+from cseq.adapters.torchdata.relay import DISPATCHING, Dispatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cseq.adapters._torchdata_library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
 
 
 class _Pipeline:

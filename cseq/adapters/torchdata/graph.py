@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq.adapters._torchdata_library import (
+from cseq.adapters.torchdata.library import (
     SHARDING_PRIORITIES,
     IterDataPipe,
     MapDataPipe,
@@ -16,12 +16,12 @@ from cseq.adapters._torchdata_library import (
     replace_dp,
     traverse_dps,
 )
-from cseq.adapters._torchdata_relay import Dispatched
+from cseq.adapters.torchdata.relay import Dispatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.adapters._torchdata_library import DataPipe, InitFn
+    from cseq.adapters.torchdata.library import DataPipe, InitFn
 
 
 class Graph:

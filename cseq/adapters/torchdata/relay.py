@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cseq import codec, descriptors, failure
 from cseq._core import Block, copy_of
-from cseq.adapters._torchdata_library import (
+from cseq.adapters.torchdata.library import (
     Epoch,
     IterDataPipe,
 )
@@ -35,7 +35,7 @@ from cseq.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq.adapters._torchdata_library import GraphFn
+    from cseq.adapters.torchdata.library import GraphFn
     from cseq.stream import Streams
 
     # What is sent of an item: its record; its bytes, or the slot and how much of that to map.

@@ -1,0 +1,84 @@
+"""The two ends of what is left of the graph in the main process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
+
+from cseq.adapters.torchdata.library import IterDataPipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cseq.adapters.torchdata.engine import Engine
+    from cseq.adapters.torchdata.library import DataPipe
+
+__all__ = ["Outlet", "Reader"]
+
+
+class _Unhooked:
+    """An ``__iter__`` for datapipes, without what torch does around each item of one's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class Reader(_Unhooked, IterDataPipe):  # type: ignore[misc]
+    """Where the workers' items come out; the source of what is left of the graph here."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def _iterate(self) -> Iterator[Any]:
+        return iter(self._engine.streams)
+
+
+class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
+    """The end of the graph: counts what is handed out, and can be closed.
+
+    Attributes
+    ----------
+    position : int or None
+        Items of this epoch that were handed out; None if no epoch is under way.
+    """
+
+    def __init__(self, pipe: DataPipe) -> None:
+        self.source_datapipe = pipe
+        self.position: int | None = None
+        self._skip = 0
+        self._running: Iterator[Any] | None = None
+
+    def begin(self, skip: int) -> None:
+        """Begin an epoch; its first items were handed out before."""
+        self.position = self._skip = skip
+
+    def _iterate(self) -> Iterator[Any]:
+        self._running = self._items(self._skip)
+        return self._running
+
+    def _items(self, skip: int) -> Iterator[Any]:
+        """Hand out the items of an epoch."""
+        items = iter(self.source_datapipe)
+        found = sum(1 for _ in itertools.islice(items, skip))
+        if found < skip:
+            raise RuntimeError(
+                f"the epoch was left off after {skip} items, but now has {found} only: this graph "
+                "does not repeat itself under the same seeds, or its data has changed"
+            )
+        for place, item in enumerate(items, skip + 1):
+            self.position = place
+            yield item
+        self.position = None
+
+    def close(self) -> None:
+        """End the epoch: threads of the graph end as its iterators are closed."""
+        running, self._running = self._running, None
+        self.position = None
+        if isinstance(running, GeneratorType):
+            with contextlib.suppress(ValueError):  # another thread is in it, and was interrupted
+                running.close()

@@ -1,0 +1,64 @@
+"""What `MSequence.state_dict` returns, and whether a state belongs to a manager."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cseq._core import ALGORITHM
+from cseq.check import count
+
+if TYPE_CHECKING:
+    from cseq.sampler import Sampler
+
+__all__ = ["check", "make"]
+
+VERSION = 1
+
+
+def _order(sampler: Sampler) -> dict[str, Any]:
+    """Name what the order of the epochs depends on, beside the seed; and the format's version."""
+    return {
+        "version": VERSION,
+        "algorithm": ALGORITHM,
+        "dset_size": sampler.dset_size,
+        "shuffle": sampler.shuffle,
+    }
+
+
+def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[str, Any]:
+    """Describe a place in the epochs of a sampler by a handful of JSON values."""
+    return _order(sampler) | {
+        "seed": sampler.seed,
+        "batch_size": sampler.batch_size,
+        "world_size": world_size,
+        "drop_last": sampler.drop_last,
+        "epoch": epoch,
+        "consumed": consumed,
+    }
+
+
+def check(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[int, int]:
+    """Return a state's epoch and samples consumed.
+
+    Raises
+    ------
+    ValueError
+        The state is of another order, or of another seed, unless `any_seed`.
+    """
+    ours = _order(sampler)
+    if not any_seed:
+        ours["seed"] = sampler.seed
+    missing = {*ours, "seed", "epoch", "consumed"} - state.keys()
+    if missing:
+        raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
+    for name, value in ours.items():
+        if state[name] != value:
+            raise ValueError(
+                f"the state has {name}={state[name]!r}, this manager has {name}={value!r}; "
+                "make it with the same, or do not load this state"
+            )
+    epoch = count("epoch", state["epoch"], least=0)
+    consumed = count("consumed", state["consumed"], least=0)
+    if consumed > sampler.dset_size:
+        raise ValueError(f"the state has consumed={consumed} of {sampler.dset_size} samples")
+    return epoch, consumed

@@ -1,0 +1,37 @@
+"""Stage 2: the arrays of a batch become tensors, on the CPU or a CUDA device.
+
+The guarantee: what a batch becomes depends on ``out_type`` and ``dtype`` alone, bit for bit,
+whichever pool ran it. Arrays are cast by numpy, wherever that happens; tensors by torch on the CPU.
+torch is imported when a converter is made, never by importing these modules.
+
+::
+
+    parse ──► for_test ──► resolve ──┬─► Converter       at once: inline, threads, the trainer
+    arguments  test mode   machine   └─► CudaConverter   copies on a stream of its own
+                                            │ in a thread:   convert ─► Transfer ─► receive
+                                            └ in a process:  export  ─► Handle   ─► Receiver.unpack
+
+``output``      what ``out_type`` and ``dtype`` mean, and what of it this machine can give
+``host``        conversion at once
+``lane``        a queue of copies to a device
+``cuda``        conversion on a lane
+``export``      tensors in a converter process, fetched by the trainer
+``page_locks``  slots that CUDA copies from directly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+# torch's own types, which these modules do not import, not even for the type checker.
+Tensor: TypeAlias = Any
+TorchType: TypeAlias = Any
+Event: TypeAlias = Any
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Dtype: TypeAlias = np.dtype[Any]
+Batch: TypeAlias = Any  # whatever the indexer returned
+Convert: TypeAlias = Callable[[Batch], Batch]

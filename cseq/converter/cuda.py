@@ -1,0 +1,137 @@
+"""Conversion on a lane: batches are copied while the device does other things."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cseq.codec import map_leaves
+from cseq.converter.export import Counts, pack
+from cseq.converter.host import Host, copy, is_array, is_usable, target_of
+from cseq.converter.lane import Lane, UnderWay, open_lane
+
+if TYPE_CHECKING:
+    from cseq.converter import Array, Batch, Event, Tensor
+    from cseq.converter.output import Output
+
+
+class Transfer:
+    """A batch on its way to the device; only `receive` may use it."""
+
+    __slots__ = ("batch", "event", "lane", "tensors")
+
+    def __init__(self, batch: Batch, event: Event, tensors: list[Tensor], lane: Lane) -> None:
+        self.batch = batch
+        self.event = event
+        self.tensors = tensors
+        self.lane = lane
+
+
+def receive(result: Transfer | Batch) -> Batch:
+    """Take a batch over from a converter in a thread; anything but a `Transfer` is returned as is.
+
+    The consumer's current stream waits for the copies; the host does not.
+    """
+    if type(result) is not Transfer:
+        return result
+    result.lane.join(result.event, result.tensors)
+    return result.batch
+
+
+class CudaConverter:
+    """One converter: copies batches to a device on a stream of its own.
+
+    Page-locked memory (see `PageLocks`) is copied from where it lies; everything else passes
+    through page-locked memory of torch's pool. Belongs to one thread.
+
+    Parameters
+    ----------
+    output : Output
+        A resolved one with ``use_cuda``.
+    lane : Lane, optional
+        Instead of one opened to ``output.device``.
+    """
+
+    def __init__(self, output: Output, lane: Lane | None = None) -> None:
+        self._host = Host(output)
+        self._lane = open_lane(output.device) if lane is None else lane
+        self._under_way = UnderWay()
+        self._counts = Counts()
+
+    def convert(self, batch: Batch) -> Transfer:
+        """Begin to copy a batch; the memory it lies on is kept until that is done."""
+        self.reap()
+        sources: list[Tensor] = []
+        tensors: list[Tensor] = []
+
+        def leaf(value: object) -> object:
+            return self._send(value, sources, tensors)
+
+        with self._lane.active():
+            try:
+                sent = map_leaves(leaf, batch)
+            finally:  # also after an error: the copies that were begun go on
+                event = self._lane.record()
+                self._under_way.hold(event, sources)
+        return Transfer(sent, event, tensors, self._lane)
+
+    def export(self, batch: Batch) -> Batch:
+        """Convert and `pack` a batch, in a process: it may be overwritten when this returns."""
+        transfer = self.convert(batch)
+        transfer.event.synchronize()
+        self.reap()
+        # The consumer in the other process waits for this lane, where the copies were made.
+        with self._lane.active():
+            return pack(transfer.batch, self._counts)
+
+    def reap(self, *, wait: bool = False) -> None:
+        """Let go of memory whose copies are done; `wait` until all are.
+
+        To be called when no ticket comes: else a converter with nothing to do would keep a slot.
+        """
+        self._under_way.reap(wait=wait)
+
+    def close(self) -> None:
+        """Wait until all copies are done; after the consumer's `Receiver.close`, in a process."""
+        self.reap(wait=True)
+        self._lane.collect()
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove the files of this process that torch has not: of batches that were not fetched."""
+        self._counts.remove()
+
+    def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
+        """Send an array or a CPU tensor to the device; keep any other leaf."""
+        tensor = self._lay(leaf) if is_array(leaf) else leaf
+        if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
+            return leaf
+        source = self._page_lock(tensor.detach())
+        sources.append(source)
+        sent = self._lane.send(source)
+        tensors.append(sent)
+        return sent
+
+    def _lay(self, array: Array) -> Array | Tensor:
+        """Lay a tensor on the array, or cast the array into page-locked memory, in one pass."""
+        target = target_of(array.dtype, self._host.cast)
+        if target is None:
+            return array
+        if is_usable(array, target[0]):
+            return self._host.from_numpy(array)
+        # The memory order is the array's own, as in `Host.array`.
+        shape = array.T.shape if array.flags.fnc else array.shape
+        staged = self._host.torch.empty(shape, dtype=target[1], pin_memory=self._lane.pins)
+        if array.flags.fnc:
+            staged = staged.permute(*range(staged.dim())[::-1])
+        copy(array, staged.numpy())
+        return staged
+
+    def _page_lock(self, tensor: Tensor) -> Tensor:
+        """Give a tensor of the wanted type that the device can fetch: this one, or a copy."""
+        dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
+        if tensor.dtype == dtype and self._lane.can_fetch(tensor):
+            return tensor
+        if tensor.layout is not self._host.torch.strided:
+            return self._host.tensor(tensor)
+        staged = self._host.torch.empty_like(tensor, dtype=dtype, pin_memory=self._lane.pins)
+        return staged.copy_(tensor)

@@ -1,0 +1,216 @@
+"""Conversion at once, in the caller: arrays and CPU tensors."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, TypeGuard
+
+import numpy as np
+
+from cseq.codec import castable, map_leaves, torch_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cseq.converter import Array, Batch, Convert, Dtype, Tensor, TorchType
+    from cseq.converter.output import Kind, Output
+
+
+def is_array(leaf: object) -> TypeGuard[Array]:
+    """Tell whether a leaf is an array that a tensor can stand for; a masked one is more than it."""
+    return type(leaf) is np.ndarray or (
+        isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+    )
+
+
+@functools.lru_cache(256)
+def target_of(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | None:
+    """Tell what an array of `dtype` is cast to, for numpy and for torch.
+
+    Numbers are cast to `cast`; all else keeps its type, in native byte order. None where torch has
+    no such type (text, dates, records).
+    """
+    target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
+    try:
+        return target, torch_type(target)
+    except TypeError:
+        return None
+
+
+def _from_numpy() -> Callable[[Array], Tensor]:
+    """Give what lays a tensor on an array."""
+    function: Callable[[Array], Tensor] = importlib.import_module("torch").from_numpy
+    return function
+
+
+def is_usable(array: Array, target: Dtype) -> bool:
+    """Tell whether a tensor can be laid on the array as it is.
+
+    It must be writable, because a tensor cannot be marked read-only and a write into, say, a
+    read-only mapped file kills the process; and contiguous, as in a slot, so that a batch has the
+    same strides whichever pool it came through.
+    """
+    flags = array.flags
+    return array.dtype == target and flags.behaved and flags.forc
+
+
+def copy(array: Array, into: Array) -> Array:
+    """Copy and cast an array; the only way there is, in a worker or here."""
+    np.copyto(into, array, casting="unsafe")
+    return into
+
+
+class Host:
+    """Arrays and CPU tensors in the types that an output asks for."""
+
+    def __init__(self, output: Output) -> None:
+        self.torch = torch = importlib.import_module("torch")
+        self.from_numpy: Callable[[Array], Tensor] = torch.from_numpy
+        self.cast = output.dtype
+        self.late = getattr(torch, output.torch_dtype) if output.torch_dtype else None
+        self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
+
+    def leaf(self, leaf: object) -> object:
+        """Convert a leaf of a batch; what is neither array nor CPU tensor is kept."""
+        if is_array(leaf):
+            return self.array(leaf)
+        return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
+
+    def array(self, array: Array) -> Array | Tensor:
+        """Lay a tensor on the array's own memory if that is possible, else on a copy of it."""
+        target = target_of(array.dtype, self.cast)
+        if target is None:
+            return array
+        if not is_usable(array, target[0]):
+            array = copy(array, np.empty(array.shape, target[0], "F" if array.flags.fnc else "C"))
+        tensor = self.from_numpy(array)
+        return tensor if self.late is None else self.tensor(tensor)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Cast a CPU tensor; complex and quantised ones keep their type, as complex arrays do."""
+        if not self.casts(tensor):
+            return tensor
+        return tensor.to(self.wanted)
+
+    def casts(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is to be cast."""
+        return (
+            self.wanted is not None
+            and tensor.device.type == "cpu"
+            and not (tensor.is_complex() or tensor.is_quantized)
+        )
+
+
+class Converter:
+    """Conversion at once, in the caller: inline, in a thread, or in the trainer after decoding.
+
+    Parameters
+    ----------
+    output : Output
+        A resolved one; torch is imported here if it asks for tensors.
+
+    Attributes
+    ----------
+    convert : callable
+        ``convert(batch) -> batch``: the same nesting, with its arrays converted. Tensors lie on
+        the arrays' own memory where that is possible.
+    """
+
+    __slots__ = ("convert", "output")
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+        self.convert: Convert = _MAKERS[output.kind](output)
+
+    def leaf_for(self, dtype: Dtype | None) -> Convert | None:
+        """Tell what `convert` does to arrays of a type, fresh ones, or (None) to CPU tensors.
+
+        Returns
+        -------
+        callable or None
+            To be applied to each of them; None if they stay as they are.
+        """
+        output = self.output
+        if output.kind != "cpu":
+            return self.convert
+        if dtype is None:
+            return None if output.dtype is None and output.torch_dtype is None else self.convert
+        target = target_of(dtype, output.dtype)
+        if target is None:
+            return None
+        ready = output.torch_dtype is None and target[0] == dtype
+        return _from_numpy() if ready else self.convert
+
+    def close(self) -> None:
+        """Do nothing: there is nothing under way."""
+
+
+def _make_null(output: Output) -> Convert:  # noqa: ARG001
+    """Make the identity."""
+    return lambda batch: batch
+
+
+def _make_call(output: Output) -> Convert:
+    """Make what applies the user's function to every array."""
+    function = output.function
+    if function is None:
+        raise TypeError("an Output of kind 'call' needs a function")
+    return _on_arrays(function)
+
+
+def _make_array(output: Output) -> Convert:
+    """Make what casts arrays where there is no torch."""
+    cast = output.dtype
+    if cast is None:
+        return _make_null(output)
+
+    def function(array: Array) -> Array:
+        numeric = castable(array.dtype)
+        return array.astype(cast, order="A", copy=False) if numeric else array
+
+    return _on_arrays(function)
+
+
+def _on_arrays(function: Callable[[Array], object]) -> Convert:
+    """Apply a function to every array of a batch."""
+
+    def leaf(value: object) -> object:
+        return function(value) if isinstance(value, np.ndarray) else value
+
+    return lambda batch: map_leaves(leaf, batch)
+
+
+def _make_cpu(output: Output) -> Convert:
+    """Make what gives CPU tensors; an array that is ready costs little more than from_numpy."""
+    host, ready = Host(output), output.dtype
+    from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
+
+    def convert(batch: Batch) -> Batch:
+        if type(batch) is not np.ndarray:
+            return map_leaves(leaf, batch)
+        if batch.dtype is ready and batch.flags.carray:
+            return from_numpy(batch)
+        return array(batch)
+
+    return convert
+
+
+def _make_cuda(output: Output) -> Convert:
+    """Make what gives tensors on the device when it returns: for test mode."""
+    host, device = Host(output), output.device
+
+    def leaf(value: object) -> object:
+        value = host.leaf(value)
+        return value.to(device) if isinstance(value, host.torch.Tensor) else value
+
+    return lambda batch: map_leaves(leaf, batch)
+
+
+_MAKERS: dict[Kind, Callable[[Output], Convert]] = {
+    "null": _make_null,
+    "call": _make_call,
+    "array": _make_array,
+    "cpu": _make_cpu,
+    "cuda": _make_cuda,
+}

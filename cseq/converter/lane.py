@@ -1,0 +1,130 @@
+"""A queue of copies to a device, and the memory that they still read."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from cseq.converter import Event, Tensor
+
+
+class Lane:
+    """A queue of copies to a device, beside all else that it does.
+
+    This one is for rehearsals: the CPU plays the device, and every copy is done at once.
+    """
+
+    # Whether memory that copies start from is to be page-locked.
+    pins = False
+
+    def active(self) -> AbstractContextManager[object]:
+        """Send what is done in this context down this lane."""
+        return contextlib.nullcontext()
+
+    def can_fetch(self, tensor: Tensor) -> bool:  # noqa: ARG002
+        """Tell whether this CPU tensor is page-locked, so that the device can fetch it itself."""
+        return True
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a CPU tensor to the device."""
+        return tensor.clone()
+
+    def record(self) -> Event:
+        """Put a mark behind the copies that were begun."""
+        return _Passed()
+
+    def join(self, event: Event, tensors: list[Tensor]) -> None:
+        """Make the caller's further work on the device, but not the caller, wait for `event`."""
+
+    def collect(self) -> None:
+        """Free memory that other processes have had from this one."""
+
+
+class CudaLane(Lane):
+    """A CUDA stream."""
+
+    pins = True
+
+    def __init__(self, device: str) -> None:
+        self._torch = torch = importlib.import_module("torch")
+        self._device = torch.device(device)
+        self._stream = torch.cuda.Stream(self._device)
+
+    def active(self) -> AbstractContextManager[object]:
+        """Make it this thread's current stream, and its device the current one."""
+        context: AbstractContextManager[object] = self._torch.cuda.stream(self._stream)
+        return context
+
+    def can_fetch(self, tensor: Tensor) -> bool:
+        """Ask CUDA, which knows torch's page-locked memory and that of `PageLocks`."""
+        return bool(tensor.is_pinned())
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Copy without waiting."""
+        return tensor.to(self._device, non_blocking=True)
+
+    def record(self) -> Event:
+        """Record an event; a host thread that waits for it sleeps rather than spins."""
+        event = self._torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def join(self, event: Event, tensors: list[Tensor]) -> None:
+        """Make the current stream wait, and tell torch's allocator that it uses the tensors.
+
+        Without the second, this lane's next copies would be given the memory of a tensor that
+        the user has dropped, while the user's kernels still read it.
+        """
+        current = self._torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+    def collect(self) -> None:
+        """Ask torch to; also its file of reference counts, else it outlives a process like ours."""
+        self._torch.cuda.ipc_collect()
+
+
+class _Passed:
+    """The mark of a lane on which everything is done at once."""
+
+    def query(self) -> bool:
+        """Tell that all is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+def open_lane(device: str) -> Lane:
+    """Open a lane to a device; ``'cpu'`` opens a rehearsal."""
+    return Lane() if device == "cpu" else CudaLane(device)
+
+
+class UnderWay:
+    """Memory that a lane's copies still read, each piece with the event that ends its use."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Event, list[Tensor]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def hold(self, event: Event, tensors: list[Tensor]) -> None:
+        """Keep tensors, and with them the arrays they lie on, until the event is passed."""
+        if tensors:
+            self._queue.append((event, tensors))
+
+    def reap(self, *, wait: bool = False) -> None:
+        """Let go of what is no longer read; `wait` for all of it."""
+        while self._queue:
+            if wait:
+                self._queue[0][0].synchronize()
+            elif not self._queue[0][0].query():
+                return
+            self._queue.popleft()

@@ -1,0 +1,256 @@
+"""What a batch becomes: out_type and dtype, and what of it this machine has."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from cseq.codec import map_leaves
+from cseq.threads import imported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from cseq.converter import Array, Batch, Dtype
+
+logger = logging.getLogger("cseq")
+
+Kind = Literal["cuda", "cpu", "array", "null", "call"]
+
+OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callable for every array"
+TEST_MODES = ("default", "cpu", "numpy")
+
+
+class Output(NamedTuple):
+    """What a batch becomes: ``out_type`` and ``dtype`` after they were checked.
+
+    Attributes
+    ----------
+    kind : 'cuda', 'cpu', 'array', 'null' or 'call'
+        Tensors on a CUDA device, tensors on the CPU, arrays (there is no torch), the batch as
+        the indexer returned it, or whatever `function` makes of every array.
+    device : str
+        ``'cuda'`` (the current device), ``'cuda:1'``, or ``'cpu'``.
+    function : callable or None
+        Applied to every array where `kind` is ``'call'``.
+    dtype : numpy.dtype or None
+        Numeric arrays are cast to it, by numpy; None keeps each array's own type.
+    torch_dtype : str or None
+        A type that numpy lacks (``'bfloat16'``): torch casts to it, on the CPU.
+    """
+
+    kind: Kind
+    device: str = "cpu"
+    function: Callable[[Array], object] | None = None
+    dtype: Dtype | None = None
+    torch_dtype: str | None = None
+
+    @property
+    def use_cuda(self) -> bool:
+        """Whether there are converters at all (asked for, until `resolve` has looked)."""
+        return self.kind == "cuda"
+
+
+def parse(out_type: object, dtype: object) -> Output:
+    """Check the arguments ``out_type`` and ``dtype``, without importing torch.
+
+    Parameters
+    ----------
+    out_type : str, None, torch.device or callable
+        ``'cuda'``, ``'cuda:1'``, ``'cpu'``, ``'null'``, None (as ``'cpu'``), or a callable.
+    dtype : str, type, numpy.dtype, torch.dtype or None
+        A type of numbers; ``'bfloat16'`` too.
+
+    Raises
+    ------
+    ValueError
+        For a name or a type that is not known or cannot be used.
+    TypeError
+        For an object that is no such thing at all.
+    """
+    kind, device, function = _parse_out_type(out_type)
+    cast, torch_dtype = _parse_dtype(dtype)
+    return Output(kind, device, function, cast, torch_dtype)
+
+
+def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], object] | None]:
+    """Split ``out_type`` into kind, device and function."""
+    if out_type is None:
+        return "cpu", "cpu", None
+    if isinstance(out_type, str):
+        return _parse_name(out_type, out_type)
+    # Before callables, because a torch.device can be called (as a decorator).
+    if _is_torch(out_type, "device"):
+        return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
+    if callable(out_type):
+        return "call", "cpu", out_type
+    raise TypeError(f"out_type is {out_type!r} ({type(out_type).__name__}): give {OUT_TYPES}")
+
+
+def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
+    """Split the name of a device, or ``'null'``."""
+    if name == "null":
+        return "null", "cpu", None
+    if name == "cpu":
+        return "cpu", "cpu", None
+    if match := re.fullmatch(r"cuda(:[0-9]+)?", name):
+        return "cuda", f"cuda:{int(match[1][1:])}" if match[1] else "cuda", None
+    raise ValueError(f"out_type is {out_type!r}, which is not known: give {OUT_TYPES}")
+
+
+def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
+    """Split ``dtype`` into what numpy casts to and what only torch can cast to."""
+    if dtype is None:
+        return None, None
+    name = str(dtype).removeprefix("torch.") if _is_torch(dtype, "dtype") else dtype
+    if name == "bfloat16" or (name is not dtype and str(name).startswith("float8_")):
+        return None, str(name)
+    try:
+        found = np.dtype(name)  # type: ignore[call-overload]
+    except (TypeError, ValueError, SyntaxError) as error:
+        kind = ValueError if isinstance(name, str) else TypeError
+        raise kind(f"dtype is {dtype!r}, which numpy does not know: {_DTYPES}") from error
+    if found.kind not in "biufc" or found.type in (np.longdouble, np.clongdouble):
+        raise ValueError(f"dtype is {dtype!r}, which no tensor can have: {_DTYPES}")
+    return np.dtype(found.type), None  # in native byte order
+
+
+_DTYPES = "give a type of numbers such as 'float32', 'int64' or 'bfloat16', or None to keep types"
+
+
+def _is_torch(value: object, name: str) -> bool:
+    """Tell whether `value` is a ``torch.<name>``, without importing torch."""
+    return type(value).__module__ == "torch" and type(value).__name__ == name
+
+
+def for_test(output: Output, test_mode: str) -> Output:
+    """Give the output of ``start_test(test_mode)``.
+
+    Raises
+    ------
+    ValueError
+        If `test_mode` is none of ``'default'`` (the same), ``'cpu'`` (CPU tensors) and
+        ``'numpy'`` (what the indexer returned).
+    """
+    if test_mode == "default":
+        return output
+    if test_mode == "cpu":
+        return output._replace(kind="cpu", device="cpu", function=None)
+    if test_mode == "numpy":
+        return output._replace(kind="null", device="cpu", function=None)
+    raise ValueError(f"test_mode is {test_mode!r}: give one of {', '.join(map(repr, TEST_MODES))}")
+
+
+def rehearse(output: Output) -> Output:
+    """Give the CUDA path with the CPU as its device: tests run it where there is no CUDA."""
+    return output._replace(kind="cuda", device="cpu", function=None)
+
+
+def converter_kind(compat: bool | None, os_name: str) -> Literal["thread", "process"]:  # noqa: FBT001
+    """Tell where CUDA converters run: CUDA memory cannot cross processes on Windows."""
+    in_threads = os_name == "nt" if compat is None else compat
+    return "thread" if in_threads else "process"
+
+
+def default_converters(num_workers: int) -> int:
+    """Give the number of converters that ``num_converters=None`` stands for."""
+    return max(num_workers // 4, min(num_workers, 4))
+
+
+def cast_dtype(output: Output) -> Dtype | None:
+    """Give the type that workers cast numeric arrays to while they copy them; None: no cast."""
+    return output.dtype if output.kind in ("cuda", "cpu", "array") else None
+
+
+def explain_cast(batch: Batch, output: Output) -> str | None:
+    """Say which arrays of a batch look like labels and are about to become floats; None: none do.
+
+    Those are integer arrays beside other arrays, but for images: bytes in more than one dimension.
+    """
+    dtype = output.dtype
+    if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
+        return None
+    arrays: list[Any] = []
+
+    def leaf(value: object) -> object:
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            arrays.append(value)
+        return value
+
+    map_leaves(leaf, batch)
+    labels = []
+    for array in arrays if len(arrays) > 1 else ():
+        name = str(array.dtype).removeprefix("torch.")
+        if name.startswith(("int", "uint")) and (name != "uint8" or len(array.shape) < 2):
+            labels.append(f"{name} of shape {tuple(array.shape)}")
+    if not labels:
+        return None
+    return (
+        f"integer arrays of the first batch ({', '.join(labels)}) become {dtype} on their way to "
+        f"the loop, as dtype={dtype.name!r} says: labels and indices need dtype=None, which keeps "
+        "the type of each array"
+    )
+
+
+# -- what this machine has
+
+
+def resolve(output: Output) -> Output:
+    """Replace what this machine lacks, and name the CUDA device; imports torch if it is needed.
+
+    Without CUDA, ``'cuda'`` becomes the CPU; without torch, tensors become arrays of the same
+    values. Each is said once in the log ``'cseq'``. CUDA is not initialised by this.
+
+    Raises
+    ------
+    ValueError
+        If there is CUDA, but no device of that number.
+    """
+    if output.kind not in ("cuda", "cpu"):
+        return output
+    torch = _find_torch()
+    if torch is None:
+        say_once("torch is not installed: batches are numpy arrays. For tensors: pip install torch")
+        return output._replace(kind="array", device="cpu")
+    if output.kind == "cpu" or output.device == "cpu":
+        return output
+    if not torch.cuda.is_available():
+        say_once("CUDA is not available: out_type 'cuda' gives CPU tensors, and use_cuda is False")
+        return output._replace(kind="cpu", device="cpu")
+    return output._replace(device=_name_device(torch, output.device))
+
+
+def _name_device(torch: ModuleType, device: str) -> str:
+    """Give the device with its number, which threads and processes cannot tell by themselves."""
+    if device == "cuda":
+        # Asking for the current device initialises CUDA; before that, it can only be the first.
+        return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"
+    count = torch.cuda.device_count()
+    if int(device.removeprefix("cuda:")) >= count:
+        raise ValueError(
+            f"out_type is {device!r}, but the CUDA devices here, {count} in number, are counted "
+            f"from 0: give 'cuda', or a number below {count}"
+        )
+    return device
+
+
+def _find_torch() -> ModuleType | None:
+    """Import torch; None where it is not installed (a broken one raises)."""
+    try:
+        torch: ModuleType = imported("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return None
+    return torch
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Log a message, once in the life of this process."""
+    logger.warning(message)

@@ -1,0 +1,80 @@
+"""Page-locked mappings of the arena, which CUDA copies from directly."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
+from cseq.converter.output import say_once
+
+if TYPE_CHECKING:
+    from cseq._core import Memory
+
+logger = logging.getLogger("cseq")
+
+
+class PageLocks:
+    """The mappings of the arena that this process has page-locked, so that CUDA copies from them.
+
+    A mapping is kept, and so stays mapped, until it is unregistered: CUDA would go on to copy
+    from the old pages of an address that is mapped anew.
+
+    Parameters
+    ----------
+    device : str
+        A CUDA device, such as ``'cuda:0'``.
+    """
+
+    # Page-locked for every context, not only for the one of the device that is current now.
+    PORTABLE = 1
+
+    def __init__(self, device: str) -> None:
+        self._torch = importlib.import_module("torch")
+        self._device = device
+        self._locked: dict[int, Memory] = {}
+
+    def register(self, memory: Memory) -> bool:
+        """Page-lock a mapping, once; False if that fails, which costs speed and nothing else."""
+        if memory.address in self._locked:
+            return True
+        status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
+        if status:
+            say_once(
+                f"CUDA could not page-lock shared memory (error {status}): batches are copied "
+                "once more on their way to the device"
+            )
+            return False
+        self._locked[memory.address] = memory
+        return True
+
+    def unregister(self, memory: Memory) -> None:
+        """Unlock a mapping before it is dropped; the copies from it must be done."""
+        if self._locked.pop(memory.address, None) is None:
+            return
+        status = self._call("cudaHostUnregister", memory.address)
+        if status:
+            logger.warning("CUDA could not unlock %d bytes (error %d)", memory.nbytes, status)
+
+    def close(self) -> None:
+        """Unlock all of it."""
+        for memory in list(self._locked.values()):
+            self.unregister(memory)
+
+    def _call(self, name: str, *arguments: int) -> int:
+        """Call a function of CUDA's runtime on our device; return its status, 0 for success."""
+        with self._torch.cuda.device(self._device):
+            status = int(getattr(self._torch.cuda.cudart(), name)(*arguments))
+            if status:
+                self._forget_error()
+            return status
+
+    def _forget_error(self) -> None:
+        """Take back the error that a failed call leaves behind.
+
+        The next kernel launch, perhaps the user's, would report it as its own; so launch one.
+        """
+        try:
+            self._torch.ones(1, device=self._device)
+        except RuntimeError as error:
+            logger.debug("CUDA's error was taken back: %s", str(error))

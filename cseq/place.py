@@ -1,0 +1,81 @@
+"""Where the loop is: an epoch, and the samples of it that all ranks have had."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+__all__ = ["Place", "Progress"]
+
+
+class Progress(Protocol):
+    """How far the loop is in an epoch, as a pool tells."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of it: a batch, an exception, or its end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop was told that it is over."""
+
+    @property
+    def position(self) -> int:
+        """Samples of it that all ranks together have had, or left out for an error."""
+
+
+class Last(NamedTuple):
+    """The progress that a pool told before it was closed; at first, none."""
+
+    begun: bool = False
+    ended: bool = False
+    position: int = 0
+
+
+class Place:
+    """An epoch, where an iterator over it begins, and how far the loop is in it.
+
+    Attributes
+    ----------
+    epoch : int
+    consumed : int
+        Samples that all ranks together have had before the iterator's first.
+    progress : Progress
+        The pool, from the moment at which it is at this epoch.
+    again : bool
+        The next iterator begins this epoch again, unless it is over by then.
+    """
+
+    __slots__ = ("again", "consumed", "epoch", "progress")
+
+    def __init__(self, epoch: int = 0, consumed: int = 0) -> None:
+        self.epoch = epoch
+        self.consumed = consumed
+        self.progress: Progress = Last()
+        self.again = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of the epoch."""
+        return self.progress.begun
+
+    @property
+    def position(self) -> int:
+        """Samples of the epoch that all ranks together have had."""
+        return self.progress.position if self.begun else self.consumed
+
+    def is_over(self, end: int) -> bool:
+        """Whether the loop has had the last of the epoch's `end` samples."""
+        return self.begun and (self.progress.ended or self.position == end)
+
+    def keep(self) -> None:
+        """Remember the pool's progress: the pool is about to be closed."""
+        pool = self.progress
+        self.progress = Last(pool.begun, pool.ended, pool.position)
+
+    def next(self, end: int) -> Place:
+        """Return where the next iterator begins, if the epoch has `end` samples."""
+        if not self.begun:
+            return Place(self.epoch, self.consumed)
+        if self.again and not self.is_over(end):
+            return Place(self.epoch)
+        return Place(self.epoch + 1)

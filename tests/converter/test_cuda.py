@@ -1,0 +1,208 @@
+"""Conversion on a lane, with the CPU as the device, alone and in whole managers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from converting import ARRAYS, FLOAT, UNTOUCHED, SlowLane, lone, same_bits, watched
+
+import cseq
+from cseq.converter import output as outputs
+from cseq.converter.cuda import CudaConverter, receive
+from cseq.converter.output import for_test, parse, rehearse
+
+torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
+@pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_a_lane_gives_the_same(name: str, dtype: str | None) -> None:
+    """A converter with a lane gives what conversion at once gives, on memory of its own."""
+    array = (ARRAYS | UNTOUCHED)[name]
+    output = parse("cuda", dtype)
+    at_once = lone(for_test(output, "cpu"))(array)
+    got = receive(CudaConverter(rehearse(output)).convert([array]))[0]
+    if at_once is array:
+        assert got is array
+        return
+    assert same_bits(got, at_once)
+    assert not array.size or got.data_ptr() != array.ctypes.data
+
+
+def test_tensors_on_a_lane() -> None:
+    """CPU tensors travel as arrays do, in their own memory order; the indexer's are not touched."""
+    images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    sparse = torch.eye(3, dtype=torch.float64).to_sparse()
+    batch = {"a": images, "b": torch.arange(4)[::2], "c": torch.ones(2, requires_grad=True)}
+    batch |= {"d": torch.ones(2, device="meta"), "e": "text", "f": sparse}
+    got: Any = receive(CudaConverter(rehearse(FLOAT)).convert(batch))
+    assert same_bits(got["a"], images)
+    assert got["a"].data_ptr() != images.data_ptr()
+    assert same_bits(got["b"], torch.tensor([0.0, 2.0]))
+    assert same_bits(got["c"], torch.ones(2))
+    assert not got["c"].requires_grad
+    assert got["d"] is batch["d"]
+    assert got["e"] == "text"
+    assert got["f"].dtype == torch.float32
+    assert torch.equal(got["f"].to_dense(), torch.eye(3))
+
+
+def test_what_the_device_can_fetch_is_not_copied_before() -> None:
+    """An array in page-locked memory, of the right type, is copied from where it lies."""
+    lane = SlowLane()
+    array = np.zeros((3, 4), np.float32)
+    CudaConverter(rehearse(FLOAT), lane).convert(array)
+    assert lane.journal == [array.ctypes.data]
+
+
+def test_what_the_device_cannot_fetch_is_staged() -> None:
+    """An array in ordinary memory passes through page-locked memory."""
+
+    class Ordinary(SlowLane):
+        def can_fetch(self, tensor: Any) -> bool:
+            return False
+
+    lane = Ordinary()
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    result: Any = CudaConverter(rehearse(FLOAT), lane).convert(array)
+    assert lane.journal != [array.ctypes.data]
+    assert same_bits(result.batch, torch.from_numpy(array))
+
+
+def test_memory_is_kept_until_it_was_copied() -> None:
+    """What a copy reads is kept until the copy is done, also when the batch is thrown away."""
+    lane = SlowLane()
+    cuda = CudaConverter(rehearse(FLOAT), lane)
+    first, first_gone = watched(3)
+    second, second_gone = watched(4)
+    cuda.convert([first])
+    cuda.convert([second])
+    del first, second
+    lane.marks[1].passed = True
+    cuda.reap()
+    assert first_gone() is not None  # in the order of the lane: the first is not done
+    lane.marks[0].passed = True
+    cuda.convert("nothing to send")
+    assert first_gone() is None
+    assert second_gone() is None
+    assert "wait on the host" not in lane.journal
+
+
+def test_memory_is_kept_after_an_error() -> None:
+    """An error in the middle of a batch does not let go of what is being copied."""
+
+    class Full(SlowLane):
+        def send(self, tensor: Any) -> Any:
+            if len(tensor) == 4:
+                raise RuntimeError("out of memory")
+            return super().send(tensor)
+
+    lane = Full()
+    cuda = CudaConverter(rehearse(FLOAT), lane)
+    first, first_gone = watched(3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda.convert([first, np.zeros(4, np.float32)])
+    del first
+    assert first_gone() is not None
+    cuda.close()
+    assert first_gone() is None
+
+
+def test_a_pause_waits_for_the_copies() -> None:
+    """Before it pauses, and when it closes, a converter waits and keeps nothing."""
+    for stop in (lambda cuda: cuda.reap(wait=True), CudaConverter.close):
+        lane = SlowLane()
+        cuda = CudaConverter(rehearse(FLOAT), lane)
+        array, gone = watched(3)
+        cuda.convert(array)
+        del array
+        stop(cuda)
+        assert gone() is None
+        assert "wait on the host" in lane.journal
+
+
+def test_the_consumer_waits_on_the_device() -> None:
+    """The consumer joins the lane with every tensor of the batch, and does not wait itself."""
+    lane = SlowLane()
+    batch = {"a": np.arange(2), "b": [np.ones(1), 1]}
+    transfer = CudaConverter(rehearse(FLOAT), lane).convert(batch)
+    lane.journal.clear()
+    got: Any = receive(transfer)
+    assert len(lane.journal) == 1
+    verb, event, tensors = lane.journal[0]
+    assert (verb, event) == ("join", lane.marks[0])
+    assert [id(tensor) for tensor in tensors] == [id(got["a"]), id(got["b"][0])]
+
+
+def test_other_results_are_received_as_they_are() -> None:
+    """What is no transfer is a batch already."""
+    for batch in (np.arange(3), (1, 2), None):
+        assert receive(batch) is batch
+
+
+def test_exporting_waits_for_the_copies() -> None:
+    """In a process the memory of a batch may be overwritten when it has been exported."""
+    lane = SlowLane()
+    cuda = CudaConverter(rehearse(FLOAT), lane)
+    array, gone = watched(3)
+    cuda.export([array])
+    del array
+    assert gone() is None
+    assert lane.journal[-1] == "wait on the host"
+
+
+def test_closing_collects() -> None:
+    """A converter that closes asks torch to let go of what consumers have taken."""
+    lane = SlowLane()
+    CudaConverter(rehearse(FLOAT), lane).close()
+    assert lane.journal == ["collect"]
+
+
+# -- whole managers ----------------------------------------------------------------------------
+
+
+def make_worker() -> type:
+    """Make a worker that is sent by value, so that workers need not import this file, and torch."""
+
+    class Mixed:
+        """Makes large arrays, arrays in the slot, and leaves that are not converted."""
+
+        def __getitem__(self, indices: Any) -> Any:
+            noise = cseq.rng().random((len(indices), 3, 50, 50))
+            image = cseq.empty((len(indices), 7), np.uint8)
+            image[...] = indices[:, None] % 251
+            return {"arrays": [noise, image, indices], "names": [str(i) for i in indices]}
+
+    return Mixed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+@pytest.mark.parametrize(
+    ("kind", "compat"), [("MTSequence", None), ("MPSequence", True), ("MPSequence", False)]
+)
+def test_converters_without_a_device(
+    kind: str, compat: bool | None, dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converters in threads and in processes give what test mode gives; here, on the CPU."""
+    monkeypatch.setattr(outputs, "resolve", rehearse)
+    made = []
+    monkeypatch.setattr(
+        "cseq.pools.thread.CudaConverter",
+        lambda output: made.append(CudaConverter(output)) or made[-1],  # type: ignore[func-returns-value]
+    )
+    options: Any = {"batch_size": 16, "num_workers": 2, "num_converters": 1, "dtype": dtype}
+    streams = []
+    for parallel in (True, False):
+        manager = getattr(cseq, kind)(make_worker(), 100, seed=3, out_type="cuda", **options)
+        assert manager.use_cuda
+        with manager.start(compat) if parallel else manager.start_test() as running:
+            streams.append([batch for _ in range(2) for batch in running])
+    assert len(made) == (compat is not False)  # in this process, or in another
+    assert len(streams[0]) == 14
+    for one, other in zip(*streams, strict=True):
+        assert all(map(same_bits, one["arrays"], other["arrays"]))
+        assert one["names"] == other["names"]

@@ -1,0 +1,224 @@
+"""Conversion at once: arrays and CPU tensors, in the caller."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from converting import ARRAYS, FLOAT, UNTOUCHED, Array, lone, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from cseq import codec
+from cseq.arena import Arena, Writer
+from cseq.converter.host import Converter
+from cseq.converter.output import cast_dtype, parse, rehearse, resolve
+
+torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
+
+
+class Pair(NamedTuple):
+    """A named tuple in a batch."""
+
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    """A dataclass in a batch."""
+
+    image: Any
+    name: Any
+
+
+def test_null_is_the_identity() -> None:
+    """'null' returns the very batch of the indexer."""
+    for batch in (np.arange(3), (1, [np.arange(2)]), None, object()):
+        assert lone(parse("null", "float32"))(batch) is batch
+
+
+def test_a_callable_gets_every_array() -> None:
+    """A callable is applied to every array as it is, and to nothing else."""
+    batch: dict[str, Any] = {
+        "a": np.arange(3),
+        "b": [np.array("x"), "text", torch.ones(1)],
+        "c": Pair(1, None),
+    }
+    seen = lone(parse(lambda array: (array.dtype, array.shape), "float32"))(batch)
+    assert seen["a"] == (np.dtype(int), (3,))
+    assert seen["b"][0] == (np.dtype("<U1"), ())
+    assert seen["b"][1:] == batch["b"][1:]
+    assert seen["c"] is batch["c"]
+
+
+def test_nesting_is_kept() -> None:
+    """Tensors take the place of arrays in any nesting; all other leaves are the same objects."""
+    text, other = np.array(["a"]), object()
+    batch: dict[str, Any] = {
+        "pair": Pair(np.arange(2), [np.ones(1), "word"]),
+        "sample": Sample(np.zeros((1, 1), np.uint8), b"name"),
+        "rest": (None, 1, 2.5, text, other, np.float64(3)),
+    }
+    got = lone(FLOAT)(batch)
+    assert type(got["pair"]) is Pair
+    assert same_bits(got["pair"].left, torch.tensor([0.0, 1.0]))
+    assert same_bits(got["pair"].right[0], torch.tensor([1.0]))
+    assert got["pair"].right[1] == "word"
+    assert type(got["sample"]) is Sample
+    assert same_bits(got["sample"].image, torch.zeros(1, 1))
+    assert got["sample"].name == b"name"
+    assert all(new is old for new, old in zip(got["rest"], batch["rest"], strict=True))
+
+
+def expected(array: Array, cast: np.dtype[Any] | None) -> Array:
+    """Say what numpy makes of an array: the reference."""
+    dtype = array.dtype.newbyteorder("=")
+    if cast is not None and dtype.kind != "c":
+        dtype = cast
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    return np.asarray(array.astype(dtype), order="F" if fortran else "C")
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", None])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_arrays(name: str, dtype: str | None) -> None:
+    """An array becomes the tensor of what numpy casts it to, in C or in its Fortran order."""
+    array = ARRAYS[name]
+    before = array.tobytes()
+    got = lone(parse("cpu", dtype))(array)
+    if name == "longdouble" and dtype is None:
+        assert got is array
+        return
+    assert isinstance(got, torch.Tensor)
+    assert same_bits(got, torch.from_numpy(expected(array, parse("cpu", dtype).dtype)))
+    got.fill_(1)
+    if not array.flags.writeable:
+        assert array.tobytes() == before
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_untouched_arrays(name: str) -> None:
+    """Arrays of kinds that torch lacks are kept as they are."""
+    for dtype in ("float32", None, "bfloat16"):
+        assert lone(parse("cpu", dtype))(UNTOUCHED[name]) is UNTOUCHED[name]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_no_copy(order: Any, dtype: str | None) -> None:
+    """An array that has the type already is not copied: the tensor lies on its memory."""
+    array = np.zeros((3, 4), np.float32, order)
+    tensor = lone(parse("cpu", dtype))(array)
+    assert tensor.data_ptr() == array.ctypes.data
+    tensor[1, 2] = 7
+    assert array[1, 2] == 7
+
+
+def test_the_array_lives_as_long_as_its_tensor() -> None:
+    """A tensor, and any view of it, keeps the array under it, and with it the array's slot."""
+
+    class Leased(np.ndarray):
+        pass
+
+    array = np.zeros(8, np.float32).view(Leased)
+    gone = weakref.ref(array)
+    view = lone(FLOAT)([array])[0][2:4].view(1, 2).numpy()
+    del array
+    assert gone() is not None
+    del view
+    assert gone() is None
+
+
+def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
+    """Send a batch the way it comes from a worker process."""
+    arena = Arena()
+    slot = arena.acquire()
+    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer.begin(slot, arena.capacity(slot))
+    record = codec.encode(batch, writer, cast)
+    memory = arena.lend(slot, record.used, writer.capacity)
+    writer.close()
+    arena.close()
+    return codec.decode(memory, record)
+
+
+@pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_in_processes_as_at_once(name: str, dtype: str | None) -> None:
+    """A batch that came through a slot becomes the same as one that did not, strides and all."""
+    output = resolve(parse("cpu", dtype))
+    convert, array = Converter(output).convert, (ARRAYS | UNTOUCHED)[name]
+    for batch in (array, [array, "leaf"]):
+        here, there = convert(batch), convert(through_a_slot(batch, cast_dtype(output)))
+        if isinstance(batch, list):
+            assert here[1] == there[1]
+            here, there = here[0], there[0]
+        if isinstance(here, torch.Tensor):
+            assert same_bits(here, there)
+        else:
+            np.testing.assert_array_equal(here, there)
+            assert (type(here), here.dtype) == (type(there), there.dtype)
+
+
+def test_tensors_in_processes_as_at_once() -> None:
+    """A tensor that came through a slot becomes the same as one that did not."""
+    for dtype in ("float32", "int16", "bfloat16", None):
+        output = resolve(parse("cpu", dtype))
+        convert = Converter(output).convert
+        for tensor in (torch.rand(3, 4), torch.arange(4), torch.rand(2) * 1j, torch.ones(0).half()):
+            assert same_bits(convert(tensor), convert(through_a_slot(tensor, cast_dtype(output))))
+
+
+@given(
+    npst.arrays(
+        st.one_of(npst.floating_dtypes(), npst.integer_dtypes(), npst.boolean_dtypes()),
+        npst.array_shapes(min_dims=0, min_side=0, max_side=5),
+    ),
+    st.sampled_from(["float16", "float32", "float64", "int32", "bool"]),
+)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_cast_here_or_in_a_worker(array: Array, dtype: str) -> None:
+    """A batch has the same bits, whether a worker cast it into a slot or the converter did."""
+    convert = lone(parse("cpu", dtype))
+    slot = np.empty(array.shape, dtype)
+    np.copyto(slot, array, casting="unsafe")
+    assert same_bits(convert(array), convert(slot))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_tensors() -> None:
+    """CPU tensors of numbers are cast; complex, quantised and other devices' ones are kept."""
+    convert = lone(FLOAT)
+    for tensor in (torch.arange(3), torch.ones(2, dtype=torch.float64), torch.tensor([True])):
+        assert same_bits(convert(tensor), tensor.to(torch.float32))
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    elsewhere = torch.ones(2, dtype=torch.float64, device="meta")
+    for tensor in (torch.ones(2), torch.ones(2) * 1j, quantised, elsewhere):
+        assert convert(tensor) is tensor
+    assert lone(parse("cpu", None))(tensor) is tensor
+
+
+def test_bfloat16() -> None:
+    """A type that numpy lacks is cast to by torch, arrays and tensors alike."""
+    convert = lone(parse("cpu", torch.bfloat16))
+    values = np.array([1, 1 / 3, np.nan, -0.0, 3e38])
+    assert same_bits(convert(values), torch.from_numpy(values).to(torch.bfloat16))
+    assert same_bits(convert(torch.arange(300)), torch.arange(300).to(torch.bfloat16))
+    assert convert(np.ones(2) * 1j).dtype == torch.complex128
+
+
+def test_rehearsal_at_once() -> None:
+    """Test mode of the rehearsed CUDA path gives the same tensors at once."""
+    output = rehearse(parse("cuda", "float32"))
+    assert resolve(output) is output
+    assert same_bits(lone(output)([np.arange(3)])[0], torch.tensor([0.0, 1.0, 2.0]))

@@ -1,0 +1,108 @@
+"""Page-locked memory, with a CUDA runtime that the test makes."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from cseq.converter.output import say_once
+from cseq.converter.page_locks import PageLocks
+
+torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
+
+
+class Runtime:
+    """CUDA's runtime, as far as it page-locks memory."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        """Lock."""
+        assert flags == 1
+        if address in self.locked:
+            return 712
+        if not self.status:
+            self.locked[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Unlock."""
+        if not self.status:
+            del self.locked[address]
+        return self.status
+
+
+class Bytes:
+    """Some mapped memory."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """Take the place of CUDA's runtime."""
+    fake = Runtime(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
+    return fake
+
+
+def test_memory_is_page_locked_once(runtime: Runtime) -> None:
+    """A mapping is page-locked once, and unlocked when it is given up or all is closed."""
+    locks = PageLocks("cuda:0")
+    first: Any = Bytes(4096, 8192)
+    second: Any = Bytes(65536, 4096)
+    assert locks.register(first)
+    assert locks.register(first)
+    assert locks.register(second)
+    assert runtime.locked == {4096: 8192, 65536: 4096}
+    locks.unregister(first)
+    locks.unregister(first)
+    assert runtime.locked == {65536: 4096}
+    locks.close()
+    locks.close()
+    assert runtime.locked == {}
+
+
+def test_page_locked_memory_stays_mapped(runtime: Runtime) -> None:
+    """A page-locked mapping is kept until it is unlocked."""
+    memory: Any = Bytes(4096, 4096)
+    gone = weakref.ref(memory)
+    locks = PageLocks("cuda:0")
+    locks.register(memory)
+    del memory
+    assert gone() is not None
+    assert runtime.locked
+    locks.close()
+    assert gone() is None
+
+
+def test_page_locking_may_fail(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that CUDA cannot page-lock is used all the same; said once, and no error is left."""
+    left = []
+
+    def ones(*shape: int, device: str) -> None:
+        left.append((shape, device))
+        raise RuntimeError("the error that was left behind")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    say_once.cache_clear()
+    runtime.status = 2
+    locks = PageLocks("cuda:1")
+    memory: Any = Bytes(4096, 4096)
+    assert not locks.register(memory)
+    assert not locks.register(memory)
+    locks.close()
+    assert left == [((1,), "cuda:1")] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "error 2" in caplog.text

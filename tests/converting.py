@@ -1,0 +1,149 @@
+"""Batches for the tests of conversion, and a device that takes its time."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import pytest
+
+from cseq.converter.host import Converter
+from cseq.converter.lane import Lane
+from cseq.converter.output import Output, parse, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
+
+FLOAT = parse("cpu", "float32")
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    """Compare tensors or arrays in type, shape, strides and every bit."""
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        if left.dtype != right.dtype or (left.numel() and left.stride() != right.stride()):
+            return False
+        if left.dtype == torch.bfloat16:
+            left, right = left.view(torch.int16), right.view(torch.int16)
+        left, right = left.cpu().numpy(), right.cpu().numpy()
+    same_kind = left.dtype == right.dtype and left.shape == right.shape
+    return bool(same_kind and left.tobytes() == right.tobytes())
+
+
+def lone(output: Output) -> Callable[[object], Any]:
+    """Make the function that converts one batch."""
+    return Converter(resolve(output)).convert
+
+
+def read_only(array: Array) -> Array:
+    """Make an array read-only."""
+    array.flags.writeable = False
+    return array
+
+
+RNG = np.random.default_rng(0)
+ARRAYS: dict[str, Any] = {
+    "float32": RNG.random((3, 4), np.float32),
+    "float64": RNG.random((3, 4)),
+    "float16": RNG.random((3, 4)).astype(np.float16),
+    "uint8": RNG.integers(0, 255, (3, 4), np.uint8),
+    "uint64": RNG.integers(0, 2**64, (3, 4), np.uint64),
+    "int64": RNG.integers(-(2**62), 2**62, (3, 4)),
+    "bool": RNG.random((3, 4)) > 0.5,
+    "complex128": RNG.random((3, 4)) + 1j,
+    "longdouble": RNG.random((3, 4)).astype(np.longdouble),
+    "big endian": RNG.random((3, 4)).astype(">f4"),
+    "big endian integers": np.arange(12).astype(">i2"),
+    "read-only": read_only(RNG.random((3, 4), np.float32)),
+    "read-only of another type": read_only(RNG.random((3, 4))),
+    "backwards": RNG.random((3, 4), np.float32)[::-1, ::-2],
+    "repeated": np.broadcast_to(np.float32(1.5), (3, 4)),
+    "columns": RNG.random((3, 4), np.float32)[:, 1:3],
+    "Fortran": np.asfortranarray(RNG.random((3, 4, 5), np.float32)),
+    "Fortran of another type": np.asfortranarray(RNG.random((3, 4, 5))),
+    "transposed images": RNG.random((2, 3, 4, 5), np.float32).transpose(0, 3, 1, 2),
+    "no dimensions": np.array(2.5),
+    "no dimensions, ready": np.array(2.5, np.float32),
+    "empty": np.empty((0, 3), np.float32),
+    "empty of another type": np.empty((4, 0)),
+    "field of packed records": np.zeros(4, "u1,f4")["f1"],
+    "special": np.array([np.nan, np.inf, -np.inf, -0.0, 1e-50, 1 / 3]),
+}
+UNTOUCHED: dict[str, Any] = {
+    "text": np.array(["a", "bc"]),
+    "bytes": np.array([b"a", b"bc"]),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "objects": np.array([None, 1], object),
+    "records": np.zeros(4, "u1,f4"),
+    "masked": np.ma.array([1.0, 2.0], mask=[True, False]),
+}
+
+
+class Mark:
+    """An event of which the test says when it is passed."""
+
+    def __init__(self, journal: list[Any]) -> None:
+        self.passed = False
+        self.journal = journal
+
+    def query(self) -> bool:
+        """Tell what the test said."""
+        return self.passed
+
+    def synchronize(self) -> None:
+        """Note the wait, and pass."""
+        self.journal.append("wait on the host")
+        self.passed = True
+
+
+class SlowLane(Lane):
+    """A device that takes its time, and writes down what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.journal: list[Any] = []
+        self.marks: list[Mark] = []
+        self.inside = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Note who is inside."""
+        self.inside = True
+        yield
+        self.inside = False
+
+    def send(self, tensor: Any) -> Any:
+        """Copy."""
+        assert self.inside
+        self.journal.append(tensor.data_ptr())
+        return super().send(tensor)
+
+    def record(self) -> Mark:
+        """Make a mark that is not passed."""
+        assert self.inside
+        self.marks.append(Mark(self.journal))
+        return self.marks[-1]
+
+    def join(self, event: Any, tensors: list[Any]) -> None:
+        """Note it."""
+        assert not self.inside
+        self.journal.append(("join", event, tensors))
+
+    def collect(self) -> None:
+        """Note it."""
+        self.journal.append("collect")
+
+
+class Source(np.ndarray):
+    """An array that can be watched."""
+
+
+def watched(size: int) -> tuple[Array, weakref.ref[Array]]:
+    """Make an array in page-locked memory, so to speak, and watch it."""
+    array = np.arange(size, dtype=np.float32).view(Source)
+    return array, weakref.ref(array)
