@@ -31,7 +31,6 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
-
 from cseq.adapters.torchdata import MultiProcessingReadingService, engine, relay  # noqa: E402
 from cseq.run import await_closings  # noqa: E402
 
