@@ -87,3 +87,33 @@ def test_without_a_gpu_its_benchmarks_say_what_to_do():
     assert done.returncode == 1
     assert "finds no CUDA device" in done.stderr
     assert "DEVICE=cpu" in done.stderr
+
+
+SHARED = """
+import mmap, os
+from harness.usage import memory_bytes
+
+SIZE = 32 << 20
+before = memory_bytes(os.getpid())
+file = os.memfd_create("batches")
+os.posix_fallocate(file, 0, SIZE)
+opened = memory_bytes(os.getpid()) - before
+with mmap.mmap(file, SIZE) as memory:
+    for at in range(0, SIZE, mmap.PAGESIZE):
+        memory[at] = 1
+    mapped = memory_bytes(os.getpid()) - before
+print(opened / SIZE, mapped / SIZE)
+"""
+
+
+def test_shared_memory_counts_once_whether_mapped_or_not():
+    """Shared memory that a process has open counts without a mapping, and not again with one."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED],
+        env=os.environ | {"PYTHONPATH": f"{FOLDER}{os.pathsep}{import_path()}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [float(share) for share in done.stdout.split()] == pytest.approx([1, 1], abs=0.1)
