@@ -18,8 +18,9 @@ The modules; imports point down::
     ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
     ├── pools/          who runs the stages: inline (this is test mode), thread, process
-    ├── staff.py        the worker processes of one pool
-    ├── keeper.py       keeps worker processes alive
+    ├── supervisor.py   the worker processes of one pool: started, replaced, ended
+    ├── worker.py       one worker process: setup, messages, stacks, at both ends
+    ├── deaths.py       how often workers die, and whether that is too often
     ├── feed.py         an epoch's tickets into a ring, its finished batches out
     ├── indexer.py      stage 1: indices → batch, by the user's worker
     ├── converter.py    stage 2: batch → tensors, on the CPU or a CUDA device

@@ -25,9 +25,8 @@ from cseq import codec, context, failure, indexer, payload
 from cseq._core import Block, Seat, copy_of, now_ns
 from cseq.arena import Writer
 from cseq.edge import SlotWriter
-from cseq.keeper import FAILED, READY, send_state
-from cseq.staff import enter
 from cseq.stage import BATCH, INDEXER, run
+from cseq.worker import FAILED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
