@@ -36,7 +36,9 @@ The modules; imports point down::
     ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── compute.py      how many threads the libraries of a worker process compute with
     ├── failure.py      an exception, packed in a worker and raised in the loop
-    ├── payload.py      the user's worker, as bytes for every worker process
+    ├── pickling.py     objects as bytes: by reference, or by value for new processes
+    ├── importable.py   what a new process can import
+    ├── unpicklable.py  which part of an object cannot be pickled
     ├── descriptors.py  anonymous files, received descriptors: none for executed programs
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        counts, waiting times, and the bottleneck

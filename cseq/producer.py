@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cseq import codec, context, failure, indexer, payload
+from cseq import codec, context, failure, indexer
 from cseq._core import Block, Seat, copy_of, now_ns
 from cseq.arena import Writer
 from cseq.edge import SlotWriter
@@ -166,7 +166,7 @@ class Making:
         slot, capacity, *record = self._rooms[seat.cell][which].tolist()
         self._writer.begin(slot, capacity)
         memory = copy_of(self._writer.memory, codec.used(record))
-        return payload.load(*codec.decode(memory, record))
+        return codec.decode(memory, record)
 
     def _answer(self, seat: Seat, epoch: int, kind: int) -> None:
         """Call a method, and publish what it returns."""

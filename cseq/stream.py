@@ -14,19 +14,17 @@ two share. The tickets of a worker that dies run again in its replacement.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from cseq import codec, failure, payload
+from cseq import codec, failure
 from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns
 from cseq.arena import Writer, memory_limit_of
 from cseq.check import choice, count, modules, seconds
 from cseq.deaths import Deaths, Held
 from cseq.edge import SlotReader
 from cseq.launcher import make_launcher, start_methods
+from cseq.pickling import Pickled, dump, dumps
 from cseq.producer import (
     BROKEN,
     ENDED,
@@ -369,24 +367,24 @@ class StreamPool:
 
     def _write(self, value: Any, name: str) -> Request:
         """Write something for a worker into a slot."""
-        packed = self._pack(value, name)
+        pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
         while request.slot < 0:
             self._arena.prepare()
             request = Request(self._arena.slots)
         writer = self._writer
         writer.begin(request.slot, self._arena.capacity(request.slot))
-        record = codec.encode(packed, writer)
+        record = codec.encode_pickled(pickled, writer)
         request.locate(writer.capacity, record)
         return request
 
-    def _pack(self, value: Any, name: str) -> tuple[bytes, list[Any]]:
+    def _pickle(self, value: Any, name: str) -> Pickled:
         """Pickle something for a worker: by name if it is a copy of this process, and if it can."""
         if self.supervisor.takes_objects:
             with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
-                return pickle.dumps((value, None), protocol=5), []
-        packed = payload.dump(value, name=name)
-        return packed.pickle, [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
+                buffers: list[memoryview] = []
+                return Pickled(dumps([value], buffers), buffers)
+        return dump(value, name=name)
 
     # -- waiting
 

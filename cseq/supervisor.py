@@ -23,12 +23,13 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from cseq import failure, payload
-from cseq._core import Descriptor, Mapping, Ring, commit, ring_bytes
-from cseq.arena import Arena, Segment
+from cseq import codec, failure
+from cseq._core import Mapping, Ring, commit, ring_bytes
+from cseq.arena import Arena, Segment, Writer
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit
 from cseq.launcher.base import FOREVER
+from cseq.pickling import dump
 from cseq.stage import START_SHARE, look_ns, overdue
 from cseq.threads import Latch, Threads
 from cseq.worker import ENTERED, FAILED, NO_STACK, READY, Setup, WorkerProcess
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from cseq.arena import Locks
     from cseq.deaths import Deaths, Held
     from cseq.launcher import Launcher
+    from cseq.pickling import Pickled
 
 __all__ = ["Supervisor"]
 
@@ -138,7 +140,8 @@ class Supervisor:
         self._readers, self._task, self._describe = readers, task, describe
         self._spares = spares
         self._local: Any = None  # the user's object, where workers inherit it
-        self._payload: Descriptor | None = None  # and where they read it
+        self._object: Segment | None = None  # and where they read it
+        self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._noted = False
         self._begun = math.inf  # when workers were wanted
@@ -189,11 +192,11 @@ class Supervisor:
         if launcher.takes_objects:
             self._local = worker
         else:  # pickled once, where every worker can read it
-            packed = payload.dump(worker, name=name)
-            self._payload = packed.share()
+            pickled = dump(worker, name=name)
+            self._write(pickled, name)
             if preload is not False:
-                modules = [*needs, *packed.modules, *(preload or ())]
-            del packed  # its buffers are the worker's memory
+                modules = [*needs, *pickled.modules, *(preload or ())]
+            del pickled  # its buffers are the worker's memory
         seconds = FOREVER if timeout is None else START_SHARE * timeout
         self._preload = partial(launcher.preload, modules, seconds)
         self._begun = time.monotonic()
@@ -203,6 +206,19 @@ class Supervisor:
             # This process must not be forked while this thread is importing something: the child
             # would wait for ever for the import to finish.
             self._launched.wait()
+
+    def _write(self, pickled: Pickled, name: str) -> None:
+        """Write the user's object to a file of its own, as requests are written to slots."""
+        self._object = Segment.for_slots()
+        writer = Writer(self._object.fd, self._object.width)
+        try:
+            writer.begin(0, 0)
+            self._record = codec.encode_pickled(pickled, writer)
+        except MemoryError as error:
+            nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
+            raise MemoryError(f"no room for the {name}'s {nbytes} bytes: {error}") from error
+        finally:
+            writer.close()
 
     # -- on the supervisor's thread
 
@@ -253,9 +269,11 @@ class Supervisor:
         spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
         ring, number = self._locate(owner)
         where = ring * self._segment.width, self._ring_bytes
-        setup = Setup(number, where, self.arena.segment.width, spares, self._task(owner))
-        fds = [self._payload.fd] if reads and self._payload is not None else []
-        worker.handshake(setup, self._segment.fd, self.arena.segment.fd, *fds)
+        segment, task = self.arena.segment, self._task(owner)
+        record = self._record if reads else None
+        setup = Setup(number, where, segment.width, spares, task, record)
+        fds = [self._object.fd] if reads and self._object is not None else []
+        worker.handshake(setup, self._segment.fd, segment.fd, *fds)
 
     def _locate(self, owner: int) -> tuple[int, int]:
         """Return a worker's ring, and its number there."""
@@ -422,5 +440,5 @@ class Supervisor:
         """Release the shared memory, once no process or thread uses it."""
         self.arena.close()
         self._segment.close()
-        if self._payload is not None:
-            self._payload.close()
+        if self._object is not None:
+            self._object.close()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import mmap
 import os
 import pickle
 import re
@@ -28,7 +29,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq import descriptors, payload
+from cseq import codec, descriptors
 from cseq._core import Mapping, Ring, arm_fault, exit_on_hangup, keep_freed, now_ns
 from cseq.arena import Writer
 from cseq.launcher import reading
@@ -75,6 +76,7 @@ class Setup(NamedTuple):
     width: int  # bytes between the slots in their file
     spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
     task: Any  # of its pool: what it has to do
+    record: codec.Record | None  # where the user's object lies in its file, if there is one
 
 
 # ── in the worker ──────────────────────────────────────────────────────────────────────────
@@ -86,14 +88,20 @@ class Entered(NamedTuple):
     setup: Setup
     ring: Ring
     writer: Writer
-    payload_fd: list[int]
+    object_fd: list[int]
 
     def read(self, local: Any) -> Any:
-        """Return the user's object: from its file, or as `os.fork` has copied it."""
-        if not self.payload_fd:
+        """Return the user's object: from its file, or as `os.fork` has copied it.
+
+        The file is mapped copy on write: what is written to its arrays stays in this process.
+        """
+        record = self.setup.record
+        if record is None:
             return local
+        (fd,) = self.object_fd
         with reading():
-            return payload.read(self.payload_fd[0])
+            memory = mmap.mmap(fd, record.used, access=mmap.ACCESS_COPY)
+            return codec.decode_pickled(memory, record)
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
@@ -101,7 +109,7 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     arm_fault()
     if os.environ.get("CSEQ_MALLOC", "") != "default":
         keep_freed()
-    setup, (ring_fd, arena_fd, stacks_fd, *payload_fd) = _receive_setup(sock)
+    setup, (ring_fd, arena_fd, stacks_fd, *object_fd) = _receive_setup(sock)
     watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
@@ -109,7 +117,7 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     send_state(sock, ENTERED)
     ring = Ring(Mapping(ring_fd, *setup.ring))
     os.close(ring_fd)
-    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), payload_fd)
+    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), object_fd)
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
@@ -158,11 +166,11 @@ class WorkerProcess:
         self._stacks: Descriptor | None = descriptors.anonymous_file("cseq-stacks")[0]
         self._buffer = bytearray()
 
-    def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *payload_fd: int) -> None:
+    def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
         """Send the setup and the descriptors that come with it."""
         assert self._stacks is not None
         body = pickle.dumps(setup)
-        fds = [ring_fd, arena_fd, self._stacks.fd, *payload_fd]
+        fds = [ring_fd, arena_fd, self._stacks.fd, *object_fd]
         # If it is dead already, the end of file on its socket says so next.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.child.sock, [LENGTH.pack(len(body))], fds)

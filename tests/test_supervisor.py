@@ -8,6 +8,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from cseq import supervisor as supervisor_module
@@ -107,12 +108,13 @@ class Pool:
         owners: int = 1,
         replace: bool = True,
         entry: str = "obey",
+        method: str = "fork",
         task: Callable[[int], Any] | None = None,
     ) -> None:
         self.tasks = list(tasks)
         self.events = Events()
         self.supervisor = Supervisor(
-            make_launcher("fork", entry=f"{__name__}:{entry}"),
+            make_launcher(method, entry=f"{__name__}:{entry}"),
             2,
             1,
             owners,
@@ -227,7 +229,7 @@ def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) 
         read.append(len(packed))
         return WorkerError(f"worker {worker}")
 
-    monkeypatch.setattr(supervisor_module.failure, "unpack", unpack)
+    monkeypatch.setattr("cseq.supervisor.failure.unpack", unpack)
     one = pool(b"F3")
     supervisor = one.start()
     one.await_failure()
@@ -339,3 +341,16 @@ def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Po
     with pytest.raises(WorkerTimeout) as caught:
         supervisor.check_time([(1, now_ns() - 10**10, "a ticket")], 1.0, restart=False)
     assert str(caught.value).endswith(NO_STACK)
+
+
+def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> None:
+    """It is found out while the object is written, not by a worker that reads it."""
+
+    def commit(fd: int, offset: int, nbytes: int) -> None:
+        raise MemoryError("full")
+
+    one = pool(method="spawn")
+    monkeypatch.setattr("cseq.arena.commit", commit)
+    with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
+        one.supervisor.start(np.zeros(1000), name="indexer")
+    assert one.events.all == []

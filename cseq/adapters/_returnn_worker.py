@@ -23,8 +23,9 @@ from returnn.config import SubProcCopyGlobalConfigPreInitFunc
 from returnn.datasets.basic import Dataset, init_dataset
 from returnn.datasets.cached2 import CachedDataset2
 
-from cseq import context, payload
+from cseq import context
 from cseq._core import derive
+from cseq.importable import promise
 from cseq.seeding import seed_imported
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ COMM = "/proc/self/comm"
 
 # The classes and functions of RETURNN's configuration are in a module that no file holds; a worker
 # has it as soon as it has the configuration, and that is the first thing it gets (`_Restored`).
-payload.promise("__returnn_config__")
+promise("__returnn_config__")
 
 
 class Request(NamedTuple):
