@@ -21,8 +21,9 @@ The modules; imports point down::
     ├── run.py          one start of a manager, up to its end
     ├── pools/          who runs the stages: inline (this is test mode), thread, process
     ├── place.py        where the loop is: epoch, samples
-    ├── staff.py        the worker processes of one pool
-    ├── keeper.py       keeps worker processes alive
+    ├── supervisor.py   the worker processes of one pool: started, replaced, ended
+    ├── worker.py       one worker process: setup, messages, stacks, at both ends
+    ├── deaths.py       how often workers die, and whether that is too often
     ├── feed.py         an epoch's tickets into a ring, its finished batches out
     ├── indexer.py      stage 1: indices → batch, by the user's worker
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
@@ -38,7 +39,9 @@ The modules; imports point down::
     ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── compute.py      how many threads the libraries of a worker process compute with
     ├── failure.py      an exception, packed in a worker and raised in the loop
-    ├── payload.py      the user's worker, as bytes for every worker process
+    ├── pickling.py     objects as bytes: by reference, or by value for new processes
+    ├── importable.py   what a new process can import
+    ├── unpicklable.py  which part of an object cannot be pickled
     ├── descriptors.py  anonymous files, received descriptors: none for executed programs
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        counts, waiting times, and the bottleneck

@@ -37,24 +37,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq import payload
-from cseq._core import LONG, Plan, Reader
+from cseq._core import ALIGNMENT, LONG, Plan, Reader
+from cseq.importable import named_here
+from cseq.pickling import dumps
+from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
+    from mmap import mmap
 
     from cseq._core import Memory
     from cseq.arena import Writer
+    from cseq.pickling import Pickled
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
 Leaf: TypeAlias = tuple[Dtype, int, bool]  # dtype, dimensions, Fortran order
 
-__all__ = ["LONG", "Record", "castable", "decode", "encode", "map_leaves", "used"]
+__all__ = [
+    "ALIGNMENT",
+    "LONG",
+    "Record",
+    "castable",
+    "decode",
+    "decode_pickled",
+    "encode",
+    "encode_pickled",
+    "map_leaves",
+    "used",
+]
 
-BYTE = np.dtype(np.uint8)
 MAX_DEPTH = 100  # containers inside one another
-IN_BAND = 512  # bytes; buffers below this stay inside the pickle
 
 
 class Record(NamedTuple):
@@ -280,8 +293,6 @@ SCALAR = "scalar"
 BYTES = "bytes"
 Token: TypeAlias = "str | tuple[Any, ...]"
 
-NO_BUFFERS = bytes(8)  # a table of buffers with none in it
-
 ARRAYS = {ndarray}
 # Types of elements that are nothing but bytes, and equal only to themselves.
 FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
@@ -490,75 +501,40 @@ def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
 
 # -- pickle -------------------------------------------------------------------------------------
 
-# What pickle raises for classes and functions that it cannot find by their names.
-NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
+REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
 
 
 def _pickled(batch: Any, value: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle something of a batch: the pickle, and the large buffers that are not in it."""
+    buffers: list[memoryview] = []
     try:
-        return _dumps(value)
+        return dumps(value, buffers), buffers
     except MemoryError:
         raise
     except Exception as error:
-        raise TypeError(_explain(batch, error)) from error
+        raise unpicklable(
+            batch,
+            "batch",
+            error,
+            probe=lambda part: dumps(part, []),
+            known=named_here,
+            remedy=REMEDY,
+        ) from error
 
 
-def _dumps(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle by name, else by value: a class of the user's script has no name in a worker."""
-    try:
-        return _dumps_by(pickle.dumps, value)
-    except NAMELESS:
-        return _dumps_by(payload.dump_by_value, value)
+# What `encode` would make of an object that is no container and no array.
+OBJECT_ALONE = Plan(pickle.dumps((OBJECT, 0, []), protocol=5), OBJECT, 0, [], _KINDS, _tag, _raw)
 
 
-def _dumps_by(dumps: Callable[..., bytes], value: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle with large buffers left out."""
-    buffers: list[memoryview] = []
+def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
+    """Write an object that is pickled already into a slot; `decode` returns it.
 
-    def in_band(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < IN_BAND:
-            return True
-        buffers.append(raw)
-        return False
-
-    return dumps(value, 5, buffer_callback=in_band), buffers
-
-
-def _explain(batch: Any, error: Exception) -> str:
-    """Return a text that says what in a batch cannot be pickled."""
-    path, value, cause = _culprit("batch", batch) or ("batch", batch, error)
-    return (
-        f"{path}: cannot pickle {type(value).__name__!r} ({type(cause).__name__}: {cause}); "
-        "return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
-    )
-
-
-def _culprit(path: str, value: Any) -> tuple[str, Any, Exception] | None:
-    """Find the innermost thing that cannot be pickled: where it is, what it is, and why."""
-    try:
-        _dumps(value)
-    except Exception as error:  # noqa: BLE001 - it is what is looked for
-        found = (_culprit(path + label, child) for label, child in _labelled(value))
-        return next(filter(None, found), (path, value, error))
-    return None
-
-
-def _labelled(value: Any) -> Iterator[tuple[str, Any]]:
-    """Name the children of a container as one would write them in Python."""
-    cls: Any = type(value)
-    kind = _KINDS.get(_tag(cls))
-    opened = kind and kind.open(value)
-    if not opened:
-        return
-    fixed, _, children = opened
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", child) for key, child in value.items())
-    elif fixed is not None:
-        yield from ((f".{name}", child) for name, child in zip(fixed, children, strict=True))
-    else:
-        yield from ((f"[{number}]", child) for number, child in enumerate(children))
+    Raises
+    ------
+    MemoryError
+        If there is no room for it.
+    """
+    return _record(writer.lay(OBJECT_ALONE, [], pickled.data, pickled.buffers))
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -570,16 +546,23 @@ def _parse(structure: bytes) -> Plan:
     return Plan(structure, tree, split, leaves, _KINDS, _tag, _raw)
 
 
-def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
+def _load_objects(memory: Memory | mmap, offset: int, nbytes: int) -> list[Any]:
     """Read the leaves that went by pickle; behind the pickle is the table of its buffers."""
-    data = memory.load_bytes(offset, nbytes)
-    if data[-8:] == NO_BUFFERS:
+    view = memoryview(memory)
+    data = view[offset : offset + nbytes]
+    count = int.from_bytes(data[-8:], sys.byteorder)
+    if not count:
         return pickle.loads(data)  # type: ignore[no-any-return]
-    count = machine_array("q", data[-8:])[0]
-    numbers = iter(machine_array("q", data[len(data) - 8 - 16 * count : -8]))
-    buffers = [memory.view(at, BYTE, (size,)) for at, size in zip(numbers, numbers, strict=True)]
+    numbers = iter(machine_array("q", bytes(data[len(data) - 8 - 16 * count : -8])))
+    buffers = [view[at : at + size] for at, size in zip(numbers, numbers, strict=True)]
     objects: list[Any] = pickle.loads(data, buffers=buffers)
     return objects
+
+
+def decode_pickled(memory: mmap, record: Record) -> Any:
+    """Read what `encode_pickled` has written, from a mapping that need not be shared."""
+    offset = record.offset + record.structure + record.layout
+    return _load_objects(memory, offset, record.objects)[0]
 
 
 def _as_tensor(array: Array, *, name: str | None, grad: bool) -> Any:

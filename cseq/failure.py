@@ -11,8 +11,8 @@ import pickle
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cseq import payload
 from cseq.errors import RemoteTraceback, WorkerError
+from cseq.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
 def _unpickled(pickled: bytes, text: str) -> BaseException:
     """Unpickle an exception; it may be of a module that only its worker can import."""
     try:
-        error: BaseException = payload.loads(pickled)
+        error: BaseException = pickle.loads(pickled)
     except Exception as reason:  # noqa: BLE001 - anything may go wrong in the user's class
         return WorkerError(f"{text} (this exception could not be unpickled here: {reason!r})")
     return error
@@ -61,8 +61,8 @@ def _travelling(error: BaseException) -> bytes | None:
     """Pickle an exception so that it surely unpickles, or None."""
     for candidate in (error, _Rebuilt(error), _Rebuilt(error, bare=True)):
         try:
-            data = payload.dumps(candidate)
-            if type(payload.loads(data)) is type(error):
+            data = dumps(candidate)
+            if type(pickle.loads(data)) is type(error):
                 return data
         except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
             continue
@@ -99,7 +99,7 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
 def _can_pickle(value: object) -> bool:
     """Return whether a value can be pickled and unpickled."""
     try:
-        payload.loads(payload.dumps(value))
+        pickle.loads(dumps(value))
     except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
         return False
     return True

@@ -1,8 +1,9 @@
 """Feeding a ring: an epoch's tickets in, its finished batches out.
 
-The trainer's side of the thread and the process pool: what `Consumer` leaves to Python. Only the
-consuming thread calls it. Other threads report errors (a worker that cannot be built, one that died
-too often) through `check`, which raises them here, and wake this thread with the ring's alarm.
+The trainer's side of the thread and the process pool, which derive from `Feed`: what `Consumer`
+leaves to Python. Only the consuming thread calls it. Other threads report errors (a worker that
+cannot be built, one that died too often) through `check`, which raises them here, and wake this
+thread with the ring's alarm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.edge import Outlet
     from cseq.sampler import Indices, Sampler
 
-__all__ = ["Fed", "Feed", "wake_at"]
+__all__ = ["Feed", "wake_at"]
 
 log = logging.getLogger("cseq")
 
@@ -56,6 +57,10 @@ class Feed:
         Applied to every batch on its way out.
     leaf_for : callable, optional
         Does the same to a batch's leaves: `Converter.leaf_for`.
+    num_workers, num_converters : int
+        How many owners of the ring run the indexers, and, after these, the converters.
+    threads : bool
+        Whether they compute in turn with the loop.
     """
 
     def __init__(
@@ -69,6 +74,9 @@ class Feed:
         check: Callable[[], None],
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
+        num_workers: int = 1,
+        num_converters: int = 0,
+        threads: bool = False,
     ) -> None:
         self._ring = ring
         self._sampler = sampler
@@ -77,6 +85,8 @@ class Feed:
         self._skip_errors = skip_errors
         self._check = check
         self._convert = convert
+        self._num_workers, self._num_converters = num_workers, num_converters
+        self._threads = threads
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
         self.consumer = Consumer(
             ring,
@@ -97,7 +107,7 @@ class Feed:
 
     @property
     def position(self) -> int:
-        """Samples of this epoch that all ranks together have had."""
+        """Samples of this epoch that all ranks together have had, or left out for an error."""
         return self._sampler.position(self.consumer.done)
 
     @property
@@ -158,12 +168,17 @@ class Feed:
             return token, cell, None, error
         return token, cell, batch, None
 
+    def named(self, cell: int) -> tuple[int, int, list[int], str]:
+        """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
+        epoch, batch, count = self._ring.ticket(cell)
+        indices: list[int] = self._rooms[cell][:count].tolist()
+        return epoch, batch, indices, failure.where(epoch, batch, indices)
+
     def _describe(
         self, cell: int, error: BaseException
     ) -> tuple[BaseException, tuple[int, int, str]]:
         """Name the batch in whose place an exception came; log it if the batch is left out."""
-        epoch, batch, count = self._ring.ticket(cell)
-        place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
+        epoch, batch, _, place = self.named(cell)
         entry = epoch, batch, failure.repr_of(error)
         if self._skip_errors and isinstance(error, Exception):
             # Its text alone: a record that keeps the exception keeps its traceback, and the ring.
@@ -197,14 +212,12 @@ class Feed:
         for cell in ring.awaited(self._ordered):
             owner, since = ring.holder(cell)
             if owner and since:  # since is 0 for an instant after the claim
-                epoch, batch, count = ring.ticket(cell)
-                place = failure.where(epoch, batch, self._rooms[cell][:count].tolist())
-                found.append((owner, since, place))
+                found.append((owner, since, self.named(cell)[3]))
         return found
 
-    def stats(self, num_workers: int, num_converters: int = 0, *, threads: bool = False) -> Stats:
-        """Count what went through the ring, by runners of which the first are the indexers."""
-        ring = self._ring
+    def stats(self) -> Stats:
+        """Count what went through the ring so far."""
+        ring, num_workers, num_converters = self._ring, self._num_workers, self._num_converters
         times = self._clock.read()
         workers, converters = times.idle[:num_workers], times.idle[num_workers:]
         return Stats(
@@ -220,45 +233,5 @@ class Feed:
             converters_waited=sum(converters[:num_converters]),
             num_workers=num_workers,
             num_converters=num_converters,
-            computed=times.computed if threads else None,
+            computed=times.computed if self._threads else None,
         )
-
-
-class Fed:
-    """The methods of a pool that has a feed."""
-
-    feed: Feed
-
-    @property
-    def position(self) -> int:
-        """Samples of this epoch that all ranks together have had, or left out for an error."""
-        return self.feed.position
-
-    @property
-    def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that were left out for an error: epoch, batch, what was raised."""
-        return self.feed.skipped
-
-    @property
-    def begun(self) -> bool:
-        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
-        return self.feed.begun
-
-    @property
-    def ended(self) -> bool:
-        """Whether the loop was told that this epoch is over."""
-        return self.feed.ended
-
-    def interrupt(self) -> None:
-        """Make a `next` that waits in another thread raise InterruptedError."""
-        self.feed.interrupt()
-
-    @property
-    def consumer(self) -> Consumer:
-        """The feed's end of the ring."""
-        return self.feed.consumer
-
-    @property
-    def next(self) -> Callable[[], Any]:
-        """Return the next batch: the consumer's method, without a call in between."""
-        return self.feed.next

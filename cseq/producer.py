@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cseq import codec, context, failure, indexer, payload
+from cseq import codec, context, failure, indexer
 from cseq._core import BEGIN, CALL, ITEMS, Block, Seat, copy_of, now_ns
 from cseq.arena import Writer
 from cseq.edge import SlotWriter
-from cseq.keeper import FAILED, READY, send_state
-from cseq.staff import enter
 from cseq.stage import BATCH, INDEXER, run
+from cseq.worker import FAILED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
@@ -166,7 +165,7 @@ class Making:
         slot, capacity, *record = self._rooms[seat.cell][which].tolist()
         self._writer.begin(slot, capacity)
         memory = copy_of(self._writer.memory, codec.used(record))
-        return payload.load(*codec.decode(memory, record))
+        return codec.decode(memory, record)
 
     def _answer(self, seat: Seat, epoch: int, kind: int) -> None:
         """Call a method, and publish what it returns."""

@@ -14,18 +14,17 @@ two share. The tickets of a worker that dies run again in its replacement.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from cseq import codec, failure, payload
+from cseq import codec, failure
 from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns
 from cseq.arena import Writer, memory_limit_of
 from cseq.check import MOST_WORKERS, choice, count, modules, seconds
+from cseq.deaths import Deaths, Held
 from cseq.edge import SlotReader
-from cseq.launcher import start_methods
+from cseq.launcher import make_launcher, start_methods
+from cseq.pickling import Pickled, dump, dumps
 from cseq.producer import (
     BROKEN,
     ENDED,
@@ -39,9 +38,9 @@ from cseq.producer import (
     parse,
 )
 from cseq.run import Run, close_with
-from cseq.staff import Deaths, Held, Staff
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
+from cseq.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -317,16 +316,21 @@ class StreamPool:
         self._timeout, self._restart = timeout, restart
         depth = min(prefetch, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
-        self._staff = staff = Staff(
+        self.supervisor = supervisor = Supervisor(
+            make_launcher(start_method, entry=ENTRY, threads=threads),
             depth + 2 + CALLS,
             MOST,
             1,
+            owners=num_workers,
+            readers=num_workers,
+            task=lambda owner: Task(owner - 1, num_workers, timed=timeout is not None),
+            describe=self._describe,
             deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
         )
-        self._arena = arena = staff.arena
+        self._arena = arena = supervisor.arena
         self._slots = SlotReader(arena)
         self._writer = Writer(arena.segment.fd, arena.segment.width)
         self.consumers = [
@@ -340,32 +344,18 @@ class StreamPool:
                 depth=depth,
                 most=max(1, min(MOST, prefetch // 2)),  # two tickets at least: one to work on
             )
-            for number, ring in enumerate(staff.rings)
+            for number, ring in enumerate(supervisor.rings)
         ]
-        for ring in staff.rings:
+        for ring in supervisor.rings:
             ring.wake_at = NEVER  # see `StreamConsumer.request`
         self._epoch = 0
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
-        self._clock = Clock(*staff.rings)
-        self._start = partial(
-            staff.start,
-            producer,
-            num_workers,
-            readers=num_workers,
-            task=lambda owner: Task(owner - 1, num_workers, timed=timeout is not None),
-            describe=self._describe,
-            method=start_method,
-            entry=ENTRY,
-            name="producer",
-            threads=threads,
-            preload=preload,
-            timeout=timeout,
+        self._clock = Clock(*supervisor.rings)
+        # Starts the workers. Whatever is raised, also by a signal handler: `close` ends them.
+        self.open = partial(
+            supervisor.start, producer, name="producer", preload=preload, timeout=timeout
         )
-
-    def open(self) -> None:
-        """Start the workers. Whatever is raised, also by a signal handler: `close` ends them."""
-        self._start()
 
     @property
     def segment(self) -> Segment:
@@ -376,24 +366,24 @@ class StreamPool:
 
     def _write(self, value: Any, name: str) -> Request:
         """Write something for a worker into a slot."""
-        packed = self._pack(value, name)
+        pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
         while request.slot < 0:
             self._arena.prepare()
             request = Request(self._arena.slots)
         writer = self._writer
         writer.begin(request.slot, self._arena.capacity(request.slot))
-        record = codec.encode(packed, writer)
+        record = codec.encode_pickled(pickled, writer)
         request.locate(writer.capacity, record)
         return request
 
-    def _pack(self, value: Any, name: str) -> tuple[bytes, list[Any]]:
+    def _pickle(self, value: Any, name: str) -> Pickled:
         """Pickle something for a worker: by name if it is a copy of this process, and if it can."""
-        if self._staff.takes_objects:
+        if self.supervisor.takes_objects:
             with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
-                return pickle.dumps((value, None), protocol=5), []
-        packed = payload.dump(value, name=name)
-        return packed.pickle, [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
+                buffers: list[memoryview] = []
+                return Pickled(dumps([value], buffers), buffers)
+        return dump(value, name=name)
 
     # -- waiting
 
@@ -411,15 +401,15 @@ class StreamPool:
             answer = consumer.peek(*post)
             if answer is not None or not consumer.holds(*post):
                 return answer
-            self._staff.check()
+            self.supervisor.check()
             if self._timeout is not None:
                 working = self._working(consumer)
-                if working or not self._staff.is_ready(owner):
+                if working or not self.supervisor.is_ready(owner):
                     idle = 0
                 else:
                     idle = idle or now_ns()
                     working = [(owner, idle, self._place(consumer, post[0]))]
-                self._staff.check_time(working, self._timeout, restart=self._restart)
+                self.supervisor.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
             ring.wait(seen, cell=post[0])
@@ -499,8 +489,8 @@ class StreamPool:
         """Begin an epoch."""
         generation = self._interrupts
         self._end()
-        self._staff.check()
-        self._staff.deaths.begin()
+        self.supervisor.check()
+        self.supervisor.deaths.begin()
         self._epoch += 1
         name = f"the beginning of epoch {self._epoch}"
         try:
@@ -535,7 +525,7 @@ class StreamPool:
     ) -> list[Any]:
         """Call a method in some workers. A call that is interrupted is given up by the next one."""
         generation = self._interrupts
-        self._staff.check()
+        self.supervisor.check()
         consumers = [self.consumers[number] for number in workers]
         if behind:
             for consumer in consumers:
@@ -571,12 +561,12 @@ class StreamPool:
     def interrupt(self) -> None:
         """Make a call that waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupts += 1
-        self._staff.alarm()
+        self.supervisor.notify_all()
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         times = self._clock.read()
-        deaths, consumers, rings = self._staff.deaths, self.consumers, self._staff.rings
+        deaths, consumers, rings = self.supervisor.deaths, self.consumers, self.supervisor.rings
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return Stats(
             batches=sum(consumer.tickets for consumer in consumers),
@@ -594,14 +584,13 @@ class StreamPool:
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
-        return [self._staff.pid(number + 1) for number in range(self.num_workers)]
+        return [self.supervisor.pid(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""
-        self._staff.closed = True
-        self._staff.close()
+        self.supervisor.close()
         self._writer.close()
-        self._staff.free()
+        self.supervisor.free()
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

@@ -143,7 +143,7 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
             got += digest([batch])
             if number % 10 == 5:
                 for owner in (1, 2, 3):
-                    m._run.pool._staff._keeper.kill(owner)  # type: ignore[union-attr]
+                    m._run.pool.supervisor.kill(owner)  # type: ignore[union-attr]
         assert got == reference()
 
 
@@ -154,12 +154,12 @@ FAULTY = """
 import sys
 import numpy as np
 import cseq
-from cseq import _core, staff
+from cseq import _core, deaths
 from cseq.converter import output
 
 if sys.argv[2] == "cuda":
     output.resolve = output.rehearse  # converter processes also where there is no CUDA
-staff.TRIES = 1000  # all workers come to the fatal step at about the same time: it may be one batch
+deaths.TRIES = 1000  # all workers come to the fatal step at about the same time, maybe of one batch
 
 class Worker:
     def __getitem__(self, indices):
@@ -229,7 +229,7 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
 def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
     counts = itertools.count(5)
-    monkeypatch.setattr("cseq.staff.oom_kills", lambda: next(counts))
+    monkeypatch.setattr("cseq.deaths.oom_kills", lambda: next(counts))
     with (
         manager(Poison).start() as m,
         pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1\)"),
@@ -397,7 +397,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
         pool = m._run.pool  # type: ignore[union-attr]
         if kind == "proc":
             for owner in range(1, 5):  # spares the test the patience of finish()
-                pool._staff._keeper.kill(owner)  # type: ignore[attr-defined]
+                pool.supervisor.kill(owner)  # type: ignore[attr-defined]
     assert "epoch 0, batch 0" in str(caught.value)
 
 
@@ -440,7 +440,7 @@ def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> No
             next(iter(m))
         release.set()
         if kind == "proc":
-            m._run.pool._staff._keeper.kill(1)  # type: ignore[union-attr, attr-defined]
+            m._run.pool.supervisor.kill(1)  # type: ignore[union-attr, attr-defined]
     assert "worker 0 has been starting for" in str(caught.value)
     assert "timeout=0.05" in str(caught.value)
 
@@ -489,7 +489,7 @@ def test_a_dead_converter_is_replaced() -> None:
         for number, batch in enumerate(m):
             got += digest([batch])
             if number in (3, 20):
-                pid = m._run.pool._staff._keeper.pid(4)  # type: ignore[union-attr]
+                pid = m._run.pool.supervisor.pid(4)  # type: ignore[union-attr]
                 if pid:
                     os.kill(pid, signal.SIGKILL)
         assert m.stats().restarts >= 1

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import traceback
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from indexers import Indices1, Raising
 from kinds import FEW, FIRST_PROCESS, PROCESSES, Kind, by_name
 
 import cseq
-from cseq import failure, payload
+from cseq import failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,16 +181,15 @@ def test_what_has_no_text() -> None:
 
 def test_what_only_the_worker_can_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that cannot be unpickled here is a WorkerError with its text."""
-    packed = failure.pack(ValueError("the text"))
-
-    def loads(data: Any) -> Any:
-        raise ModuleNotFoundError("No module named 'theirs'")
-
-    monkeypatch.setattr(payload, "loads", loads)
+    module = types.ModuleType("theirs")
+    exec("class Theirs(ValueError): pass", vars(module))
+    monkeypatch.setitem(sys.modules, "theirs", module)
+    packed = failure.pack(vars(module)["Theirs"]("the text"))
+    monkeypatch.delitem(sys.modules, "theirs")
     got = failure.unpack(packed)
     assert isinstance(got, cseq.WorkerError)
-    assert "ValueError: the text" in str(got)
-    assert "theirs" in str(got)
+    assert "Theirs: the text" in str(got)
+    assert "No module named 'theirs'" in str(got)
 
 
 def test_text_alone_is_short() -> None:

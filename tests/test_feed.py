@@ -316,7 +316,7 @@ def test_stats() -> None:
     for epoch in range(2):
         stage.feed.begin(epoch)
         stage.drain()
-    stats = stage.feed.stats(2)
+    stats = stage.feed.stats()
     assert stats.skips == 2
     assert stats.depths == (0, 0, 0)
 

@@ -984,8 +984,8 @@ def run(worker, method="forkserver", **options):
     options = {"out_type": "null", "batch_size": 1, "start_method": method, "seed": 1, **options}
     with cseq.MPSequence(worker, 12, 3, **options).start() as batches:
         assert len(list(batches)) == 12
-        staff = batches._run.pool._staff
-        while not all(staff.is_ready(owner) for owner in (1, 2, 3)):
+        supervisor = batches._run.pool.supervisor
+        while not all(supervisor.is_ready(owner) for owner in (1, 2, 3)):
             time.sleep(0.01)  # until all have imported what they need
     return imports()
 """
@@ -1082,8 +1082,8 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
     )
     done = run_script(
-        JOB + "import threading, slow, cseq.staff\n"
-        "cseq.staff.SHORT = 0.2\n"
+        JOB + "import threading, slow, cseq.supervisor\n"
+        "cseq.supervisor.SHORT = 0.2\n"
         "class Interrupts(logging.Handler):\n"
         "    def emit(self, record):\n"
         "        if 'slow' in record.getMessage():\n"
@@ -1093,7 +1093,7 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         "begun = []\n"
         "for method in ('forkserver', 'spawn'):\n"
         "    manager = cseq.MPSequence(slow.Indexer, 12, 1, out_type='null', start_method=method)\n"
-        "    cseq.keeper.GRACE = 1.0\n"
+        "    cseq.supervisor.GRACE = 1.0\n"
         "    try:\n"
         "        with manager.start() as batches:\n"
         "            next(iter(batches))\n"

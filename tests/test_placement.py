@@ -532,10 +532,10 @@ KEEPING = """
 import time
 import numpy as np
 import cseq
-from cseq import _core, staff
+from cseq import _core, deaths
 from cseq.arena import SPARES
 
-staff.TRIES = 1000  # all workers come to the fatal step at about the same time
+deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 
 class Worker:
     def __init__(self):
@@ -566,7 +566,7 @@ with m.start() as batches:
         return slots.capacity - len(slots.free()) - slots.leased - taken, taken
 
     owned, end = 2 * SPARES, time.monotonic() + 30  # one may be in the place of another
-    while not all(map(pool._staff.is_ready, (1, 2))) or count() != (owned, 0):
+    while not all(map(pool.supervisor.is_ready, (1, 2))) or count() != (owned, 0):
         assert time.monotonic() < end, count()
         time.sleep(0.01)
     print(restarts > 0, slots.leased, slots.capacity <= 20)

@@ -30,10 +30,10 @@ def children():
 HANGING = f"""
 {PROCESSES}
 import gc, sys, threading, time
-import cseq, cseq.keeper
+import cseq, cseq.supervisor
 from cseq.stream import Streams
 
-cseq.keeper.GRACE = 2.0
+cseq.supervisor.GRACE = 2.0
 method, what = sys.argv[1:]
 
 class Hangs:
@@ -66,10 +66,10 @@ DROPPED = f"""
 begun = time.monotonic()
 del dropped, circle
 gc.collect()
-print(time.monotonic() - begun < cseq.keeper.GRACE / 2)
+print(time.monotonic() - begun < cseq.supervisor.GRACE / 2)
 while children():  # the hang guard of the test ends this
     time.sleep(0.01)
-print(time.monotonic() - begun >= cseq.keeper.GRACE)
+print(time.monotonic() - begun >= cseq.supervisor.GRACE)
 """
 
 AT_EXIT = f"""

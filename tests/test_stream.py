@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from interrupting import first_hits, interrupted
 
 import cseq
-import cseq.staff
+import cseq.deaths
 from cseq._core import Lease, Request, Slots
 from cseq.stream import EncodedItem, Streams
 
@@ -95,7 +95,7 @@ def in_process(lengths: Sequence[int], producer: type[Numbers] = Numbers) -> lis
 
 
 def await_death(pid: int) -> None:
-    """Wait until a process, which its keeper reaps, is gone."""
+    """Wait until a process, which its supervisor reaps, is gone."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -602,7 +602,9 @@ def test_a_worker_that_dies_in_a_call(tmp_path: Path) -> None:
 
 def test_workers_killed_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at random, one or all, again and again: the items are those of no deaths at all."""
-    monkeypatch.setattr(cseq.staff, "TRIES", 10**9)  # chance may well strike one ticket three times
+    monkeypatch.setattr(
+        cseq.deaths, "TRIES", 10**9
+    )  # chance may well strike one ticket three times
     rng = random.Random(5)
     with streams(num_workers=3, max_restarts=10_000, prefetch=6) as s:
         for epoch in range(6):
@@ -752,7 +754,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_timeout", ["raise", "restart"])
 def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
     """One that does not even take its ticket up meets the timeout, too."""
-    monkeypatch.setattr("cseq.keeper.STACK_SECONDS", 0.1)
+    monkeypatch.setattr("cseq.worker.STACK_SECONDS", 0.1)
     with streams(timeout=0.3, on_timeout=on_timeout) as s:
         s.begin([3, 3])
         assert len(list(s)) == 6
@@ -1258,7 +1260,7 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
         pytest.MonkeyPatch.context() as patch,
         streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
     ):
-        patch.setattr(cseq.staff, "TRIES", 10**9)  # chance may well strike one ticket three times
+        patch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may well strike one ticket three times
         for lengths, steps in epochs:
             s.begin(lengths)
             expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]
@@ -1296,7 +1298,7 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
 
 # -- Ctrl-C between any two steps
 
-STEPS = ("stream.py", "run.py", "edge.py", "arena.py", "codec.py", "failure.py", "payload.py")
+STEPS = ("stream.py", "run.py", "edge.py", "arena.py", "codec.py", "failure.py", "pickling.py")
 
 
 NEVER = contextlib.nullcontext(threading.Event())

@@ -136,7 +136,7 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Leave no names in ``__main__``: classes of the user's script are put there (`payload`)."""
+    """Leave no names in ``__main__``: classes of the user's script are put there (`pickling`)."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]

@@ -5,7 +5,7 @@
     trainer                                        worker process
       Feed ── tickets, indices ──► ring ─────────►  Seat ── indices ──► indexer
       SlotReader ◄── views ── slots (arena) ◄─────  SlotWriter ◄── batch
-      Staff ◄── end of file ── socket ── setup ──►  `main`; ends when its socket does
+      Supervisor ◄── end of file ── socket ──────►  `main`; ends when its socket does
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from cseq.converter.export import Receiver
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.converter.page_locks import PageLocks
+from cseq.deaths import Deaths, Held
 from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
-from cseq.feed import Fed, Feed, wake_at
-from cseq.keeper import FAILED, NOTED, READY, send_state
-from cseq.launcher import ENTRY
+from cseq.feed import Feed, wake_at
+from cseq.launcher import ENTRY, make_launcher
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
-from cseq.staff import Deaths, Held, Staff, enter
 from cseq.stage import CONVERTER, INDEXER, run
+from cseq.supervisor import Supervisor
+from cseq.worker import FAILED, NOTED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from cseq._core import Ring
     from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
-    from cseq.staff import Entered
     from cseq.stats import Stats
+    from cseq.worker import Entered
 
 __all__ = ["ProcessPool", "main"]
 
@@ -166,7 +168,7 @@ def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
 
 
-class ProcessPool(Fed):
+class ProcessPool(Feed):
     """Worker processes behind a ring and slots in shared memory."""
 
     def __init__(self, job: Job) -> None:
@@ -175,10 +177,15 @@ class ProcessPool(Fed):
         # Converter threads copy to the device from where a batch lies.
         on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
         self._locks = PageLocks(job.output.device) if on_cuda and not in_processes else None
-        self._staff = staff = Staff(
+        self.supervisor = supervisor = Supervisor(
+            make_launcher(job.start_method, entry=ENTRY, threads=job.threads),
             job.buffer,
             job.room,
             job.num_workers + job.num_converters,
+            owners=job.num_workers + (job.num_converters if in_processes else 0),
+            readers=job.num_workers,
+            task=self._task,
+            describe=lambda _, cell: Held(*self.named(cell)),
             deaths=Deaths(
                 job.max_restarts,
                 job.num_workers,
@@ -187,24 +194,26 @@ class ProcessPool(Fed):
             ),
             memory_limit=job.memory_limit,
             locks=self._locks,
+            spares=SPARES,
         )
-        (self._ring,), self._arena = staff.rings, staff.arena
-        self._ring.wake_at = wake_at(job.buffer, job.num_workers)
-        self._group = ThreadGroup(self._ring)
+        (ring,), self._arena = supervisor.rings, supervisor.arena
+        ring.wake_at = wake_at(job.buffer, job.num_workers)
+        self._group = ThreadGroup(ring)
         self._reader = SlotReader(self._arena)
         self._receiver = Receiver(job.output) if in_processes else None
         self._imports: Imports | None = None
         convert, leaf_for = self._make_convert()
-        self._outlet = self._make_outlet()
-        self.feed = Feed(
-            self._ring,
+        super().__init__(
+            ring,
             job.sampler,
-            self._outlet,
+            self._make_outlet(ring),
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
-            check=self._check,
+            check=self._raise_failure,
             convert=convert,
             leaf_for=leaf_for,
+            num_workers=job.num_workers,
+            num_converters=job.num_converters,
         )
 
     def open(self) -> None:
@@ -213,20 +222,11 @@ class ProcessPool(Fed):
         if isinstance(self._outlet, Objects):
             add_converters(job, self._ring, self._reader, self._outlet, self._group)
             self._group.start()
-        in_processes = self._receiver is not None
-        self._staff.start(
+        self.supervisor.start(
             job.worker,
-            job.num_workers + (job.num_converters if in_processes else 0),
-            readers=job.num_workers,
-            task=self._task,
-            describe=self._describe,
-            method=job.start_method,
-            entry=ENTRY,
-            threads=job.threads,
             preload=job.preload,
-            needs=["torch"] if in_processes else [],
+            needs=[] if self._receiver is None else ["torch"],
             timeout=job.timeout,
-            spares=SPARES,
         )
 
     def _make_convert(self) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
@@ -238,21 +238,18 @@ class ProcessPool(Fed):
         converter = Converter(self._job.output)
         return converter.convert, converter.leaf_for
 
-    def _make_outlet(self) -> Outlet:
+    def _make_outlet(self, ring: Ring) -> Outlet:
         """Return where batches come out."""
         if self._receiver is not None:
-            self._imports = Imports(
-                self._arena, self._ring, self._receiver, Converter(self._job.output).convert
-            )
+            convert = Converter(self._job.output).convert
+            self._imports = Imports(self._arena, ring, self._receiver, convert)
             return self._imports
         if self._job.num_converters:
             return Objects(self._job.buffer, self._reader)
         return self._reader
 
-    # -- the keeper's thread asks
-
     def _task(self, owner: int) -> Task:
-        """Tell a worker what to do."""
+        """Tell a worker what to do, on the supervisor's thread."""
         job = self._job
         stage = INDEXER if owner <= job.num_workers else CONVERTER
         return Task(
@@ -266,49 +263,39 @@ class ProcessPool(Fed):
             output=job.output._replace(function=None),  # that is applied in the trainer
         )
 
-    def _describe(self, _: int, cell: int) -> Held:
-        """Name the batch in a cell."""
-        epoch, batch, count = self._ring.ticket(cell)
-        indices: list[int] = self._ring.indices(cell)[:count].tolist()
-        return Held(epoch, batch, indices, failure.where(epoch, batch, indices))
-
-    # -- the sequence asks (on the consumer's thread)
-
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         """Raise what went wrong elsewhere, or deal with a batch that takes too long."""
-        self._staff.check()
-        if self._group.failure is not None:
-            raise self._group.failure
+        self.supervisor.check()
+        self._group.check()
         if self._job.timeout is not None:
-            working = [w for w in self.feed.in_work() if w[0] <= self._staff.owners]
+            working = [w for w in self.in_work() if w[0] <= self.supervisor.owners]
             restart = self._job.on_timeout == "restart"
-            self._staff.check_time(working, self._job.timeout, restart=restart)
+            self.supervisor.check_time(working, self._job.timeout, restart=restart)
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
-        counted = self.feed.stats(self._job.num_workers, self._job.num_converters)
         return replace(
-            counted,
-            restarts=self._staff.deaths.restarts,
-            retries=self._staff.deaths.retries + (self._imports.lost if self._imports else 0),
+            super().stats(),
+            restarts=self.supervisor.deaths.restarts,
+            retries=self.supervisor.deaths.retries + (self._imports.lost if self._imports else 0),
             copies=self._arena.copies,
         )
 
-    def begin(self, epoch: int, consumed: int) -> None:
+    def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch."""
-        self._staff.deaths.begin()
-        self.feed.begin(epoch, consumed)
+        self.supervisor.deaths.begin()
+        super().begin(epoch, consumed)
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        self._staff.closed = True
+        self.supervisor.closed = True
         if self._receiver is not None:  # before the processes go whose memory it may still read
             self._receiver.close()
-        self._staff.close()
+        self.supervisor.close()
         if self._receiver is not None:
             self._receiver.clean()
         self._group.join(time.monotonic() + 1.0)
         if self._locks is not None:
             self._locks.close()
-        self._staff.free()
+        self.supervisor.free()
         self._job = self._job.without_worker()

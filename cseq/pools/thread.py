@@ -15,7 +15,7 @@ from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.host import Converter
 from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
-from cseq.feed import Fed, Feed, wake_at
+from cseq.feed import Feed, wake_at
 from cseq.stage import CONVERTER, INDEXER, look_ns, overdue, run
 from cseq.threads import Latch, Threads
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from cseq.edge import Source
     from cseq.pools import Job
-    from cseq.stats import Stats
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
 
@@ -63,6 +62,11 @@ class ThreadGroup:
         if self.failure is None:
             self.failure = error
         self._ring.alarm()
+
+    def check(self) -> None:
+        """Raise what has ended a thread."""
+        if self.failure is not None:
+            raise self.failure
 
     def stack(self, name: str) -> str:
         """Show where a thread is."""
@@ -107,34 +111,37 @@ def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
         converter.close()
 
 
-class ThreadPool(Fed):
+class ThreadPool(Feed):
     """Indexers in threads, batches handed over as objects."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         runners = job.num_workers + job.num_converters
         memory = Block(ring_bytes(job.buffer, job.room, runners), zero=True)
-        self._ring = Ring(memory, job.buffer, job.room, runners)
-        self._ring.wake_at = wake_at(job.buffer, job.num_workers)
+        ring = Ring(memory, job.buffer, job.room, runners)
+        ring.wake_at = wake_at(job.buffer, job.num_workers)
         if HAS_GIL:
-            self._ring.turn = look_ns(TURN_NS)
+            ring.turn = look_ns(TURN_NS)
         else:
-            self._ring.spin = look_ns()
+            ring.spin = look_ns()
         self._edge = Objects(job.buffer)
-        self._group = ThreadGroup(self._ring)
+        self._group = ThreadGroup(ring)
         self._closed = False
         self._hint = indexer.LabelHint(job.output, log.warning)
         self._turns = [Latch() for _ in range(job.num_workers + 1)]  # each thread sets the next
         self._turns[0].set()
         self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
-        self.feed = Feed(
-            self._ring,
+        super().__init__(
+            ring,
             job.sampler,
             self._edge,
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
-            check=self._check,
+            check=self._raise_failure,
             convert=receive if job.num_converters else None,
+            num_workers=job.num_workers,
+            num_converters=job.num_converters,
+            threads=HAS_GIL,
         )
 
     def open(self) -> None:
@@ -194,28 +201,19 @@ class ThreadPool(Fed):
             return None
         return Converter(self._job.output).convert
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         """Raise what ended a thread, or say that a batch takes too long."""
         if self._closed:
             raise InterruptedError("the manager was finished while a batch was awaited")
-        if self._group.failure is not None:
-            raise self._group.failure
+        self._group.check()
         if self._job.timeout is None:
             return
         starting = list(self._starting.items())
-        for owner, took in overdue(self.feed.in_work(), starting, self._job.timeout):
+        for owner, took in overdue(self.in_work(), starting, self._job.timeout):
             raise WorkerTimeout(
                 f"{took}; its thread is here:\n{self._group.stack(f'cseq-w{owner - 1}')}"
                 "(threads cannot be restarted; thread_type='proc' can)"
             )
-
-    def stats(self) -> Stats:
-        """Count what this pool has done so far."""
-        return self.feed.stats(self._job.num_workers, self._job.num_converters, threads=HAS_GIL)
-
-    def begin(self, epoch: int, consumed: int) -> None:
-        """Begin an epoch."""
-        self.feed.begin(epoch, consumed)
 
     def close(self) -> None:
         """Close the ring and wait for the threads."""

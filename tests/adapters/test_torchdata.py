@@ -636,7 +636,7 @@ def test_shutdown_with_a_thread_that_reads() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers that hang be killed soon."""
-    monkeypatch.setattr("cseq.keeper.GRACE", 0.1)
+    monkeypatch.setattr("cseq.supervisor.GRACE", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -901,7 +901,7 @@ def test_timeout_of_the_dispatching_process() -> None:
     with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=0.3) as loaded:
         items = iter(loaded)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cseq.keeper.GRACE", 0.1)
+            patch.setattr("cseq.supervisor.GRACE", 0.1)
             with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
                 next(items)
 

@@ -175,7 +175,7 @@ def test_a_killed_converter_loses_nothing(check: Callable[[str], None]) -> None:
                 if number in (3, 12):
                     while running.stats().depths[2] < 5:  # finished, and not yet taken
                         pass
-                    os.kill(running._run.pool._staff._keeper.pid(3), signal.SIGKILL)
+                    os.kill(running._run.pool.supervisor.pid(3), signal.SIGKILL)
                     while running.stats().restarts < 1 + (number > 3):
                         pass
             stats = running.stats()

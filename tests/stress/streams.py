@@ -112,7 +112,7 @@ class StreamTrial:
         s = self.streams()
         pool = s._run.pool
         self.killer.workers = self.workers
-        self.killer.target = pool._staff._keeper
+        self.killer.target = pool.supervisor
         try:
             for _ in range(self.rng.randint(1, 5)):
                 self.epoch(s)

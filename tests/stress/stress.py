@@ -26,7 +26,7 @@ import numpy as np
 from streams import Alarm, StreamTrial
 
 import cseq
-import cseq.staff
+import cseq.deaths
 from cseq.context import generator
 from cseq.run import await_closings
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Chance, not the data, kills here, and may well strike the same batch many times.
-cseq.staff.TRIES = 10**9
+cseq.deaths.TRIES = 10**9
 
 CLOSE_SECONDS = 60.0  # for what was dropped last
 END: Any = object()  # comes instead of a batch
@@ -113,7 +113,7 @@ class Killer(threading.Thread):
         super().__init__(daemon=True)
         self.rng = rng
         self.count = count
-        self.target: Any = None  # a keeper
+        self.target: Any = None  # a supervisor
         self.workers = 0
         self.over = threading.Event()
         self.starts: dict[int, tuple[int, bool]] = {}  # by worker: its process, if it is spared
@@ -121,18 +121,18 @@ class Killer(threading.Thread):
     def run(self) -> None:
         """Strike every few milliseconds."""
         while not self.over.wait(self.rng.expovariate(1 / 0.03)):
-            keeper = self.target
-            if keeper is None:
+            supervisor = self.target
+            if supervisor is None:
                 continue
             owner = self.rng.randint(1, self.workers)
-            ward = keeper._wards.get(owner)
-            if ward is None or (not ward.state and self.spares(owner, id(ward.child))):
+            worker = supervisor._workers.get(owner)
+            if worker is None or (not worker.state and self.spares(owner, id(worker.child))):
                 continue
             if self.rng.random() < 0.6:
-                ward.child.kill()
+                worker.child.kill()
                 self.count["kills"] += 1
             else:
-                self.stop_for_a_while(ward.child)
+                self.stop_for_a_while(worker.child)
 
     def spares(self, owner: int, child: int) -> bool:
         """Whether a process may get ready: nine of ten, also where a start takes many strikes."""
@@ -195,7 +195,7 @@ class Trial:
         m.start()
         if self.processes:
             self.killer.workers = self.workers
-            self.killer.target = m._run.pool._staff._keeper  # type: ignore[union-attr]
+            self.killer.target = m._run.pool.supervisor  # type: ignore[union-attr]
         try:
             for _ in range(self.rng.randint(1, 4)):
                 m = self.epoch(m)

@@ -20,9 +20,10 @@ from returnn.config import SubProcCopyGlobalConfigPreInitFunc
 from returnn.datasets.basic import init_dataset
 from returnn.datasets.cached2 import CachedDataset2
 
-from cseq import context, payload
+from cseq import context
 from cseq.adapters.returnn.packing import pack
 from cseq.adapters.returnn.seeds import SequenceSeeds
+from cseq.importable import promise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ COMM = "/proc/self/comm"
 
 # The classes and functions of RETURNN's configuration are in a module that no file holds; a worker
 # has it as soon as it has the configuration, and that is the first thing it gets (`_Restored`).
-payload.promise("__returnn_config__")
+promise("__returnn_config__")
 
 
 class Request(NamedTuple):

@@ -1,0 +1,103 @@
+"""How often workers have died in an epoch, and whether that is too often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from cseq.arena import oom_kills
+from cseq.errors import WorkerDied
+from cseq.launcher import describe_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Deaths", "Held"]
+
+TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
+
+
+class Held(NamedTuple):
+    """A ticket that a worker works on, for messages and errors."""
+
+    epoch: int
+    batch: int
+    indices: list[int]
+    place: str  # names it
+
+
+class Deaths:
+    """Counts deaths of workers in an epoch, and tells when they are too many.
+
+    Parameters
+    ----------
+    budget : int
+        Replacements that are allowed in an epoch.
+    num_workers : int
+    unit, advice : str
+        What a ticket is to the user, and what to do when it ends its workers.
+    """
+
+    def __init__(self, budget: int, num_workers: int, unit: str, advice: str) -> None:
+        self._budget = budget
+        self._starts = TRIES * num_workers  # all of them may be struck at once while they start
+        self._unit, self._advice = unit, advice
+        self._deaths = 0
+        self._unready = 0
+        self._by_place: Counter[str] = Counter()
+        self._oom_kills = oom_kills()
+        self.restarts = 0
+        self.retries = 0  # tickets that ran again
+
+    def begin(self) -> None:
+        """Reset the counts for a new epoch."""
+        self._deaths = 0
+        self._by_place.clear()
+
+    def count(
+        self, worker: int, exitcode: int | None, held: Sequence[Held], *, was_ready: bool
+    ) -> WorkerDied | None:
+        """Count a death; return the error if it is one too many."""
+        self._deaths += 1
+        self._unready = 0 if was_ready else self._unready + 1
+        epoch, batch, indices, place = held[0] if held else (None, None, [], "")
+        if held:
+            self._by_place[place] += 1
+        reason = self._too_many(place)
+        if reason is None:
+            self.restarts += 1
+            self.retries += len(held)
+            return None
+        return WorkerDied(
+            f"worker {worker} {describe_exit(exitcode)}{self._oom(exitcode)}"
+            f"{f' while making {place}' if held else ''}; {reason}",
+            epoch=epoch,
+            batch=batch,
+            indices=indices,
+            exitcode=exitcode,
+            worker=worker,
+        )
+
+    def _too_many(self, place: str) -> str | None:
+        """Say why this death is one too many, if it is."""
+        if place and self._by_place[place] >= TRIES:
+            return f"this {self._unit} has ended {TRIES} workers: {self._advice}"
+        if self._unready >= self._starts:
+            return (
+                f"{self._unready} workers in a row died before they were ready: look at how they "
+                "start"
+            )
+        if self._deaths > self._budget:
+            return (
+                f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows "
+                "no more replacements"
+            )
+        return None
+
+    def _oom(self, exitcode: int | None) -> str:
+        """Say whether the system counted a kill for lack of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if exitcode != -9 or before is None or self._oom_kills is None:
+            return ""
+        killed = self._oom_kills - before
+        return f" (out-of-memory kills counted by the cgroup meanwhile: {killed})"

@@ -1,0 +1,120 @@
+"""What a new process can import, and what one that has met this one has by name.
+
+What cannot be imported has to travel by value: everything in ``__main__`` (scripts, notebooks),
+classes and functions defined inside functions, and modules that the import system would not find
+again.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Sequence
+
+__all__ = ["MAIN", "Importable", "named_here", "promise"]
+
+MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
+
+# Modules that worker processes will have although no finder finds them.
+_promised: set[str] = set()
+
+
+def promise(module: str) -> None:
+    """Say that worker processes will have a module that they cannot import by themselves.
+
+    Its classes and functions then go by reference. The caller ensures that the module is there
+    before the rest of a pickle is read.
+    """
+    _promised.add(module)
+
+
+class Importable:
+    """Which modules a new process can import; each is looked for once."""
+
+    def __init__(self) -> None:
+        self._findable: dict[str, bool] = {}
+
+    def has(self, obj: type | types.FunctionType) -> bool:
+        """Whether a class or function can be had by importing its module."""
+        module, qualname = obj.__module__, obj.__qualname__
+        if module == "builtins":
+            return True
+        return self.findable(module) and _lookup(sys.modules[module], qualname) is obj
+
+    def findable(self, name: str) -> bool:
+        """Whether a new process would find this module, and would find the same one."""
+        if name not in self._findable:
+            self._findable[name] = self._find(name)
+        return self._findable[name]
+
+    def importable(self) -> tuple[str, ...]:
+        """Those that were asked for and are found, in the order of asking; parents come first."""
+        return tuple(
+            name for name, found in self._findable.items() if found and name not in _promised
+        )
+
+    def _find(self, name: str) -> bool:
+        module = sys.modules.get(name)
+        if module is None or name in MAIN:
+            return False
+        if name in _promised:
+            return True
+        parent = name.rpartition(".")[0]
+        if not parent:
+            return _is_same(module, _find_spec(name, None))
+        if not self.findable(parent):
+            return False
+        path = getattr(sys.modules[parent], "__path__", None)
+        # A part of a module that is no package was made by that module, and will be again.
+        return path is None or _is_same(module, _find_spec(name, path))
+
+
+def named_here(obj: object) -> bool:
+    """Whether a class or function has a name in this process, importable or not."""
+    home = sys.modules.get(getattr(obj, "__module__", None) or "")
+    return home is not None and _lookup(home, getattr(obj, "__qualname__", "")) is obj
+
+
+def _lookup(obj: object, qualname: str) -> object:
+    """Find the object under a dotted name; None when there is none."""
+    for part in qualname.split("."):
+        obj = getattr(obj, part, None)
+    return obj
+
+
+def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Find what a new process would import under this name."""
+    for finder in sys.meta_path:
+        if _is_everywhere(finder):
+            spec = finder.find_spec(name, path, None)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _is_everywhere(finder: object) -> bool:
+    """Whether a new process has this finder: the standard ones, and those of editable installs."""
+    standard = (
+        importlib.machinery.BuiltinImporter,
+        importlib.machinery.FrozenImporter,
+        importlib.machinery.PathFinder,
+    )
+    home = getattr(finder, "__module__", None) or ""
+    return finder in standard or "editable" in home
+
+
+def _is_same(module: types.ModuleType, spec: importlib.machinery.ModuleSpec | None) -> bool:
+    """Whether what would be imported is what this module was imported from."""
+    if spec is None:
+        return False
+    if spec.origin in ("built-in", "frozen"):
+        return True
+    here = getattr(module, "__file__", None)
+    if here is None or spec.origin is None:  # a folder without __init__.py
+        return here is spec.origin and hasattr(module, "__path__")
+    return bool(os.path.realpath(here) == os.path.realpath(spec.origin))

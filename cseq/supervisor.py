@@ -1,0 +1,445 @@
+"""The worker processes of one pool: started, replaced when they die, ended.
+
+A thread of the trainer, the supervisor's, sleeps on the workers' sockets. End of file means that a
+worker process ends; its exit status confirms that before its tickets are posted again.
+
+::
+
+    trainer                                      worker process
+      Supervisor ── handshake ──► socket ─────►  enter (`worker`)
+      rings, arena ─────────────► shared memory
+                 ◄── states, end of file ── socket
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import selectors
+import signal
+import socket
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from cseq import codec, failure
+from cseq._core import Mapping, Ring, commit, ring_bytes
+from cseq.arena import Arena, Segment, Writer
+from cseq.errors import WorkerTimeout
+from cseq.launcher import describe_exit
+from cseq.launcher.base import FOREVER
+from cseq.pickling import dump
+from cseq.stage import START_SHARE, look_ns, overdue
+from cseq.threads import Latch, Threads
+from cseq.worker import ENTERED, FAILED, NO_STACK, READY, Setup, WorkerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cseq.arena import Locks
+    from cseq.deaths import Deaths, Held
+    from cseq.launcher import Launcher
+    from cseq.pickling import Pickled
+
+__all__ = ["Supervisor"]
+
+log = logging.getLogger("cseq")
+
+GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
+SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
+GRACE = 5.0  # seconds that workers get to end by themselves
+LAST_GRACE = 2.0  # and to be gone after they were killed
+
+
+class Supervisor:
+    """Rings and slots in shared memory, and the worker processes that serve them.
+
+    Making one starts nothing.
+
+    Parameters
+    ----------
+    launcher : Launcher
+    capacity, room, runners : int
+        Of a ring: cells, indices in each, owners.
+    owners : int
+        How many processes, numbered from 1.
+    readers : int
+        How many of them, the first, get the user's object.
+    task : callable
+        Tells ``Setup.task`` of an owner, on the supervisor's thread.
+    describe : callable
+        Names the ticket of an owner in a cell, on the supervisor's thread.
+    deaths : Deaths
+    memory_limit : int
+        Of the arena.
+    locks : Locks, optional
+        Of the arena.
+    rings : int
+        1: all workers share it. Else each worker has one of its own, a queue (see `Ring`).
+    calls : int
+        Of a queue.
+    spares : int
+        How many slots each of the readers owns beside those of its tickets.
+
+    Attributes
+    ----------
+    rings : list of Ring
+    arena : Arena
+    owners : int
+    deaths : Deaths
+    failure : BaseException or None
+        What went wrong on the supervisor's thread; `check` raises it.
+    takes_objects : bool
+        Whether workers are forked from this process: objects are inherited, not pickled.
+    closed : bool
+        Nothing is expected of the workers any more.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        capacity: int,
+        room: int,
+        runners: int,
+        *,
+        owners: int,
+        readers: int,
+        task: Callable[[int], Any],
+        describe: Callable[[int, int], Held],
+        deaths: Deaths,
+        memory_limit: int,
+        locks: Locks | None = None,
+        rings: int = 1,
+        calls: int = 0,
+        spares: int = 0,
+    ) -> None:
+        if not hasattr(socket, "send_fds"):
+            raise OSError(
+                "worker processes need file descriptors to be sent over a socket, which this "
+                "system's Python cannot do; use threads (MTSequence) where there is a choice"
+            )
+        self._ring_bytes = size = ring_bytes(capacity, room, runners)
+        self._segment = Segment.create(-(-size // GRAIN) * GRAIN, rings)
+        self.rings: list[Ring] = []
+        for k in range(rings):
+            offset = k * self._segment.width
+            commit(self._segment.fd, offset, size)
+            mapping = Mapping(self._segment.fd, offset, size)
+            self.rings.append(Ring(mapping, capacity, room, runners, calls))
+            self.rings[k].spin = look_ns()
+        self.arena = Arena(memory_limit, locks, tickets=rings * capacity)
+        for ring in self.rings:
+            ring.arena = self.arena.slots
+        self.owners = owners
+        self.deaths = deaths
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.takes_objects = launcher.takes_objects
+        self._launcher = launcher
+        self._readers, self._task, self._describe = readers, task, describe
+        self._spares = spares
+        self._local: Any = None  # the user's object, where workers inherit it
+        self._object: Segment | None = None  # and where they read it
+        self._record: codec.Record | None = None
+        self._workers: dict[int, WorkerProcess] = {}
+        self._noted = False
+        self._begun = math.inf  # when workers were wanted
+        self._patience = SHORT  # seconds after that, when the log says what they wait for
+        self._preload: Callable[[], None]  # known once they are wanted
+        self._prepared = Latch()  # the launcher is
+        self._wanted = Latch()  # workers may be started
+        self._launched = Latch()  # all workers have been started once
+        self._ended = Latch()  # all workers are gone and no more will come
+        self._gone: bool | None = None  # so is all that the launcher has started; once it is closed
+        self._selector: selectors.BaseSelector  # the thread's own
+        self._bell: socket.socket | None = None  # wakes the thread
+        self._thread = Threads()
+        self._thread.add("cseq-supervisor", self._run)
+
+    def start(
+        self,
+        worker: Any,
+        *,
+        name: str = "worker",
+        preload: Sequence[str] | Literal[False] | None = None,
+        needs: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Start the workers, and do not wait for them to get ready.
+
+        The launcher and the workers are started by a thread, where no signal handler can raise and
+        a process get lost. Whatever is raised here: `close` ends what has begun.
+
+        Parameters
+        ----------
+        worker : object
+            What the user brought.
+        name : str
+            What error messages call it.
+        preload : sequence of str, False or None
+            Modules that a fork server imports once for all workers, beside those that `worker` and
+            the workers' code refer to; False: not even these.
+        needs : sequence of str
+            Modules that the workers' code will import.
+        timeout : float, optional
+            Seconds that an item may take; `START_SHARE` times as many, to import those modules.
+        """
+        launcher = self._launcher
+        self._thread.start()
+        self._prepared.wait()  # whatever is done here meanwhile would keep the GIL from it
+        modules: list[str] = []
+        if launcher.takes_objects:
+            self._local = worker
+        else:  # pickled once, where every worker can read it
+            pickled = dump(worker, name=name)
+            self._write(pickled, name)
+            if preload is not False:
+                modules = [*needs, *pickled.modules, *(preload or ())]
+            del pickled  # its buffers are the worker's memory
+        seconds = FOREVER if timeout is None else START_SHARE * timeout
+        self._preload = partial(launcher.preload, modules, seconds)
+        self._begun = time.monotonic()
+        self._wanted.set()
+        self.check()
+        if launcher.takes_objects:
+            # This process must not be forked while this thread is importing something: the child
+            # would wait for ever for the import to finish.
+            self._launched.wait()
+
+    def _write(self, pickled: Pickled, name: str) -> None:
+        """Write the user's object to a file of its own, as requests are written to slots."""
+        self._object = Segment.for_slots()
+        writer = Writer(self._object.fd, self._object.width)
+        try:
+            writer.begin(0, 0)
+            self._record = codec.encode_pickled(pickled, writer)
+        except MemoryError as error:
+            nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
+            raise MemoryError(f"no room for the {name}'s {nbytes} bytes: {error}") from error
+        finally:
+            writer.close()
+
+    # -- on the supervisor's thread
+
+    def _run(self) -> None:
+        """Run the supervisor's thread."""
+        try:
+            bell, ear = socket.socketpair()
+            with bell, ear, selectors.DefaultSelector() as self._selector:
+                self._selector.register(ear, selectors.EVENT_READ, None)
+                self._bell = bell  # a thread that does not see it yet has set `closed` before
+                self._serve()
+            self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            self._fail(error)
+        finally:
+            self._prepared.set()
+            self._launched.set()
+            self._ended.set()
+
+    def _serve(self) -> None:
+        """Start the workers, and watch them until all are gone and no more are wanted."""
+        self._launcher.prepare()
+        self._prepared.set()
+        self._wanted.wait()
+        if not self.closed:
+            self._preload()
+        for owner in range(1, self.owners + 1):
+            self._launch(owner)
+        self._launched.set()
+        while not (self.closed and not self._workers):
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    key.fileobj.recv(64)  # type: ignore[union-attr]
+                else:
+                    self._receive(key.data)
+
+    def _launch(self, owner: int) -> None:
+        """Start a worker and send it its setup."""
+        if self.closed:
+            return
+        child = self._launcher.launch(owner - 1, local=self._local)
+        worker = WorkerProcess(owner, child)
+        self._workers[owner] = worker
+        self._selector.register(child.sock, selectors.EVENT_READ, worker)
+        if self.closed:
+            child.kill()
+        reads = owner <= self._readers
+        spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
+        ring, number = self._locate(owner)
+        where = ring * self._segment.width, self._ring_bytes
+        segment, task = self.arena.segment, self._task(owner)
+        record = self._record if reads else None
+        setup = Setup(number, where, segment.width, spares, task, record)
+        fds = [self._object.fd] if reads and self._object is not None else []
+        worker.handshake(setup, self._segment.fd, segment.fd, *fds)
+
+    def _locate(self, owner: int) -> tuple[int, int]:
+        """Return a worker's ring, and its number there."""
+        above, ring = divmod(owner - 1, len(self.rings))
+        return ring, above + 1
+
+    def _receive(self, worker: WorkerProcess) -> None:
+        """Handle what a worker has sent, or its end of file."""
+        messages = worker.receive()
+        if messages is None:
+            self._reap(worker)
+            return
+        for state, body in messages:
+            if state == FAILED:
+                self._fail(failure.unpack(body, worker.owner - 1))
+            elif not self._noted:  # all workers would send the same
+                self._noted = True
+                log.warning("%s", body.decode())
+
+    def _reap(self, worker: WorkerProcess) -> None:
+        """Make certain that a worker is gone, post its tickets again, and replace it."""
+        child, owner = worker.child, worker.owner
+        child.kill()  # its socket is closed, which need not mean that all of it is gone
+        exitcode = child.status(LAST_GRACE)
+        if not child.gone:
+            raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and does not end")
+        self._selector.unregister(child.sock)
+        del self._workers[owner]
+        worker.close()
+        if self.closed:
+            if exitcode not in (0, None, -signal.SIGKILL):
+                log.warning("worker %d %s", owner - 1, describe_exit(exitcode))
+            return
+        at, number = self._locate(owner)
+        ring = self.rings[at]
+        held = [self._describe(owner, cell) for cell in ring.held(number)]
+        ring.repost(number)
+        self.arena.bury(number, ring)
+        if self.failure is not None:
+            return
+        error = self.deaths.count(owner - 1, exitcode, held, was_ready=worker.state == READY)
+        if error is not None:
+            self._fail(error)
+            return
+        log.warning("worker %d %s: replaced", owner - 1, describe_exit(exitcode))
+        self._launch(owner)
+
+    def _fail(self, error: BaseException) -> None:
+        """Store the first exception, which `check` raises in the consumer."""
+        if self.failure is None:
+            self.failure = error
+        self.notify_all()
+
+    # -- on any thread
+
+    def notify_all(self) -> None:
+        """Wake the trainer at all rings."""
+        for ring in self.rings:
+            ring.alarm()
+
+    def check(self) -> None:
+        """Raise errors of workers and of the supervisor's thread."""
+        if self.closed:
+            raise InterruptedError("the manager was finished while a batch was awaited")
+        if self.failure is not None:
+            raise self.failure
+        waited = time.monotonic() - self._begun
+        if waited > self._patience:
+            self._log_start(waited)
+
+    def _log_start(self, waited: float) -> None:
+        """Log what a start waits for, if that takes long."""
+        workers = self._snapshot()
+        if any(worker.state == READY for worker in workers):
+            self._patience = math.inf
+            return
+        entered = [worker for worker in workers if worker.state == ENTERED]
+        module = self._launcher.importing
+        doing = "their processes start"
+        if module:
+            doing = f"module {module} is imported for all of them"
+        elif entered:
+            doing = f"worker {entered[0].owner - 1} {entered[0].activity()}"
+        level = logging.INFO if waited < LONG else logging.WARNING
+        log.log(level, "no worker is ready %.0f s after the start: %s", waited, doing)
+        self._patience = max(LONG, 2 * waited)
+
+    def _snapshot(self) -> list[WorkerProcess]:
+        """Return the workers that there are.
+
+        Without a lock, which an exception of a signal handler might leave acquired: only the
+        supervisor's thread changes the dict, and this is one call of C.
+        """
+        return list(self._workers.values())
+
+    def check_time(
+        self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
+    ) -> None:
+        """Raise, or kill the worker, if something has taken longer than `timeout` seconds.
+
+        `working` says who works (the owner), since when (ns of `now_ns`), and on what; see
+        `overdue`, also for workers that are not ready.
+        """
+        starting = [(w.owner, w.entered) for w in self._snapshot() if w.state == ENTERED]
+        for owner, took in overdue(working, starting, timeout):
+            worker = self._workers.get(owner)
+            stack = NO_STACK if worker is None else worker.stack()
+            message = f"{took}; worker {owner - 1} is here:\n{stack}"
+            if not restart:
+                raise WorkerTimeout(message)
+            log.error("%sworker %d is restarted", message, owner - 1)
+            self.kill(owner)
+
+    def is_ready(self, owner: int) -> bool:
+        """Whether a worker has said that it is ready, and is not known to be gone."""
+        worker = self._workers.get(owner)
+        return worker is not None and worker.state == READY
+
+    def pid(self, owner: int) -> int | None:
+        """Return a worker's process id; None while it is being started or replaced."""
+        worker = self._workers.get(owner)
+        return None if worker is None else worker.child.pid
+
+    def kill(self, owner: int) -> None:
+        """Kill a worker, if there is one; its death is handled as any other."""
+        worker = self._workers.get(owner)
+        if worker is not None:
+            worker.child.kill()
+
+    # -- the end
+
+    def close(self) -> None:
+        """Close the rings and end all workers; kill those that do not end within `GRACE`.
+
+        Twice is fine, also where a signal handler has raised in the first one.
+
+        Raises
+        ------
+        RuntimeError
+            A process does not end although it was killed.
+        """
+        self.closed = True
+        for ring in self.rings:
+            ring.close()
+        self._wanted.set()
+        self._launcher.cancel()
+        if self._bell is not None:
+            with contextlib.suppress(OSError):  # it is closed: the thread has ended
+                self._bell.send(b"!")
+        if self._thread.begun and not self._ended.wait(GRACE):
+            for worker in self._snapshot():
+                log.warning("worker %d is busy: killed after %g s", worker.owner - 1, GRACE)
+                worker.child.kill()
+            self._ended.wait(LAST_GRACE)
+        if self._gone is None:  # the thread broke, or hangs
+            self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
+        if not self._gone:
+            raise RuntimeError("worker processes were killed and do not end")
+        self._thread.join(time.monotonic() + LAST_GRACE)
+        self._local = None  # it is the user's, and a supervisor is part of a cycle
+        for worker in self._snapshot():  # if the thread broke, none was reaped
+            worker.close()
+
+    def free(self) -> None:
+        """Release the shared memory, once no process or thread uses it."""
+        self.arena.close()
+        self._segment.close()
+        if self._object is not None:
+            self._object.close()

@@ -1,0 +1,243 @@
+"""One worker process: setup, messages and stacks, at both ends of its socket.
+
+::
+
+    trainer                                          worker process
+      WorkerProcess.handshake ── Setup, files ────►  enter ──► ring, writer, the user's object
+      WorkerProcess.receive ◄── ENTERED, READY … ──  send_state
+                            ◄── end of file ───────  its end
+
+A worker sends ENTERED when the user's code begins, then READY, or FAILED with the exception that
+kept it from getting ready, and NOTED, a warning, at any time.
+
+On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
+the socket: the signal handler may run in the middle of a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from cseq import codec, descriptors
+from cseq._core import Mapping, Ring, arm_fault, exit_on_hangup, keep_freed, now_ns
+from cseq.arena import Writer
+from cseq.launcher import reading
+from cseq.threads import Latch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cseq._core import Descriptor
+    from cseq.launcher import Child
+
+__all__ = [
+    "ENTERED",
+    "FAILED",
+    "NOTED",
+    "NO_STACK",
+    "READY",
+    "STACK_SIGNAL",
+    "Entered",
+    "Setup",
+    "WorkerProcess",
+    "enter",
+    "send_state",
+]
+
+ENTERED, READY, FAILED, NOTED = b"E", b"R", b"F", b"N"
+HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
+LENGTH = struct.Struct("<Q")  # of the setup that follows
+
+# Makes a worker write its stacks to the file that it got for them.
+STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
+STACK_SECONDS = 1.0  # how long a stack is waited for
+STACK_QUIET = 0.1  # a stack is complete when nothing more has come for so long
+
+NO_STACK = "(its stack cannot be asked for)\n"
+FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')  # a line of a stack, the innermost first
+
+
+class Setup(NamedTuple):
+    """What a worker process gets from the trainer, beside file descriptors."""
+
+    owner: int  # its number at the ring
+    ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
+    width: int  # bytes between the slots in their file
+    spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
+    task: Any  # of its pool: what it has to do
+    record: codec.Record | None  # where the user's object lies in its file, if there is one
+
+
+# ── in the worker ──────────────────────────────────────────────────────────────────────────
+
+
+class Entered(NamedTuple):
+    """What a worker process begins with."""
+
+    setup: Setup
+    ring: Ring
+    writer: Writer
+    object_fd: list[int]
+
+    def read(self, local: Any) -> Any:
+        """Return the user's object: from its file, or as `os.fork` has copied it.
+
+        The file is mapped copy on write: what is written to its arrays stays in this process.
+        """
+        record = self.setup.record
+        if record is None:
+            return local
+        (fd,) = self.object_fd
+        with reading():
+            memory = mmap.mmap(fd, record.used, access=mmap.ACCESS_COPY)
+            return codec.decode_pickled(memory, record)
+
+
+def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
+    """Set a worker process up; it ends with the trainer (when `sock` does), or so much later."""
+    arm_fault()
+    if os.environ.get("CSEQ_MALLOC", "") != "default":
+        keep_freed()
+    setup, (ring_fd, arena_fd, stacks_fd, *object_fd) = _receive_setup(sock)
+    watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
+    threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True)
+    send_state(sock, ENTERED)
+    ring = Ring(Mapping(ring_fd, *setup.ring))
+    os.close(ring_fd)
+    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), object_fd)
+
+
+def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
+    """Read the setup and the descriptors that come with it."""
+    head, fds = descriptors.receive(sock, LENGTH.size, 8)
+    (length,) = LENGTH.unpack(head or _leave())
+    body = bytearray()
+    while len(body) < length:
+        body += sock.recv(length - len(body)) or _leave()
+    setup: Setup = pickle.loads(body)
+    return setup, fds
+
+
+def _leave() -> NoReturn:
+    """End this process without a message: the trainer is gone."""
+    os._exit(1)
+
+
+def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
+    """Send the trainer a message: ENTERED, then READY or FAILED; NOTED, a warning, at any time."""
+    sock.sendall(HEADER.pack(state, len(body)) + body)
+
+
+# ── in the trainer ─────────────────────────────────────────────────────────────────────────
+
+
+class WorkerProcess:
+    """A worker process, as the trainer sees it.
+
+    Attributes
+    ----------
+    owner : int
+        Its number among the owners of tickets, from 1.
+    child : Child
+    state : bytes
+        The latest message's; empty before there is one.
+    entered : int
+        When ENTERED came, in ns of `now_ns`.
+    """
+
+    def __init__(self, owner: int, child: Child) -> None:
+        self.owner = owner
+        self.child = child
+        self.state = b""
+        self.entered = 0
+        self._stacks: Descriptor | None = descriptors.anonymous_file("cseq-stacks")[0]
+        self._buffer = bytearray()
+
+    def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
+        """Send the setup and the descriptors that come with it."""
+        assert self._stacks is not None
+        body = pickle.dumps(setup)
+        fds = [ring_fd, arena_fd, self._stacks.fd, *object_fd]
+        # If it is dead already, the end of file on its socket says so next.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self.child.sock, [LENGTH.pack(len(body))], fds)
+            self.child.sock.sendall(body)
+
+    def receive(self) -> list[tuple[bytes, bytes]] | None:
+        """Read from the socket; return the complete messages with a body, None at end of file."""
+        try:
+            data = self.child.sock.recv(65536)
+        except ConnectionResetError:  # it died with something of ours unread
+            data = b""
+        if not data:
+            return None
+        messages = []
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= HEADER.size:
+            state, length = HEADER.unpack_from(buffer)
+            end = HEADER.size + length
+            if len(buffer) < end:
+                break
+            body = bytes(buffer[HEADER.size : end])
+            del buffer[:end]
+            if state == ENTERED:
+                self.entered = now_ns()
+            if state != NOTED:
+                self.state = state
+            if body:
+                messages.append((state, body))
+        return messages
+
+    def stack(self) -> str:
+        """Return its stacks, which it writes itself, also when its interpreter is stuck."""
+        file = self._stacks  # keeps it open
+        if file is None or not self.state or STACK_SIGNAL is None:
+            return NO_STACK
+        fd = file.fd
+        os.ftruncate(fd, 0)
+        os.lseek(fd, 0, os.SEEK_SET)  # the worker has the same place in the file
+        self.child.send_signal(STACK_SIGNAL)
+        size, grown = 0, 0.0
+        deadline = time.monotonic() + STACK_SECONDS
+        quiet = Latch()  # nothing sets it: a pause that other threads can use
+        while (now := time.monotonic()) < deadline:
+            written = os.fstat(fd).st_size
+            if written != size:
+                size, grown = written, now
+            elif size and now - grown > STACK_QUIET:
+                break
+            quiet.wait(0.02)
+        text = os.pread(fd, size, 0).decode(errors="replace")
+        return text or "(it does not answer: stopped?)\n"
+
+    def activity(self) -> str:
+        """Say what it does before it is ready, from its stacks; its main thread comes last."""
+        frames = FRAME.findall(self.stack().rsplit("\n\n", maxsplit=1)[-1])
+        imports = [path for path, _, name in frames if name == "<module>" and path[0] != "<"]
+        if imports:  # the last of them is the outermost
+            folder, file = os.path.split(imports[-1])
+            module = folder if file == "__init__.py" else os.path.splitext(file)[0]
+            return f"imports {os.path.basename(module)}"
+        if not frames:
+            return "starts"
+        path, line, function = frames[0]
+        return f"is made ready: it is in {function}, {path}:{line}"
+
+    def close(self) -> None:
+        """Close the socket and the file of its stacks."""
+        self.child.sock.close()
+        self._stacks = None

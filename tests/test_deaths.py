@@ -1,0 +1,75 @@
+"""How many deaths of workers are too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from cseq import deaths as deaths_module
+from cseq.deaths import TRIES, Deaths, Held
+
+FIRST = Held(1, 2, [4, 5], "epoch 1, batch 2, indices [4, 5]")
+
+
+def others(count: int) -> list[Held]:
+    """Give tickets that are all different."""
+    return [Held(1, k, [k], f"batch {k}") for k in range(10, 10 + count)]
+
+
+def test_a_death_within_the_budget() -> None:
+    """Its worker is replaced, and what it held runs again."""
+    deaths = Deaths(2, 1, "batch", "look")
+    assert deaths.count(0, -9, [FIRST], was_ready=True) is None
+    assert deaths.count(0, 1, [], was_ready=True) is None
+    assert (deaths.restarts, deaths.retries) == (2, 1)
+
+
+def test_the_budget_of_an_epoch() -> None:
+    """One death more than `max_restarts` is too many; the next epoch has a budget of its own."""
+    deaths = Deaths(2, 1, "batch", "look")
+    for _ in range(2):
+        deaths.begin()
+        for held in others(2):
+            assert deaths.count(0, -9, [held], was_ready=True) is None
+    error = deaths.count(0, -9, [FIRST], was_ready=True)
+    assert error is not None
+    assert "max_restarts=2 allows no more" in str(error)
+    assert (error.epoch, error.batch, error.indices) == (1, 2, [4, 5])
+    assert (error.worker, error.exitcode) == (0, -9)
+    assert deaths.restarts == 4
+
+
+def test_a_ticket_that_ends_its_workers() -> None:
+    """The same ticket may end few workers, whatever the budget, and the error names it."""
+    deaths = Deaths(100, 1, "batch", "look at it")
+    for _ in range(TRIES - 1):
+        assert deaths.count(0, -11, [FIRST], was_ready=True) is None
+    error = deaths.count(0, -11, [FIRST], was_ready=True)
+    assert error is not None
+    assert f"while making {FIRST.place}; this batch has ended {TRIES} workers: look at it" in (
+        str(error)
+    )
+
+
+def test_workers_that_never_get_ready() -> None:
+    """So many in a row mean that none can start; one that got ready resets the count."""
+    deaths = Deaths(100, 2, "batch", "look")
+    for _ in range(2 * TRIES - 1):
+        assert deaths.count(0, 1, [], was_ready=False) is None
+    assert deaths.count(0, 1, [], was_ready=True) is None
+    for _ in range(2 * TRIES - 1):
+        assert deaths.count(0, 1, [], was_ready=False) is None
+    error = deaths.count(0, 1, [], was_ready=False)
+    assert error is not None
+    assert "died before they were ready" in str(error)
+
+
+@pytest.mark.parametrize(("exitcode", "named"), [(-9, True), (-11, False)])
+def test_kills_for_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, exitcode: int, named: bool
+) -> None:
+    """Where the system counts them, a death by SIGKILL has their number."""
+    counts = iter([3, 5])
+    monkeypatch.setattr(deaths_module, "oom_kills", lambda: next(counts))
+    error = Deaths(0, 1, "batch", "look").count(0, exitcode, [], was_ready=True)
+    assert error is not None
+    assert ("out-of-memory kills counted by the cgroup meanwhile: 2" in str(error)) == named

@@ -1,0 +1,356 @@
+"""The supervisor: starts worker processes, replaces the dead and ends them all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cseq import supervisor as supervisor_module
+from cseq._core import Seat, now_ns
+from cseq.deaths import Deaths, Held
+from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
+from cseq.launcher import make_launcher
+from cseq.stage import INDEXER
+from cseq.supervisor import Supervisor
+from cseq.worker import FAILED, HEADER, NO_STACK, READY, enter, send_state
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator, Sequence
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="its workers are forked here")
+
+
+def obey(sock: socket.socket, local: Any = None) -> None:
+    """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
+    del local
+    entered = enter(sock)
+    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True)
+    for order in entered.setup.task:
+        if order == ord("R"):
+            send_state(sock, READY)
+        elif order == ord("F"):
+            send_state(sock, FAILED, b"why " * 50_000)
+        elif order == ord("H"):  # a message in pieces, and never the last one
+            sock.sendall(HEADER.pack(READY, 5)[:3])
+        elif order == ord("K"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif order == ord("S"):
+            threading.Event().wait()
+        elif order == ord("C"):
+            until_closed(seat)
+        elif order == ord("3"):
+            os._exit(3)
+    until_closed(seat)
+
+
+def until_closed(seat: Seat) -> None:
+    """Wait until the ring is closed."""
+    while seat.claim() is not None:
+        pass
+
+
+def vanish(sock: socket.socket, local: Any = None) -> None:
+    """Be a worker that ends before it has read its setup."""
+    del sock, local
+    os._exit(3)
+
+
+class Events:
+    """What a supervisor has asked and told, in order."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self.changed = threading.Condition()
+
+    def note(self, *event: Any) -> None:
+        """Add an event."""
+        with self.changed:
+            self.all.append(event)
+            self.changed.notify_all()
+
+    def wait(self, count: int) -> list[Any]:
+        """Wait until there are so many."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.all) >= count)
+            return list(self.all)
+
+
+class Counted(Deaths):
+    """Notes deaths down; all dead workers are replaced, or none."""
+
+    def __init__(self, events: Events, *, replace: bool) -> None:
+        super().__init__(10, 1, "ticket", "look")
+        self.events = events
+        self.replace = replace
+
+    def count(
+        self, worker: int, exitcode: int | None, held: Sequence[Held], *, was_ready: bool
+    ) -> WorkerDied | None:
+        """Note a death down."""
+        assert not held
+        self.events.note("died", worker + 1, exitcode, was_ready)
+        return None if self.replace else WorkerDied("one too many")
+
+
+class Pool:
+    """A supervisor, the tasks of its workers in the order in which they start, and its events."""
+
+    def __init__(
+        self,
+        *tasks: bytes,
+        owners: int = 1,
+        replace: bool = True,
+        entry: str = "obey",
+        method: str = "fork",
+        task: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.tasks = list(tasks)
+        self.events = Events()
+        self.supervisor = Supervisor(
+            make_launcher(method, entry=f"{__name__}:{entry}"),
+            2,
+            1,
+            owners,
+            owners=owners,
+            readers=owners,
+            task=task or self.task,
+            describe=lambda owner, cell: Held(0, cell, [], f"{owner}"),
+            deaths=Counted(self.events, replace=replace),
+            memory_limit=1 << 20,
+        )
+
+    def task(self, owner: int) -> bytes:
+        """Return what a worker has to do."""
+        self.events.note("task", owner)
+        return self.tasks.pop(0) if self.tasks else b""
+
+    def start(self) -> Supervisor:
+        """Start the workers."""
+        self.supervisor.start(None)
+        return self.supervisor
+
+    def await_state(self, owner: int, state: bytes) -> None:
+        """Wait until a worker's latest message was heard."""
+        seen = threading.Event()
+        while self.supervisor._workers[owner].state != state:
+            seen.wait(0.001)
+
+    def await_failure(self) -> None:
+        """Sleep as the trainer does, until something has gone wrong."""
+        (ring,) = self.supervisor.rings
+        while self.supervisor.failure is None:
+            seen = ring.alarms()
+            if self.supervisor.failure is None:
+                ring.wait(seen)
+
+    def close(self) -> None:
+        """End them."""
+        self.supervisor.close()
+        self.supervisor.free()
+
+
+@pytest.fixture
+def pool() -> Iterator[Callable[..., Pool]]:
+    """Make pools that are closed after the test."""
+    made: list[Pool] = []
+
+    def make(*tasks: bytes, **options: Any) -> Pool:
+        made.append(Pool(*tasks, **options))
+        return made[-1]
+
+    yield make
+    while made:  # the test's arguments still refer to this list
+        made.pop().close()
+
+
+def test_all_are_started(pool: Callable[..., Pool]) -> None:
+    """Every worker is started and gets its task, and its process is known."""
+    three = pool(b"R", b"R", b"R", owners=3)
+    supervisor = three.start()
+    assert three.events.wait(3) == [("task", 1), ("task", 2), ("task", 3)]
+    for owner in (1, 2, 3):
+        three.await_state(owner, READY)
+        assert supervisor.is_ready(owner)
+    pids = {supervisor.pid(owner) for owner in (1, 2, 3)}
+    assert len(pids) == 3
+    assert None not in pids
+    assert supervisor.pid(4) is None
+    assert not supervisor.is_ready(4)
+
+
+def test_the_dead_are_replaced(pool: Callable[..., Pool]) -> None:
+    """A death counts with its status, and whether the worker was ready; another one takes over."""
+    one = pool(b"RK", b"3", b"RR3", b"R")
+    one.start()
+    assert one.events.wait(7) == [
+        ("task", 1),
+        ("died", 1, -signal.SIGKILL, True),
+        ("task", 1),
+        ("died", 1, 3, False),
+        ("task", 1),
+        ("died", 1, 3, True),
+        ("task", 1),
+    ]
+
+
+def test_a_death_too_many(pool: Callable[..., Pool]) -> None:
+    """The error is raised by `check`, and there is no replacement."""
+    one = pool(b"K", replace=False)
+    supervisor = one.start()
+    one.await_failure()
+    with pytest.raises(WorkerDied, match="one too many"):
+        supervisor.check()
+    assert one.events.all == [("task", 1), ("died", 1, -signal.SIGKILL, False)]
+    supervisor.kill(1)  # there is none: no matter
+    assert supervisor.pid(1) is None
+
+
+def test_one_that_is_killed(pool: Callable[..., Pool]) -> None:
+    """A worker that is killed by the supervisor dies like any other."""
+    one = pool(b"RS")
+    supervisor = one.start()
+    one.await_state(1, READY)
+    supervisor.kill(1)
+    assert one.events.wait(3)[1:] == [("died", 1, -signal.SIGKILL, True), ("task", 1)]
+
+
+def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) -> None:
+    """The reason arrives whole, however long it is, and its worker's death does not count."""
+    read: list[int] = []
+
+    def unpack(packed: bytes, worker: int) -> WorkerError:
+        read.append(len(packed))
+        return WorkerError(f"worker {worker}")
+
+    monkeypatch.setattr("cseq.supervisor.failure.unpack", unpack)
+    one = pool(b"F3")
+    supervisor = one.start()
+    one.await_failure()
+    with pytest.raises(WorkerError, match="worker 0"):
+        supervisor.check()
+    assert read == [200_000]
+    supervisor.close()
+    assert one.events.all == [("task", 1)]
+
+
+def test_one_that_dies_while_it_speaks(pool: Callable[..., Pool]) -> None:
+    """Half a message from a worker that dies is a death, and no message."""
+    one = pool(b"HK", replace=False)
+    one.start()
+    assert one.events.wait(2)[1:] == [("died", 1, -signal.SIGKILL, False)]
+
+
+def test_one_that_dies_before_the_handshake(pool: Callable[..., Pool]) -> None:
+    """A setup that cannot be sent any more is no error: the death counts in its turn."""
+    one = pool(entry="vanish", replace=False)
+    one.start()
+    assert one.events.wait(2) == [("task", 1), ("died", 1, 3, False)]
+
+
+def test_a_supervisor_that_breaks(pool: Callable[..., Pool]) -> None:
+    """What goes wrong in the supervisor's own thread is raised; `close` still ends everything."""
+
+    def task(owner: int) -> bytes:
+        if owner == 2:
+            raise LookupError("clumsy")
+        return b"S"
+
+    two = pool(owners=2, task=task)
+    supervisor = two.start()
+    with pytest.raises(LookupError, match="clumsy"):
+        supervisor.check()
+    child = supervisor._workers[1].child
+    supervisor.close()
+    assert child.gone
+    assert child.sock.fileno() < 0
+
+
+def test_close_waits_for_all() -> None:
+    """`close` returns when every worker has left; none of them counts as dead. Twice is fine."""
+    two = Pool(b"R", b"R", owners=2)
+    supervisor = two.start()
+    two.await_state(2, READY)
+    two.close()
+    two.close()
+    assert two.events.all == [("task", 1), ("task", 2)]
+    assert supervisor.pid(1) is None
+    with pytest.raises(InterruptedError):
+        supervisor.check()
+
+
+def test_close_without_a_start() -> None:
+    """One that was never started has nothing to end."""
+    Pool().close()
+
+
+def test_close_kills_the_busy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers that do not leave in time are killed, and the log says so."""
+    monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
+    two = Pool(b"RS", b"R", owners=2)
+    two.start()
+    two.await_state(1, READY)
+    two.close()
+    assert [event[0] for event in two.events.all] == ["task", "task"]
+    assert "worker 0 is busy: killed" in caplog.text
+
+
+def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that ends badly while it leaves is in the log."""
+    caplog.set_level(logging.WARNING)
+    one = Pool(b"RC3")
+    one.start()
+    one.await_state(1, READY)
+    one.close()
+    assert "worker 0 exited with code 3" in caplog.text
+
+
+def test_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` right after the start leaves no worker, at whatever step of its start it was."""
+    monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
+    for _ in range(5):
+        three = Pool(b"R", b"R", b"R", owners=3)
+        three.start()
+        three.close()  # raises if a process does not end
+
+
+def test_what_takes_too_long(pool: Callable[..., Pool]) -> None:
+    """It is raised with the worker's stack, or the worker is killed and replaced."""
+    one = pool(b"RS", b"R")
+    supervisor = one.start()
+    one.await_state(1, READY)
+    working = [(1, now_ns() - 10**10, "a ticket")]
+    supervisor.check_time(working, 60.0, restart=False)
+    with pytest.raises(WorkerTimeout, match=r"a ticket has taken 10(?s:.*)in obey"):
+        supervisor.check_time(working, 1.0, restart=False)
+    supervisor.check_time(working, 1.0, restart=True)
+    assert one.events.wait(3)[1:] == [("died", 1, -signal.SIGKILL, True), ("task", 1)]
+
+
+def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Pool]) -> None:
+    """There is no stack of a worker that is not there."""
+    supervisor = pool().supervisor
+    with pytest.raises(WorkerTimeout) as caught:
+        supervisor.check_time([(1, now_ns() - 10**10, "a ticket")], 1.0, restart=False)
+    assert str(caught.value).endswith(NO_STACK)
+
+
+def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> None:
+    """It is found out while the object is written, not by a worker that reads it."""
+
+    def commit(fd: int, offset: int, nbytes: int) -> None:
+        raise MemoryError("full")
+
+    one = pool(method="spawn")
+    monkeypatch.setattr("cseq.arena.commit", commit)
+    with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
+        one.supervisor.start(np.zeros(1000), name="indexer")
+    assert one.events.all == []

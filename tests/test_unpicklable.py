@@ -1,0 +1,127 @@
+"""What cannot be pickled is named: the path to it, why, and what to do."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from travelling import Indexer, Pair, Record, Slotted, Stateful, make
+
+from cseq import unpicklable
+from cseq.pickling import dump
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunScript
+
+
+def refers_to(lock: object) -> Callable[[], object]:
+    """Return a function that refers to something."""
+    return lambda: lock
+
+
+def has_default(lock: object) -> Callable[[], object]:
+    """Return a function with a default argument."""
+
+    def function(_: object = lock) -> None:
+        pass
+
+    return function
+
+
+def has_attribute(lock: object) -> type:
+    """Return a class with an attribute."""
+
+    class Holder:
+        shared = lock
+
+    return Holder
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("obj", "path"),
+    [
+        (LOCK, "worker"),
+        (Indexer(lock=LOCK), "worker.lock"),
+        (functools.partial(make, Indexer(lock=LOCK)), "worker.args[0].lock"),
+        (
+            functools.partial(make, 1, x={"deep": [0, (1, LOCK)]}),
+            "worker.keywords['x']['deep'][1][1]",
+        ),
+        (Indexer([Indexer(), Indexer(Pair(1, LOCK))]).data, "worker[1].data[1]"),
+        (Slotted(Slotted(LOCK)), "worker.inner.inner"),
+        (Record({"a": {1: LOCK}}), "worker.value['a'][1]"),
+        (Stateful(LOCK), "worker.renamed"),
+        (Indexer(np.array([None, LOCK], dtype=object)), "worker.data.flat[1]"),
+        (Indexer({LOCK}), "worker.data{"),
+        (Indexer(LOCK).read, "worker.__self__.data"),
+        (refers_to(Indexer(LOCK)), "worker variable 'lock'.data"),
+        (has_default(LOCK), "worker.__defaults__[0]"),
+        (has_attribute(LOCK), "worker.shared"),
+        (Indexer(has_attribute([LOCK])), "worker.data.shared[0]"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
+    """The TypeError names the argument, the path to the culprit, why, and what to do."""
+    with pytest.raises(TypeError) as caught:
+        dump(obj)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: " if path[-1] != "{" else path)
+    assert "cannot pickle '_thread.lock' object" in message
+    assert "__init__" in message
+    assert "thread_type='thread'" in message
+    assert caught.value.__cause__ is not None
+
+
+def test_the_argument_has_its_own_name() -> None:
+    """`name` is what messages call the object."""
+    with pytest.raises(TypeError, match=r"^out_type\.lock: .*copy of the out_type"):
+        dump(Indexer(lock=LOCK), name="out_type")
+
+
+def test_a_global_that_cannot_be_pickled_is_named(run_script: RunScript) -> None:
+    """A script's function takes its global names along; the message says which one."""
+    done = run_script(
+        "import threading\nfrom cseq.pickling import dump\nlock = threading.Lock()\n"
+        "class Worker:\n    def __getitem__(self, i): return lock\n"
+        "try:\n    dump(Worker)\nexcept TypeError as error:\n    print(error)"
+    )
+    assert done.stdout.startswith("worker.__getitem__ global 'lock': cannot pickle"), done.stderr
+
+
+def test_a_way_back_is_no_culprit() -> None:
+    """Objects that refer to each other do not hide which of them is to blame."""
+    parent, child = Indexer(), Indexer()
+    parent.data, child.data = child, parent
+    parent.__dict__["late"] = {"lock": LOCK}
+    with pytest.raises(TypeError, match=r"^worker\.late\['lock'\]: "):
+        dump(parent)
+
+
+def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deep and wide an object is, the search gives up, and the error is raised."""
+    monkeypatch.setattr(unpicklable, "MOST_PROBES", 10)
+    with pytest.raises(TypeError, match=r"^worker: cannot pickle"):
+        dump([*range(100), LOCK])
+    monkeypatch.setattr(unpicklable, "MOST_PROBES", 10**6)
+    monkeypatch.setattr(unpicklable, "MOST_LEVELS", 3)
+    with pytest.raises(TypeError, match=r"^worker\[0\]\[0\]\[0\]: cannot pickle"):
+        dump([[[[[LOCK]]]]])
+
+
+def test_an_object_whose_own_pickling_fails_is_named() -> None:
+    """What a class itself raises is in the message, under the path of its object."""
+
+    class Stubborn:
+        def __reduce__(self) -> str:
+            raise RuntimeError("not for travel")
+
+    with pytest.raises(TypeError, match=r"^worker\.data: not for travel"):
+        dump(Indexer(Stubborn()))

@@ -1,0 +1,148 @@
+"""One worker process: what it and the trainer tell each other."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cseq import worker as worker_module
+from cseq.worker import (
+    ENTERED,
+    FAILED,
+    HEADER,
+    NO_STACK,
+    NOTED,
+    READY,
+    Setup,
+    WorkerProcess,
+    send_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import RunScript
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(socket, "send_fds"), reason="there are no worker processes here"
+)
+
+SETUP = Setup(1, (0, 8), 8, None, "x" * 10**6, None)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[WorkerProcess, socket.socket]]:
+    """Give a worker without a process, and the process's end of the socket."""
+    ours, theirs = socket.socketpair()
+    child: Any = SimpleNamespace(sock=ours)
+    worker = WorkerProcess(1, child)
+    with theirs:
+        yield worker, theirs
+        worker.close()
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_messages_arrive_in_any_pieces(
+    ends: tuple[WorkerProcess, socket.socket], size: int
+) -> None:
+    """Whatever the pieces are that arrive, also with the bytes of a message in another's body."""
+    worker, theirs = ends
+    body = b"why\0\0E" * 3
+    for last, told in ((READY, b""), (FAILED, body)):
+        noted = HEADER.pack(NOTED, 4) + b"look"
+        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(last, len(told)) + told + noted
+        messages = []
+        for k in range(0, len(sent), size):
+            theirs.sendall(sent[k : k + size])
+            messages += worker.receive() or []
+        failed = [(FAILED, body)] if last == FAILED else []
+        assert messages == [*failed, (NOTED, b"look")]
+        assert worker.state == last
+        assert worker.entered > 0
+
+
+def test_the_end_of_a_worker(ends: tuple[WorkerProcess, socket.socket]) -> None:
+    """What was sent before the end is read first."""
+    worker, theirs = ends
+    send_state(theirs, READY)
+    theirs.close()
+    assert worker.receive() == []
+    assert worker.state == READY
+    assert worker.receive() is None
+
+
+def test_an_end_with_something_unread(ends: tuple[WorkerProcess, socket.socket]) -> None:
+    """A worker that ends without having read all is at its end like any other."""
+    worker, theirs = ends
+    worker.child.sock.sendall(b"not read")
+    theirs.close()
+    assert worker.receive() is None
+
+
+def test_a_handshake_with_the_dead(ends: tuple[WorkerProcess, socket.socket]) -> None:
+    """A setup that cannot be sent is no error: the end of the worker is noticed next."""
+    worker, theirs = ends
+    theirs.close()
+    fd = worker.child.sock.fileno()
+    worker.handshake(SETUP, fd, fd)
+    assert worker.receive() is None
+
+
+def test_no_stack(ends: tuple[WorkerProcess, socket.socket]) -> None:
+    """A worker that has not said anything yet, or is closed, is not asked for its stacks."""
+    worker, theirs = ends
+    assert worker.stack() == NO_STACK
+    send_state(theirs, ENTERED)
+    worker.receive()
+    worker.close()
+    assert worker.stack() == NO_STACK
+
+
+BETWEEN = """
+import faulthandler, os, socket, sys, threading, time
+import cseq, cseq.worker
+
+class Slow:
+    def __init__(self):
+        # Ready only when it has been asked for its stacks in the middle of a message.
+        class Halves:
+            def __init__(self, sock):
+                self.sock = sock
+            def sendall(self, data):
+                half = len(data) // 2
+                self.sock.sendall(data[:half])
+                for _ in range(5):
+                    os.kill(os.getpid(), cseq.worker.STACK_SIGNAL)
+                self.sock.sendall(data[half:])
+        send = cseq.worker.send_state
+        def in_halves(sock, state, body=b""):
+            send(Halves(sock), state, body)
+        import cseq.pools.process as process
+        process.send_state = in_halves
+
+    def __getitem__(self, indices):
+        return indices
+
+class Bad(Slow):
+    def __init__(self):
+        super().__init__()
+        raise ValueError("bad " * 100_000)
+
+with cseq.MPSequence(Slow, 8, 2, batch_size=2, out_type="null", seed=1).start() as batches:
+    print(sorted(i for batch in batches for i in batch.tolist()))
+try:
+    with cseq.MPSequence(Bad, 8, 1, out_type="null").start() as batches:
+        list(batches)
+except ValueError as error:
+    print(len(str(error)))
+"""
+
+
+@pytest.mark.skipif(worker_module.STACK_SIGNAL is None, reason="no stacks here")
+def test_stacks_in_the_middle_of_a_message(run_script: RunScript) -> None:
+    """Stacks that are written while a worker is within a message leave the message whole."""
+    done = run_script(BETWEEN)
+    assert done.stdout.split("\n")[:2] == [str(list(range(8))), "400000"], done.stderr

@@ -1,0 +1,116 @@
+"""Objects that travel to new processes, for tests of pickling."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cseq import codec
+from cseq.arena import Segment, Writer
+from cseq.pickling import dump
+
+
+class Indexer:
+    """Something with data."""
+
+    def __init__(self, data: Any = None, **more: Any) -> None:
+        self.data = data
+        self.__dict__.update(more)
+
+    def read(self) -> Any:
+        """Return the data."""
+        return self.data
+
+
+class Slotted:
+    """Something whose attributes have no dictionary."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+
+class Stateful:
+    """Something that says itself what of it is pickled."""
+
+    def __init__(self, lock: object) -> None:
+        self._lock = lock
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"renamed": self._lock}
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    left: Any
+    right: Any
+
+
+@dataclass
+class Record:
+    """A dataclass."""
+
+    value: Any
+
+
+def make(*args: object, **options: object) -> Indexer:
+    """Make an indexer, as a factory does."""
+    return Indexer((args, options))
+
+
+def lay_down(obj: object) -> tuple[Segment, codec.Record]:
+    """Write an object to a file, as a supervisor does."""
+    segment = Segment.for_slots()
+    writer = Writer(segment.fd, segment.width)
+    writer.begin(0, 0)
+    record = codec.encode_pickled(dump(obj), writer)
+    writer.close()
+    return segment, record
+
+
+def read(segment: Segment, record: codec.Record) -> Any:
+    """Read it, as a worker does."""
+    memory = mmap.mmap(segment.fd, record.used, access=mmap.ACCESS_COPY)
+    return codec.decode_pickled(memory, record)
+
+
+def travel(obj: object) -> Any:
+    """Send an object through a file, as it goes to a worker."""
+    return read(*lay_down(obj))
+
+
+def nbytes(obj: object) -> int:
+    """Return how many bytes of an object travel."""
+    made = dump(obj)
+    return len(made.data) + sum(view.nbytes for view in made.buffers)
+
+
+def goes_by_value(obj: object) -> bool:
+    """Whether reading it needs cloudpickle."""
+    return b"cloudpickle" in dump(obj).data
+
+
+def arrives_elsewhere(obj: object, expression: str) -> str:
+    """Send an object to a new process, and evaluate an expression of `obj` there."""
+    segment, record = lay_down(obj)
+    code = (
+        "import mmap\nfrom cseq import codec\n"
+        f"memory = mmap.mmap({segment.fd}, {record.used}, access=mmap.ACCESS_COPY)\n"
+        f"obj = codec.decode_pickled(memory, codec.Record(*{tuple(record)}))\n"
+        f"print(({expression}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        pass_fds=[segment.fd],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
