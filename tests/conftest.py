@@ -47,6 +47,7 @@ HANG = 100.0  # seconds after which a script is asked where it hangs; below faul
 PROC = Path("/proc/self")
 HAS_PROC = (PROC / "maps").exists()
 SHM = Path("/dev/shm")
+TORCH_FILE = re.compile(r"torch_(\d+)_")
 
 # Processes inherit this: one whose parent is gone, and which init adopted, is still ours.
 MARK = f"CSEQ_TESTS_{os.getpid()}"
@@ -155,9 +156,18 @@ def is_ours(pid: int, new: frozenset[int]) -> bool:
 
 
 def is_my_file(path: Path) -> bool:
-    """Whether a file still exists, belongs to this user and is no semaphore: cseq makes none."""
+    """Whether a file still exists, belongs to this user and is no semaphore: cseq makes none.
+
+    A file of torch bears the number of the process that made it. That process may belong to another
+    test, at the same time; such a file has a name for as long as it is on its way to its reader.
+    """
     if path.name.startswith("sem."):
         return False
+    maker = TORCH_FILE.match(path.name)
+    if maker is not None and os.path.exists(f"/proc/{maker[1]}"):
+        pid = int(maker[1])
+        if pid != os.getpid() and not is_ours(pid, frozenset()):
+            return False
     with contextlib.suppress(OSError):
         return path.stat().st_uid == os.getuid()
     return False
