@@ -1,6 +1,8 @@
-"""Run torch's own tests of `DataLoader`, and torchdata's of `StatefulDataLoader`, with cseq's class in place.
+"""Run torch's own tests of `DataLoader` with cseq's class in its place.
 
-    python tests/conformance/run_torch.py [--class module:Class] [--tags must,own] [-k EXPRESSION] [times]
+    python tests/conformance/run_torch.py [--class module:Class] [--tags must,own] [-k EXPR] [times]
+
+With --stateful: torchdata's tests of `StatefulDataLoader`.
 
 See README.md for the tags, and for where the tests come from.
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 from stand_in import ENTERED, STAND_IN
 from suite import BUILD, HERE, run, torchdata
 
-# torch publishes no source with its tests on the package index; Debian's archive has its repository.
+# torch's packages come without its tests; Debian's source package has the whole repository.
 RELEASE = "trixie"
 SOURCE = "pytorch"
 VERSION = "2.6.0"
@@ -34,7 +36,7 @@ SECONDS = 900  # that one test may take: test_proper_exit starts 24 programs
 
 
 def apt(folder: Path, *arguments: str, cwd: Path | None = None) -> None:
-    """Run apt-get with a list of sources, and lists, of its own: the system's stay what they are."""
+    """Run apt-get with a list of sources of its own: the system's lists stay as they are."""
     options = {
         "Dir::Etc::SourceList": folder / "sources.list",
         "Dir::Etc::SourceParts": os.devnull,
@@ -53,7 +55,9 @@ def download(folder: Path) -> bytes:
         ["apt-get", "indextargets", *targets], stdout=subprocess.PIPE, text=True, check=True
     )
     if not asked.stdout.strip():
-        raise FileNotFoundError("apt-get knows no mirror of Debian; `apt-get update` may be missing")
+        raise FileNotFoundError(
+            "apt-get knows no mirror of Debian; `apt-get update` may be missing"
+        )
     mirror = asked.stdout.split()[0]
     (folder / "sources.list").write_text(f"deb-src {mirror} {RELEASE} main\n")
     for name in ("lists/partial", "cache/archives/partial"):
@@ -68,7 +72,7 @@ def download(folder: Path) -> bytes:
 
 
 def torch_tests() -> Path:
-    """Return a folder with torch's test file; the variable TORCH_TESTS names one that has it already."""
+    """Return a folder with torch's test file: the one TORCH_TESTS names, or one made once."""
     folder = Path(os.environ.get("TORCH_TESTS", BUILD / f"torch-{VERSION}")).resolve()
     if not (folder / TEST).is_file():
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -103,7 +107,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("times", type=int, nargs="?", default=1, help="runs in a row")
     parser.add_argument("--stateful", action="store_true", help="torchdata's tests, not torch's")
-    parser.add_argument("--class", dest="cls", metavar="MODULE:CLASS", help="what is tested; cseq's class")
+    parser.add_argument(
+        "--class", dest="cls", metavar="MODULE:CLASS", help="what is tested; cseq's class"
+    )
     parser.add_argument("--tags", help="only the tests with these tags, with commas between")
     parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that pytest selects by it")
     asked = parser.parse_args()
@@ -118,14 +124,30 @@ def main() -> int:
         folder, tests, paths = torch_tests(), [TEST], [HERE / "site"]
     name = "stateful" if asked.stateful else "torch"
     # Under no settings at all: ours would make warnings errors.
-    options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS), "-p", "torch_plugin", "--disable-warnings"]
-    options += ["--table", str(HERE / "torch_tests.txt"), "--outcomes", str(BUILD / f"{name}-outcomes.txt")]
+    options = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        ".",
+        "--timeout",
+        str(SECONDS),
+        "-p",
+        "torch_plugin",
+        "--disable-warnings",
+    ]
+    options += [
+        "--table",
+        str(HERE / "torch_tests.txt"),
+        "--outcomes",
+        str(BUILD / f"{name}-outcomes.txt"),
+    ]
     options += ["--tags", asked.tags] if asked.tags else []
     options += ["-k", asked.k] if asked.k else []
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     variables = {
         STAND_IN: f"{library}={cls}",
         ENTERED: str(BUILD / f"{name}-entered.txt"),
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [*paths, *given])),  # it runs elsewhere
         "PYTORCH_TEST_WITH_SLOW": "1",
     }
     return run(f"{title} with {cls}", folder, [*options, *tests], asked.times, variables)

@@ -1,12 +1,12 @@
-"""Another class in the place of a library's loader, in this interpreter and in every one that it starts.
+"""Another class in the place of a library's loader, in each interpreter that a test starts.
 
-`CSEQ_STAND_IN=library=module:Class` names the place and the class, and `CSEQ_ENTERED` a file that gets one
-line each time the library's own multiprocessing engine is entered. `site/sitecustomize.py` calls `install`
-when an interpreter starts; nothing happens in one that never imports the library.
+`CSEQ_STAND_IN=library=module:Class` names the place and the class, and `CSEQ_ENTERED` a file that
+gets a line each time the library's own multiprocessing engine is entered. `site/sitecustomize.py`
+calls `install` when an interpreter starts; nothing happens in one that never imports the library.
 
-The class is put in place as soon as the library is imported. If the module of the class comes first (an
-engine of its own may import it first in its workers) and imports the library in turn, the class does not
-exist at that moment; it is put in place when its module is complete.
+The class is put in place as soon as the library is imported. If the module of the class comes first
+(in the workers of its own engine, say) and imports the library in turn, the class does not exist at
+that moment; it is put in place when its module is complete.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 STAND_IN = "CSEQ_STAND_IN"
 ENTERED = "CSEQ_ENTERED"
 
+STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+
 
 class Library(NamedTuple):
     places: list[str]  # module:name of the class
-    engines: list[str]  # module:name of what is called once for each iterator, or worker, of its own
+    engines: list[
+        str
+    ]  # module:name of what is called once for each iterator, or worker, of its own
 
 
 LIBRARIES = {
@@ -43,12 +47,11 @@ LIBRARIES = {
     "torchdata.stateful_dataloader": Library(
         [
             "torchdata.stateful_dataloader:StatefulDataLoader",
-            "torchdata.stateful_dataloader.stateful_dataloader:StatefulDataLoader",
+            STATEFUL + ":StatefulDataLoader",
         ],
         [
             "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
-            "torchdata.stateful_dataloader.stateful_dataloader:"
-            "_StatefulMultiProcessingDataLoaderIter.__init__",
+            STATEFUL + ":_StatefulMultiProcessingDataLoaderIter.__init__",
         ],
     ),
 }
@@ -62,14 +65,16 @@ def owner(path: str) -> tuple[Any, str]:
 
 
 def count(path: str) -> None:
-    """Have every call of a function write a line to the file: the function, and the test that runs."""
+    """Have each call of a function write a line to the file: the function, and the test."""
     where, name = owner(path)
     old = getattr(where, name)
 
     @functools.wraps(old)
     def counted(*args: Any, **kwargs: Any) -> Any:
         test = os.environ.get("PYTEST_CURRENT_TEST", "no test").partition(" ")[0]
-        with open(os.environ[ENTERED], "a") as file:  # one write: lines of several processes do not mix
+        with open(
+            os.environ[ENTERED], "a"
+        ) as file:  # one write: lines of several processes do not mix
             file.write(f"{path} {test}\n")
         return old(*args, **kwargs)
 
@@ -77,7 +82,7 @@ def count(path: str) -> None:
 
 
 class Imported:
-    """A finder that calls `act` after each of some modules was executed, and finds nothing itself."""
+    """A finder that calls `act` when one of some modules was executed; it finds nothing."""
 
     def __init__(self, names: set[str], act: Callable[[], None]) -> None:
         self.names = names

@@ -13,7 +13,7 @@ TORCHDATA = "https://github.com/pytorch/data.git"
 
 
 def torchdata(tag: str, variable: str) -> Path:
-    """Return torchdata's repository at a tag: the folder that a variable names, or a clone made once."""
+    """Return torchdata's repository at a tag: the folder a variable names, or a clone."""
     if variable in os.environ:
         return Path(os.environ[variable]).resolve()
     folder = BUILD / f"torchdata-{tag}"
@@ -32,7 +32,7 @@ def run(
     times: int | None = None,
     variables: dict[str, str] | None = None,
 ) -> int:
-    """Run pytest in a folder, `times` in a row (the command line's first argument); 1 if a run failed."""
+    """Run pytest in a folder, `times` (the first argument) in a row; 1 if a run failed."""
     if times is None:
         times = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     environment = os.environ | (variables or {})

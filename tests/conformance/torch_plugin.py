@@ -1,9 +1,9 @@
-"""pytest plugin: every outcome is compared with a table, and the session's exit status says the result.
+"""pytest plugin: every outcome is compared with a table, and the exit status says the result.
 
-A line of the table: tag, outcomes that are right (`passed|skipped`), the test, and after a # the reason
-where `passed` is not the only one. A session is right if each test it ran had such an outcome, if it ran
-every test of the table that has one of the tags (unless -k chose), and if nothing entered torch's own
-multiprocessing engine. Torch's and torchdata's own classes may enter it, of course.
+A line of the table: tag, outcomes that are right (`passed|skipped`), the test, and after a # the
+reason where `passed` is not the only one. A session is right if each test had such an outcome, if
+it ran every test of the table that has one of the tags (unless -k chose), and if nothing entered
+torch's own multiprocessing engine. Torch's and torchdata's own classes may enter it, of course.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import pytest
 import stand_in
 
-if TYPE_CHECKING:
-    import pytest
-
 TAGS = ("own", "must", "skew", "internal", "cuda")
-RANK = ("passed", "skipped", "xfailed", "failed")  # a test of several reports has the worst of theirs
+RANK = (
+    "passed",
+    "skipped",
+    "xfailed",
+    "failed",
+)  # a test of several reports has the worst of theirs
 
 
 class Row(NamedTuple):
@@ -45,7 +48,9 @@ def read(path: Path) -> dict[str, Row]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("stand-in")
     group.addoption("--table", type=Path, required=True, help="the expected outcomes")
-    group.addoption("--outcomes", type=Path, help="file that gets each test's tag, outcome and seconds")
+    group.addoption(
+        "--outcomes", type=Path, help="file that gets each test's tag, outcome and seconds"
+    )
     group.addoption("--tags", default=",".join(TAGS), help="which tests: " + ",".join(TAGS))
 
 
@@ -74,7 +79,9 @@ class Judge:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the tests with the tags, and those that the table does not have."""
-        left_out = [item for item in items if self.tag(brief(item.nodeid)) not in {*self.tags, "new"}]
+        left_out = [
+            item for item in items if self.tag(brief(item.nodeid)) not in {*self.tags, "new"}
+        ]
         items[:] = [item for item in items if item not in left_out]
         self.config.hook.pytest_deselected(items=left_out)
 
@@ -112,22 +119,31 @@ class Judge:
         if not cls.__module__.startswith(("torch.", "torchdata.")):
             for line, times in self.entered.items():
                 engine, _, test = line.partition(" ")
-                self.wrong.append(f"{brief(test)}: entered {engine.partition(':')[2]}, {times} times")
-        if exitstatus in (0, 1):
+                self.wrong.append(
+                    f"{brief(test)}: entered {engine.partition(':')[2]}, {times} times"
+                )
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             session.exitstatus = int(bool(self.wrong))
+        else:
+            self.wrong.append(f"the session ended with {exitstatus!r}")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line
         cls = stand_in.standing()
         write(f"in place: {cls.__module__}:{cls.__qualname__}")
         for tag in (*TAGS, "new"):
-            counts = Counter(outcome for name, outcome in self.outcomes.items() if self.tag(name) == tag)
+            counts = Counter(
+                outcome for name, outcome in self.outcomes.items() if self.tag(name) == tag
+            )
             if counts:
-                write(f"{tag:9}" + ", ".join(f"{counts[kind]} {kind}" for kind in RANK if counts[kind]))
+                write(
+                    f"{tag:9}"
+                    + ", ".join(f"{counts[kind]} {kind}" for kind in RANK if counts[kind])
+                )
         write(f"torch's own engine: entered {sum(self.entered.values())} times")
         for line in self.wrong:
             write(f"WRONG {line}")
-        write("as expected" if not self.wrong else f"{len(self.wrong)} not as expected")
+        write(f"{len(self.wrong)} not as expected")
 
 
 def brief(nodeid: str) -> str:

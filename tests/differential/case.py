@@ -1,13 +1,12 @@
 """A case: options of a loader and what a trainer does with it, as a dict of plain values.
 
-An option that is not there has its default, so that a case is as long as it is odd, and one that still
-shows a difference after an option was removed is a smaller one.
+An option that is not there has its default: a case that still shows a difference after an option
+was removed is a smaller one.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import random
 from typing import TYPE_CHECKING, Any
 
 import parts
@@ -23,6 +22,7 @@ from torch.utils.data import (
 )
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
 
 DEFAULTS = {
@@ -56,7 +56,19 @@ DEFAULTS = {
 
 STREAMS = {"stream": parts.Stream, "counted": parts.Counted, "iterator": parts.Steps}
 ITEMS = [
-    *["tuple", "tensor", "double", "bool", "array", "numpy scalar", "int", "float", "str", "bytes", "dict"],
+    *[
+        "tuple",
+        "tensor",
+        "double",
+        "bool",
+        "array",
+        "numpy scalar",
+        "int",
+        "float",
+        "str",
+        "bytes",
+        "dict",
+    ],
     *["named", "nested", "ragged", "none", "empty", "half", "mixed"],
 ]
 
@@ -79,7 +91,7 @@ class Case(dict):
 
 
 def generate(rng: random.Random, methods: bool = True) -> Case:
-    """Return a random case; methods: also start methods that begin with fresh interpreters (seconds each)."""
+    """Return a random case; methods: also by spawn and forkserver, which take seconds."""
     case = {
         "seed": rng.randrange(1000),
         "length": rng.choice([0, 1, 2, 3, 5, 7, 8, 11, 12, 16]),
@@ -94,7 +106,18 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
             return True
         return False
 
-    maybe(0.6, "dataset", "bulk", "tensor", "stack", "subset", "concat", "stream", "counted", "iterator")
+    maybe(
+        0.6,
+        "dataset",
+        "bulk",
+        "tensor",
+        "stack",
+        "subset",
+        "concat",
+        "stream",
+        "counted",
+        "iterator",
+    )
     maybe(0.55, "draws", ["torch"], ["numpy"], ["random"], ["torch", "numpy", "random"])
     maybe(0.3, "info", True)
     maybe(0.3, "generator", True)
@@ -119,15 +142,30 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
         maybe(0.1, "timeout", 50)
     maybe(0.05, "pin_memory", True)
     if rng.random() < 0.3:
-        where = ["sample"] * 3 + ["collate"] * 2 + ["init"] * bool(case["num_workers"]) + ["sampler", "iter"]
+        where = (
+            ["sample"] * 3
+            + ["collate"] * 2
+            + ["init"] * bool(case["num_workers"])
+            + ["sampler", "iter"]
+        )
         at = rng.randrange(6)
         case["error"] = {"where": rng.choice(where), "at": at, "type": rng.choice([*parts.ERRORS])}
         maybe(0.4, "stop", True)
-    steps = ["epoch"] * 6 + [f"break {rng.randrange(4)}"] * 3 + ["len", "draw", "pickle", f"two {rng.randrange(4)}"]
+    steps = (
+        ["epoch"] * 6
+        + [f"break {rng.randrange(4)}"] * 3
+        + ["len", "draw", "pickle", f"two {rng.randrange(4)}"]
+    )
     steps += [f"num_workers {rng.randrange(1, 4)}", "collate count", "generator", "forever 3"]
     case["steps"] = [rng.choice(steps) for _ in range(rng.randrange(1, 4))] + ["epoch"]
     if rng.random() < 0.04:  # often one that the constructor, or `iter`, refuses
-        odd = {"batch_size": None, "drop_last": True, "timeout": 1, "prefetch_factor": 0, "shuffle": True}
+        odd = {
+            "batch_size": None,
+            "drop_last": True,
+            "timeout": 1,
+            "prefetch_factor": 0,
+            "shuffle": True,
+        }
         odd |= {"persistent_workers": True, "sampler": "own", "in_order": False, "num_workers": -1}
         odd |= {"method": "thread", "init": "draw"}
         name = rng.choice(sorted(odd))
@@ -143,7 +181,12 @@ def settle(options: dict) -> Case:
             case.pop(name, None)
     if case.fails("iter") and (not case.streams or case.persistent_workers):
         case.pop("error")  # torch's worker dies of it when it is persistent
-    if case.fails("sampler") and case.sampler not in ("own", "eager", "own batches", "eager batches"):
+    if case.fails("sampler") and case.sampler not in (
+        "own",
+        "eager",
+        "own batches",
+        "eager batches",
+    ):
         case.pop("error")
     if case.fails("collate") and case.collate is None:
         case["collate"] = "draw"
@@ -163,7 +206,9 @@ def settle(options: dict) -> Case:
         steps = [step for step in case.steps if step in ("epoch", "len", "draw", "generator")]
         case["steps"] = steps or ["epoch"]
     if case.num_workers < 2:
-        case["steps"] = [step for step in case.steps if case.num_workers == 1 or "num_workers" not in step]
+        case["steps"] = [
+            step for step in case.steps if case.num_workers == 1 or "num_workers" not in step
+        ]
     if not case.error:
         case.pop("stop", None)
         case.pop("error", None)
@@ -182,7 +227,9 @@ def smaller(case: Case) -> Iterator[Case]:
         yield settle({**case, "steps": case.steps[:place] + case.steps[place + 1 :]})
     for place, step in enumerate(case.steps):
         if step != "epoch":
-            yield settle({**case, "steps": [*case.steps[:place], "epoch", *case.steps[place + 1 :]]})
+            yield settle(
+                {**case, "steps": [*case.steps[:place], "epoch", *case.steps[place + 1 :]]}
+            )
     for name, least in (("num_workers", 1), ("length", 0), ("batch_size", 1)):
         value = getattr(case, name)
         if value is not None and value > least:
@@ -228,10 +275,16 @@ def sampler(case: Case, length: int) -> Any:
         return parts.Sampler(length, case.key, "eager" in case.sampler, error, group)
     return {
         "random": lambda: RandomSampler(range(length)),
-        "random generator": lambda: RandomSampler(range(length), generator=torch.Generator().manual_seed(5)),
-        "replacement": lambda: RandomSampler(range(length), replacement=True, num_samples=length + 2),
+        "random generator": lambda: RandomSampler(
+            range(length), generator=torch.Generator().manual_seed(5)
+        ),
+        "replacement": lambda: RandomSampler(
+            range(length), replacement=True, num_samples=length + 2
+        ),
         "subset": lambda: SubsetRandomSampler(range(0, length, 2)),
-        "weighted": lambda: WeightedRandomSampler([0.1 + number for number in range(length)], length + 1),
+        "weighted": lambda: WeightedRandomSampler(
+            [0.1 + number for number in range(length)], length + 1
+        ),
     }[case.sampler]()
 
 
@@ -264,8 +317,12 @@ def loader(case: Case, cls: type) -> Any:
             case.collate, case.draws, case.error if case.fails("collate") else None
         )
     if case.init or case.fails("init"):
-        options["worker_init_fn"] = parts.Init(case.init, case.error if case.fails("init") else None)
+        options["worker_init_fn"] = parts.Init(
+            case.init, case.error if case.fails("init") else None
+        )
     if case.method is not None:
         known = case.method_object and case.method in multiprocessing.get_all_start_methods()
-        options["multiprocessing_context"] = multiprocessing.get_context(case.method) if known else case.method
+        options["multiprocessing_context"] = (
+            multiprocessing.get_context(case.method) if known else case.method
+        )
     return cls(data, **options)

@@ -1,4 +1,4 @@
-"""Torch's DataLoader, each time with one fault that another engine may have; every one must be found.
+"""Torch's DataLoader with one fault each that another engine may have; all must be found.
 
 `MUTANTS` has for each a case that shows it, as `run_differential.py --mutants` found and shrank it.
 """
@@ -178,7 +178,7 @@ class NotReset(DataLoader):
 
     def __iter__(self) -> Any:
         left = self._iterator
-        if left is not None and 0 < left._num_yielded and left._tasks_outstanding > 0:
+        if left is not None and left._num_yielded > 0 and left._tasks_outstanding > 0:
             return left
         return super().__iter__()
 
@@ -204,9 +204,8 @@ class WrongLen(DataLoader):
     """Counts a last short batch in spite of drop_last, for an IterableDataset."""
 
     def __len__(self) -> int:
-        if self._dataset_kind == _DatasetKind.Iterable and self.batch_size:
-            return -(-len(self.dataset) // self.batch_size)
-        return super().__len__()
+        iterable = self._dataset_kind == _DatasetKind.Iterable and self.batch_size
+        return -(-len(self.dataset) // self.batch_size) if iterable else super().__len__()
 
 
 class Changed(DataLoader):
@@ -292,7 +291,11 @@ class Narrowed(Changed):
     class iterator(_MultiProcessingDataLoaderIter):
         def _next_data(self) -> Any:
             data = super()._next_data()
-            return data.float() if isinstance(data, torch.Tensor) and data.is_floating_point() else data
+            return (
+                data.float()
+                if isinstance(data, torch.Tensor) and data.is_floating_point()
+                else data
+            )
 
 
 class TuplesLost(Changed):

@@ -48,14 +48,33 @@ def plain(value: Any) -> Any:
         bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
         return [name, str(value.dtype), list(value.shape), value.requires_grad, shown(value), bits]
     if isinstance(value, (np.ndarray, np.generic)):
-        return [name, str(value.dtype), list(value.shape), shown(value), value.tobytes().hex()]
+        writeable = isinstance(value, np.generic) or value.flags.writeable
+        return [
+            name,
+            str(value.dtype),
+            list(value.shape),
+            writeable,
+            shown(value),
+            value.tobytes().hex(),
+        ]
     if isinstance(value, dict):
         return [name, [[plain(key), plain(each)] for key, each in value.items()]]
     if isinstance(value, (list, tuple)):
         return [name, [plain(each) for each in value]]
-    if isinstance(value, (parts.Sampler, parts.Collate, parts.Init, parts.Map, parts.Stream, torch.Generator)):
+    if isinstance(
+        value, (parts.Sampler, parts.Collate, parts.Init, parts.Map, parts.Stream, torch.Generator)
+    ):
         return [name]
     return [name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))]
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors(each)
 
 
 def shown(value: Any) -> str:
@@ -65,11 +84,13 @@ def shown(value: Any) -> str:
 def failure(error: BaseException) -> Event:
     """Return what is asked of an error: type, first line of the text, and the worker it is from.
 
-    torch's text begins "Caught X in DataLoader worker process w." and has a traceback whose end is the
-    original text; others may keep the text and have that line in a note.
+    torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
+    in a traceback; others may keep the text and have that line in a note.
     """
     text = str(error)
-    worker = [line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")]
+    worker = [
+        line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")
+    ]
     if text.startswith("Caught "):
         name = re.match(r"Caught (\S+)", text).group(1)
         said = re.findall(rf"^(?:[\w.]+\.)?{re.escape(name)}(?:: (.*))?$", text, re.MULTILINE)
@@ -77,7 +98,11 @@ def failure(error: BaseException) -> Event:
     elif isinstance(error, KeyError):
         text = str(error)  # quoted, as in a traceback
     first = text.split("\n")[0]
-    return [f"{type(error).__module__}.{type(error).__qualname__}", first, *(w.split("\n")[0] for w in worker)]
+    return [
+        f"{type(error).__module__}.{type(error).__qualname__}",
+        first,
+        *(w.split("\n")[0] for w in worker),
+    ]
 
 
 def generators(loader: Any) -> str:
@@ -102,6 +127,7 @@ class Trainer:
         self.events: list[Event] = []
         self.warned: list[warnings.WarningMessage] = []
         self.loader: Any = None
+        self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
 
     def see(self, name: str, *values: Any) -> None:
         for warning in self.warned:
@@ -136,6 +162,7 @@ class Trainer:
                     name, _, value = step.partition(" ")
                     with self.seeing(step):
                         getattr(self, name)(value)
+                    self.drop()
                     gc.collect()
                     self.see(f"after {step}", generators(self.loader))
                 self.see("attributes", plain(attributes(self.loader)))
@@ -151,8 +178,18 @@ class Trainer:
         except Exception as error:
             self.see(f"{name}: error", *failure(error))
             return not self.case.stop
-        self.see(name, plain(batch), *self.taken())
+        was = plain(batch)
+        self.kept.append((was, batch))
+        self.see(name, was, *self.taken())
         return True
+
+    def drop(self) -> None:
+        """Look at a step's batches again: they must have stayed, and can be written."""
+        self.see("kept", all(plain(batch) == was for was, batch in self.kept))
+        for _, batch in self.kept:
+            for tensor in tensors(batch):
+                tensor.fill_(0)
+        self.kept.clear()
 
     def taken(self) -> list[Any]:
         """Return how many keys were taken from a sampler of ours."""
@@ -221,12 +258,25 @@ setattr(Trainer, "break", Trainer.break_)
 
 
 def attributes(loader: Any) -> dict[str, Any]:
-    """Return a loader's attributes, without those that only other classes have; an iterator is or is not there."""
+    """Return those attributes of a loader that torch's class has, objects by their type."""
     own = torch.utils.data.DataLoader(range(1))
-    there = {name: value for name, value in vars(loader).items() if name in vars(own) or name == "_iterator"}
-    for name in ("_iterator", "batch_sampler", "sampler", "dataset", "collate_fn", "worker_init_fn"):
+    there = {
+        name: value
+        for name, value in vars(loader).items()
+        if name in vars(own) or name == "_iterator"
+    }
+    for name in (
+        "_iterator",
+        "batch_sampler",
+        "sampler",
+        "dataset",
+        "collate_fn",
+        "worker_init_fn",
+    ):
         value = there.get(name)
-        there[name] = None if value is None else "some" if name == "_iterator" else type(value).__qualname__
+        there[name] = (
+            None if value is None else "some" if name == "_iterator" else type(value).__qualname__
+        )
     there["multiprocessing_context"] = type(loader.multiprocessing_context).__name__
     return dict(sorted(there.items()))
 
@@ -240,19 +290,24 @@ class Observation:
     def __init__(self, case: Case, path: str) -> None:
         self.result = tempfile.TemporaryFile()
         self.stderr = tempfile.TemporaryFile()
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads
+            self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.setsid()
                 os.dup2(self.stderr.fileno(), 2)
                 self.child(case, path)
             except BaseException:
-                traceback.print_exc()
+                traceback.print_exc(file=open(2, "w", closefd=False))
             finally:
                 os._exit(1)  # reached only without a result
 
     def child(self, case: Case, path: str) -> None:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
+        signal.alarm(SECONDS)
         module, _, name = path.partition(":")
         events = Trainer(case, getattr(importlib.import_module(module), name)).run()
         self.result.write(json.dumps(events).encode())
@@ -287,7 +342,9 @@ def alike(case: Case, events: list[Event]) -> list[Event]:
     """Return the events in a form that two loaders which keep the contract have in common."""
     if case.num_workers > 1 and not case.in_order:
         # Batches that are ready come first: every epoch is sorted.
-        batches = sorted((event[1:2] for event in events if event[0].startswith("batch ")), key=repr)
+        batches = sorted(
+            (event[1:2] for event in events if event[0].startswith("batch ")), key=repr
+        )
         return [event for event in events if not event[0].startswith("batch ")] + batches
     return events
 
@@ -296,7 +353,7 @@ def difference(case: Case, first: list[Event], second: list[Event]) -> tuple[Any
     """Return the first two events that differ, or None."""
     first, second = alike(case, first), alike(case, second)
     if case.fails("sampler") and case.num_workers > 0:
-        # Where a sampler fails, torch loses the batch that it had received in that call; others may give it.
+        # Where a sampler fails, torch loses the batch received in that call; others may give it.
         mine, theirs = (
             [event[1:2] for event in events if re.match(r"(batch|first|second) \d+$", event[0])]
             for events in (first, second)
@@ -306,7 +363,11 @@ def difference(case: Case, first: list[Event], second: list[Event]) -> tuple[Any
         if lost:
             return lost[0], "not given, or in another order"
         first, second = (
-            [event for event in events if "error" in event[0] or "after" in event[0] or "loader" in event[0]]
+            [
+                event
+                for event in events
+                if "error" in event[0] or "after" in event[0] or "loader" in event[0]
+            ]
             for events in (first, second)
         )
         first, second = ([event[1:] for event in events] for events in (first, second))

@@ -1,7 +1,7 @@
 """What loaders are made of here: data sets, samplers, collate functions, all of them picklable.
 
-Everything depends on its arguments and on the three global generators alone, so that two loaders which
-keep the same contract give the same.
+Everything depends on its arguments and on the three global generators alone: two loaders that keep
+the same contract give the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ERRORS = {
     "OSError": lambda: OSError(2, "no such file"),
     "IndexError": lambda: IndexError("out of range"),
     "lines": lambda: RuntimeError("first line\nsecond line"),
-    "empty": lambda: ValueError(),
+    "empty": ValueError,
 }
 
 
@@ -33,20 +33,29 @@ class Pair(NamedTuple):
 
 def drawn(generators: list[str]) -> list[float]:
     """Draw a number from each of the named global generators."""
-    draw = {"torch": lambda: torch.rand(()).item(), "numpy": np.random.random, "random": random.random}  # noqa: NPY002
+    draw = {
+        "torch": lambda: torch.rand(()).item(),
+        "numpy": np.random.random,
+        "random": random.random,
+    }
     return [draw[name]() for name in generators]
 
 
 class Items:
-    """The samples: `item(number)` makes one, of a kind, with what is drawn and where it was made."""
+    """Samples of a kind, with what was drawn for them, and where they were made."""
 
     def __init__(
-        self, kind: str = "tuple", draws: tuple[str, ...] = (), info: bool = False, error: dict | None = None
+        self,
+        kind: str = "tuple",
+        draws: tuple[str, ...] = (),
+        info: bool = False,
+        error: dict | None = None,
     ) -> None:
         self.kind = kind
         self.draws = list(draws)
         self.info = info
         self.error = error or {}
+        self.calls = 0
 
     def item(self, number: int, key: Any = None) -> Any:
         if self.error.get("where") == "sample" and number == self.error["at"]:
@@ -56,8 +65,17 @@ class Items:
             value = (value, *drawn(self.draws))
         if self.info:
             worker = get_worker_info()
-            about = (worker.id, worker.num_workers, worker.seed) if worker is not None else (-1, -1, -1)
-            value = (value, *about, torch.initial_seed() % 2**62)
+            about = (
+                (worker.id, worker.num_workers, worker.seed) if worker is not None else (-1, -1, -1)
+            )
+            self.calls += 1
+            value = (
+                value,
+                *about,
+                torch.initial_seed() % 2**62,
+                torch.get_num_threads(),
+                self.calls,
+            )
         if key is not None:
             value = (value, f"{type(key).__module__}.{type(key).__name__}")
         return value
@@ -66,7 +84,7 @@ class Items:
         tensor = torch.arange(3, dtype=torch.float32) + number
         made = {
             "tuple": lambda: (tensor, number),
-            "tensor": lambda: tensor,
+            "tensor": tensor.clone,
             "double": lambda: tensor.double() / 3,
             "bool": lambda: tensor > 2,
             "array": lambda: np.arange(4, dtype=np.int16) + number,
@@ -81,7 +99,7 @@ class Items:
             "ragged": lambda: torch.zeros(number % 3),
             "none": lambda: None,
             "empty": lambda: torch.zeros(0, 2),
-            "half": lambda: tensor.half(),
+            "half": tensor.half,
             "mixed": lambda: tensor if number % 2 else tensor.long(),
         }
         return made[self.kind]()
@@ -113,7 +131,7 @@ class Map(Dataset):
 
 
 class Bulk(Map):
-    """Gives several samples at once, in another way than one by one: the kind of the keys is in them."""
+    """Gives several samples at once, each with the type of the collection of keys."""
 
     def __getitems__(self, keys: Any) -> list[Any]:
         return [(self[key], type(keys).__name__) for key in keys]
@@ -173,7 +191,12 @@ class Sampler:
     """Keys of a kind, counted as they are taken; `eager` draws their order in `__iter__` itself."""
 
     def __init__(
-        self, length: int, key: str = "int", eager: bool = False, error: dict | None = None, group: str = ""
+        self,
+        length: int,
+        key: str = "int",
+        eager: bool = False,
+        error: dict | None = None,
+        group: str = "",
     ) -> None:
         self.length = length
         self.key = key
@@ -189,7 +212,9 @@ class Sampler:
         order = torch.randperm(self.length).tolist() if self.eager else list(range(self.length))
         keys = [keyed(self.key, number) for number in order]
         if self.group:
-            keys = [grouped(self.group, keys[start : start + 3]) for start in range(0, self.length, 3)]
+            keys = [
+                grouped(self.group, keys[start : start + 3]) for start in range(0, self.length, 3)
+            ]
         return self.counted(keys)
 
     def counted(self, keys: list[Any]) -> Iterator[Any]:

@@ -1,11 +1,12 @@
-"""Two loader classes, given the same random cases: what a trainer sees must be the same, bit for bit.
+"""Two loader classes, given the same random cases: a trainer must see the same, bit for bit.
 
     python tests/differential/run_differential.py [--cases 200] [--seed 0] [--class A] [--against B]
-    python tests/differential/run_differential.py --case '{"num_workers": 2}'    one case, all its events
-    python tests/differential/run_differential.py --mutants [--cases 200]        each mutant must be found
+    python tests/differential/run_differential.py --case '{"num_workers": 2}'
+    python tests/differential/run_differential.py --mutants [--cases 200]
 
-A class is module:Class. A case that shows a difference is made smaller, as far as it still shows one,
-and printed as a command that shows it again. The exit status is 1 if there was a difference.
+The second one compares one case and prints what is seen; the third one looks for a case that shows
+each mutant. A class is module:Class. A case that shows a difference is made smaller, as far as it
+still shows one, and printed as a command. The exit status is 1 if there was a difference.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def search(seed: int, number: int, first: str, second: str, *, methods: bool, fa
             rate = (each + 1) / (time.monotonic() - began)
             print(f"{each + 1} cases, {differ} differ, {rate:.1f} a second", flush=True)
     seconds = time.monotonic() - began
-    print(f"{each + 1} cases in {seconds:.0f} s, {(each + 1) / seconds:.1f} a second: {differ} differ")
+    print(
+        f"{each + 1} cases in {seconds:.0f} s, {(each + 1) / seconds:.1f} a second: {differ} differ"
+    )
     return int(differ > 0)
 
 
@@ -119,12 +122,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--class", dest="cls", metavar="A", default=DEFAULT, help=f"default: {DEFAULT}")
+    parser.add_argument(
+        "--class", dest="cls", metavar="A", default=DEFAULT, help=f"default: {DEFAULT}"
+    )
     parser.add_argument("--against", metavar="B", default=OWN, help=f"default: {OWN}")
     parser.add_argument("--case", type=json.loads, help="one case, as a dict in JSON")
     parser.add_argument("--failures", type=int, default=5, help="end after so many differences (5)")
-    parser.add_argument("--no-methods", action="store_true", help="no spawn and forkserver, which take seconds")
-    parser.add_argument("--mutants", action="store_true", help="find the mutants of mutants.py, B's subclasses")
+    parser.add_argument(
+        "--no-methods", action="store_true", help="no spawn and forkserver, which take seconds"
+    )
+    parser.add_argument(
+        "--mutants", action="store_true", help="find the mutants of mutants.py, B's subclasses"
+    )
     asked = parser.parse_args()
     if asked.mutants:
         return hunt(asked.seed, asked.cases)
