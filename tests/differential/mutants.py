@@ -1,6 +1,6 @@
 """Torch's DataLoader with one fault each that another engine may have; all must be found.
 
-`MUTANTS` has for each a case that shows it, as `run_differential.py --mutants` found and shrank it.
+`MUTANTS` has for each a case that shows it; `run_differential.py --mutants` looks for others.
 """
 
 from __future__ import annotations
@@ -141,15 +141,6 @@ class NoInit(DataLoader):
             self.worker_init_fn = given
 
 
-class Silent(DataLoader):
-    """Warns of nothing when an iterator is made."""
-
-    def _get_iterator(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return super()._get_iterator()
-
-
 class FartherAhead(DataLoader):
     """Takes more from the sampler than torch does."""
 
@@ -218,6 +209,16 @@ class Changed(DataLoader):
             return super()._get_iterator()
         self.check_worker_number_rationality()
         return self.iterator(self)
+
+
+class Silent(Changed):
+    """Warns of nothing."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def __next__(self) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return super().__next__()
 
 
 class LastBatchLost(Changed):
@@ -324,6 +325,21 @@ class Swapped(Changed):
             return data
 
 
+class MemoryReused(Changed):
+    """Gives each batch in the memory of the one before, if it has the same shape."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        memory = None
+
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            if not isinstance(data, torch.Tensor):
+                return data
+            if self.memory is None or self.memory.shape != data.shape:
+                self.memory = data
+            return self.memory.copy_(data)
+
+
 class BeginsAnew(Changed):
     """Begins anew after the end."""
 
@@ -351,30 +367,43 @@ class DrawsInTrainer(Changed):
             return super().__next__()
 
 
+FAILING = {"where": "sample", "at": 1, "type": "ValueError"}
+
 MUTANTS: dict[str, dict] = {
     "NoBaseSeed": {},
-    "BaseSeedOfAnother": {},
-    "NextSeed": {},
-    "NumpyNotSeeded": {},
-    "KeepsShortBatch": {},
-    "NextWorker": {},
-    "SameSeeds": {},
-    "NoInit": {},
-    "Silent": {},
-    "FartherAhead": {},
+    "BaseSeedOfAnother": {"generator": True},
+    "NextSeed": {"num_workers": 1, "info": True},
+    "NumpyNotSeeded": {"num_workers": 1, "draws": ["numpy"]},
+    "KeepsShortBatch": {"num_workers": 1, "dataset": "stream", "length": 5, "drop_last": True},
+    "NextWorker": {"num_workers": 2, "info": True},
+    "SameSeeds": {"num_workers": 1, "info": True, "steps": ["epoch", "epoch"]},
+    "NoInit": {"num_workers": 1, "init": "seed", "draws": ["random"]},
+    "FartherAhead": {"num_workers": 1, "sampler": "own", "length": 12},
     "SeedsTrainer": {},
-    "NotReset": {},
-    "NewWorkers": {},
-    "OneIterator": {},
-    "WrongLen": {},
-    "LastBatchLost": {},
-    "ErrorSwallowed": {},
-    "ErrorEnds": {},
-    "ErrorOfAnotherType": {},
-    "KeysChanged": {},
-    "Narrowed": {},
-    "TuplesLost": {},
-    "Swapped": {},
-    "BeginsAnew": {},
-    "DrawsInTrainer": {},
+    "NotReset": {
+        "num_workers": 1,
+        "persistent_workers": True,
+        "length": 12,
+        "steps": ["break 1", "epoch"],
+    },
+    "NewWorkers": {
+        "num_workers": 1,
+        "persistent_workers": True,
+        "info": True,
+        "steps": ["epoch", "epoch"],
+    },
+    "OneIterator": {"steps": ["epoch", "epoch"]},
+    "WrongLen": {"dataset": "counted", "drop_last": True, "steps": ["len"]},
+    "Silent": {"num_workers": 1, "dataset": "counted", "batch_size": 1, "steps": ["len", "epoch"]},
+    "LastBatchLost": {"num_workers": 1},
+    "ErrorSwallowed": {"num_workers": 1, "error": FAILING},
+    "ErrorEnds": {"num_workers": 1, "error": FAILING},
+    "ErrorOfAnotherType": {"num_workers": 1, "error": FAILING},
+    "KeysChanged": {"num_workers": 1, "sampler": "own", "key": "numpy"},
+    "Narrowed": {"num_workers": 1, "item": "double"},
+    "TuplesLost": {"num_workers": 1, "item": "named"},
+    "Swapped": {"num_workers": 1},
+    "MemoryReused": {"num_workers": 1, "item": "tensor"},
+    "BeginsAnew": {"num_workers": 1},
+    "DrawsInTrainer": {"num_workers": 1},
 }

@@ -306,6 +306,7 @@ class Observation:
     def child(self, case: Case, path: str) -> None:
         # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.enable(2)
         faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
         signal.alarm(SECONDS)
         module, _, name = path.partition(":")
@@ -321,7 +322,7 @@ class Observation:
         with self.result, self.stderr:
             if status == 0:
                 return json.loads(read(self.result))
-            return [["hang or crash", status, read(self.stderr).decode(errors="replace")[-4000:]]]
+            return [["hang or crash", status, read(self.stderr).decode(errors="replace")[:8000]]]
 
 
 def read(file: BinaryIO) -> bytes:
