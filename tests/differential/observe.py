@@ -95,9 +95,7 @@ def failure(error: BaseException) -> Event:
         name = re.match(r"Caught (\S+)", text).group(1)
         said = re.findall(rf"^(?:[\w.]+\.)?{re.escape(name)}(?:: (.*))?$", text, re.MULTILINE)
         text = said[-1] if said else text
-    elif isinstance(error, KeyError):
-        text = str(error)  # quoted, as in a traceback
-    first = text.split("\n")[0]
+    first = re.sub(r"\w+Iter\b", "Iter", text.split("\n")[0])  # the name of an iterator's class
     return [
         f"{type(error).__module__}.{type(error).__qualname__}",
         first,
@@ -308,7 +306,7 @@ class Observation:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.enable(2)
         faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
-        signal.alarm(SECONDS)
+        signal.alarm(SECONDS * (3 if case.method in cases.FRESH else 1))
         module, _, name = path.partition(":")
         events = Trainer(case, getattr(importlib.import_module(module), name)).run()
         self.result.write(json.dumps(events).encode())

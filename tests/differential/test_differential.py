@@ -68,6 +68,11 @@ def test_error_text_of_torch_is_that_of_a_note():
     assert observe.failure(torchs) != observe.failure(same)
 
 
+def test_name_of_the_iterator_is_free():
+    named = [NotImplementedError("{} cannot be pickled", name) for name in ("_AIter", "BIter", "B")]
+    assert observe.failure(named[0]) == observe.failure(named[1]) != observe.failure(named[2])
+
+
 def test_batches_out_of_order_are_sorted():
     events = [["iter"], ["batch 0", "a"], ["batch 1", "b"], ["after"]]
     other = [["iter"], ["batch 0", "b"], ["batch 1", "a"], ["after"]]
