@@ -302,6 +302,7 @@ class Observation:
                 os._exit(1)  # reached only without a result
 
     def child(self, case: Case, path: str) -> None:
+        gc.freeze()  # or each collection walks all of torch
         # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.enable(2)
