@@ -65,7 +65,12 @@ def plain(value: Any) -> Any:
         value, (parts.Sampler, parts.Collate, parts.Init, parts.Map, parts.Stream, torch.Generator)
     ):
         return [name]
-    return [name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))]
+    return [name, bare(repr(value))]
+
+
+def bare(text: str) -> str:
+    """Return a text without the addresses of objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -87,7 +92,7 @@ def failure(error: BaseException) -> Event:
     torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
     in a traceback; others may keep the text and have that line in a note.
     """
-    text = str(error)
+    text = bare(str(error))
     worker = [
         line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")
     ]
@@ -131,7 +136,7 @@ class Trainer:
         for warning in self.warned:
             text = str(warning.message).split("\n")[0]
             if "multi-threaded, use of fork" not in text:
-                text = re.sub(r" at 0x[0-9a-f]+", "", text)
+                text = bare(text)
                 self.events.append(["warning", warning.category.__name__, text])
         self.warned.clear()
         self.events.append([name, *values])

@@ -73,6 +73,11 @@ def test_name_of_the_iterator_is_free():
     assert observe.failure(named[0]) == observe.failure(named[1]) != observe.failure(named[2])
 
 
+def test_addresses_are_no_difference():
+    case = Case(dataset="stream", sampler="own")  # an error that shows the sampler
+    assert compare(case, OWN, OWN) is None
+
+
 def test_batches_out_of_order_are_sorted():
     events = [["iter"], ["batch 0", "a"], ["batch 1", "b"], ["after"]]
     other = [["iter"], ["batch 0", "b"], ["batch 1", "a"], ["after"]]
