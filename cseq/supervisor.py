@@ -385,7 +385,8 @@ class Supervisor:
             if not restart:
                 raise WorkerTimeout(message)
             log.error("%sworker %d is restarted", message, owner - 1)
-            self.kill(owner)
+            if worker is not None:  # this very process: a replacement may be there by now
+                worker.child.kill()
 
     def is_ready(self, owner: int) -> bool:
         """Whether a worker has said that it is ready, and is not known to be gone."""
