@@ -3079,22 +3079,25 @@ cdef class StreamConsumer:
 
     def begin(self, uint64_t epoch, Request assignment not None, str name not None,
               bint keyed=False):
-        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items, unless
-        they are `keyed`.
+        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+
+        If the epoch is `keyed`, nothing is posted: a worker begins it when it sees a ticket of it.
 
         Returns
         -------
-        tuple of int
-            Cell and number of the ticket whose answer is the worker's.
+        tuple of int or None
+            Cell and number of the ticket whose answer is the worker's, if there is one.
         """
         cdef Py_ssize_t slot = -1
-        while slot < 0:
+        while not keyed and slot < 0:
             slot = self.find_slot()
         cell, ticket = self.next_cell, self.ticket
         self.epoch, self.assignment, self.keyed = epoch, assignment, keyed
         self.start = 0
         self.failed = ""
         self.over = False
+        if keyed:
+            return None
         self.names[cell] = name
         self.append(BEGIN, 0, 0, slot, None)
         self.request(0)

@@ -83,7 +83,8 @@ class Streams:
         The most items of a worker that are made ahead of what was taken from it. Of an epoch of
         keys: how many keys for each worker are drawn ahead of the items that were taken.
     key_size : int
-        How long a key that is a list of ints may be to travel in the ticket; other keys are pickled.
+        How many ints a key that is a list of ints may have to travel in the ticket; others are
+        pickled.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started; None: forkserver where it exists.
     max_restarts : int
@@ -218,7 +219,8 @@ class Streams:
         Returns
         -------
         list
-            What they returned, in the order of the workers.
+            What they returned, in the order of the workers. With keys nothing is waited for, and
+            this is empty; what a producer's ``begin`` raises is then raised in place of its items.
 
         Raises
         ------
@@ -592,12 +594,12 @@ class StreamPool:
         name = f"the beginning of epoch {self._epoch}"
         try:
             requests = self._write_all(assignments)
-            posts = [
+            begun = [
                 (consumer, consumer.begin(self._epoch, request, name, keyed))
                 for consumer, request in zip(self.consumers, requests, strict=True)
             ]
             post()
-            replies = [self._reply(*begun, generation) for begun in posts]
+            replies = [self._reply(consumer, at, generation) for consumer, at in begun if at]
         except BaseException:
             self._end()
             raise
