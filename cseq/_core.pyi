@@ -384,6 +384,7 @@ class StreamConsumer:
         prefetch: int,
         depth: int,
         most: int,
+        small: tuple[dict[int, Mapping], Reader, int] | None = None,
     ) -> Self: ...
     @property
     def received(self) -> int: ...

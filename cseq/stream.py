@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cseq import codec, failure, payload
-from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns, wait_any
+from cseq._core import (
+    SMALL,
+    ItemIterator,
+    ItemReader,
+    Lease,
+    Request,
+    StreamConsumer,
+    now_ns,
+    wait_any,
+)
 from cseq.arena import SPARES, Writer, memory_limit_of
 from cseq.check import choice, count, flag, modules, seconds
 from cseq.edge import SlotReader
@@ -395,6 +404,7 @@ class StreamPool:
                 prefetch=prefetch,
                 depth=depth,
                 most=max(1, min(MOST, prefetch // 2)),  # two tickets at least: one to work on
+                small=None if encoded else (arena.mapped, codec.reader, SMALL),
             )
             for number, ring in enumerate(staff.rings)
         ]
