@@ -900,10 +900,9 @@ def test_signals_at_random_times(ordered: bool, assign: str) -> None:
             got: list[Any] = []
             items = iter(s)
             while True:
-                # What comes out is stored by C code, so no handler comes between.
-                signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-5, -3))
                 try:
-                    got.extend(items)
+                    signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-5, -3))
+                    got.extend(items)  # in C, so no handler comes between
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     break
                 except KeyboardInterrupt:
