@@ -382,14 +382,16 @@ class StreamPool:
         # One worker may have all keys.
         self.depth = min(prefetch * num_workers, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
+        besides = 2 + CALLS
         self._staff = staff = Staff(
-            self.depth + 2 + CALLS,
+            self.depth + besides,
             KEYS + key_size,
             1,
             deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
+            tickets=num_workers * (depth + besides),
         )
         self._arena = arena = staff.arena
         self._slots = SlotReader(arena)
