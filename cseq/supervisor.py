@@ -81,6 +81,8 @@ class Supervisor:
         Of a queue.
     spares : int
         How many slots each of the readers owns beside those of its tickets.
+    tickets : int, optional
+        The most that are posted at a time, if fewer than there are cells.
 
     Attributes
     ----------
@@ -113,6 +115,7 @@ class Supervisor:
         rings: int = 1,
         calls: int = 0,
         spares: int = 0,
+        tickets: int | None = None,
     ) -> None:
         if not hasattr(socket, "send_fds"):
             raise OSError(
@@ -122,13 +125,13 @@ class Supervisor:
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
         self._segment = Segment.create(-(-size // GRAIN) * GRAIN, rings)
         self.rings: list[Ring] = []
+        mapping = Mapping(self._segment.fd, 0, rings * self._segment.width)
         for k in range(rings):
             offset = k * self._segment.width
             commit(self._segment.fd, offset, size)
-            mapping = Mapping(self._segment.fd, offset, size)
-            self.rings.append(Ring(mapping, capacity, room, runners, calls))
+            self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
             self.rings[k].spin = look_ns()
-        self.arena = Arena(memory_limit, locks, tickets=rings * capacity)
+        self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
         for ring in self.rings:
             ring.arena = self.arena.slots
         self.owners = owners
@@ -311,7 +314,7 @@ class Supervisor:
         ring = self.rings[at]
         held = [self._describe(owner, cell) for cell in ring.held(number)]
         ring.repost(number)
-        self.arena.bury(number, ring)
+        self.arena.bury(owner, self.rings)
         if self.failure is not None:
             return
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=worker.state == READY)

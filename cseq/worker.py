@@ -115,7 +115,8 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True)
     send_state(sock, ENTERED)
-    ring = Ring(Mapping(ring_fd, *setup.ring))
+    at, nbytes = setup.ring
+    ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
     os.close(ring_fd)
     return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), object_fd)
 

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupting import first_hits, interrupted
+from streaming import lost_slots
 
 import cseq
 import cseq.deaths
@@ -1365,17 +1366,6 @@ class Reading:
 def delivered(s: Streams, worker: int) -> int:
     """Count the items of a worker that have come out."""
     return s._run.pool.consumers[worker].delivered
-
-
-def lost_slots(s: Streams) -> set[int]:
-    """Slots that are in use for nothing."""
-    pool: Any = s._run.pool
-    slots = pool._arena.slots
-    free = list(iter(slots.acquire, -1))
-    for slot in free:
-        slots.release(slot)
-    used = set(free).union(*(consumer.taken_slots() for consumer in pool.consumers))
-    return set(range(slots.capacity)) - used
 
 
 class Leased(Numbers):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
-from cseq._core import HAS_GIL, Placement, Seat
+from cseq._core import Seat
 from cseq.arena import SPARES
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.export import Receiver
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cseq._core import Ring
-    from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
     from cseq.stats import Stats
@@ -110,7 +108,7 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
         return
     send_state(sock, READY)
     desk.allocator = entered.writer
-    place_arrays(entered.writer)
+    entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
     os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
     inlet = SlotWriter(entered.writer, task.cast)
@@ -123,15 +121,6 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     run(seat, indexing.work)
     desk.rise()
     indexer.dispose(worker, made, copied=True)
-
-
-def place_arrays(writer: Writer) -> None:
-    """Make numpy allocate large arrays in the batch's slot.
-
-    Only on Linux, and where one thread allocates at a time.
-    """
-    if sys.platform == "linux" and HAS_GIL:
-        writer.placement = Placement()
 
 
 def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> None:
