@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cseq.staff
+import cseq.deaths
 import numpy as np
 import pytest
 from interrupting import first_hits, interrupted
@@ -725,7 +725,7 @@ def test_workers_killed_at_any_time(
     monkeypatch: pytest.MonkeyPatch, ordered: bool, assign: str
 ) -> None:
     """Killed at random, again and again, with arrays that are kept: each item comes, once."""
-    monkeypatch.setattr(cseq.staff, "TRIES", 10**9)  # chance may well strike one ticket three times
+    monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may well strike one ticket three times
     rng = random.Random(5)
     with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
         for _ in range(4):
