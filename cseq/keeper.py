@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 from cseq._core import now_ns
 from cseq.descriptors import anonymous_file
 from cseq.launcher import describe_exit
-from cseq.launcher.base import FOREVER
+from cseq.launcher.base import FOREVER, KILL
 from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
@@ -238,11 +238,16 @@ class Keeper:
             wards = list(self._wards.values())
         return [(ward.owner, ward.entered) for ward in wards if ward.state == ENTERED]
 
-    def kill(self, owner: int) -> None:
-        """Kill a worker; its death is handled as any other."""
+    def kill(self, owner: int, number: int = KILL) -> int | None:
+        """Send a worker a signal; its death is handled as any other.
+
+        Returns the process that it was sent to, None if the worker is just being replaced.
+        """
         ward = self._wards.get(owner)
-        if ward is not None:
-            ward.child.kill()
+        if ward is None:
+            return None
+        ward.child.send_signal(number)
+        return ward.child.pid
 
     def stack(self, owner: int) -> str:
         """Return a worker's stacks, which it writes itself, also when its interpreter is stuck."""

@@ -65,7 +65,7 @@ class Setup(NamedTuple):
     ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
     spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
-    task: Any  # of its pool: what it has to do
+    task: Any  # of its pool: what it has to do; its `number` is the worker's
 
 
 class Held(NamedTuple):
@@ -98,10 +98,10 @@ class Entered(NamedTuple):
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Set a worker process up; it ends with the trainer (when `sock` does), or so much later."""
-    arm_fault()
     if os.environ.get("CSEQ_MALLOC", "") != "default":
         keep_freed()
     setup, (ring_fd, arena_fd, stacks_fd, *payload_fd) = _receive(sock)
+    arm_fault(setup.task.number)
     watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
@@ -380,6 +380,10 @@ class Staff:
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""
         return None if self._keeper is None else self._keeper.pid(owner)
+
+    def kill(self, owner: int, number: int) -> int | None:
+        """Send a worker a signal; return its process id, None if it is just being replaced."""
+        return None if self._keeper is None else self._keeper.kill(owner, number)
 
     def close(self) -> None:
         """End the workers; returns within a bounded time. Twice is fine."""

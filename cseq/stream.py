@@ -318,7 +318,7 @@ class StreamPool:
         self._timeout, self._restart = timeout, restart
         depth = min(prefetch, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
-        self._staff = staff = Staff(
+        self.staff = staff = Staff(
             depth + 2 + CALLS,
             MOST,
             1,
@@ -390,7 +390,7 @@ class StreamPool:
 
     def _pack(self, value: Any, name: str) -> tuple[bytes, list[Any]]:
         """Pickle something for a worker: by name if it is a copy of this process, and if it can."""
-        if self._staff.takes_objects:
+        if self.staff.takes_objects:
             with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
                 return pickle.dumps((value, None), protocol=5), []
         packed = payload.dump(value, name=name)
@@ -412,15 +412,15 @@ class StreamPool:
             answer = consumer.peek(*post)
             if answer is not None or not consumer.holds(*post):
                 return answer
-            self._staff.check()
+            self.staff.check()
             if self._timeout is not None:
                 working = self._working(consumer)
-                if working or not self._staff.is_ready(owner):
+                if working or not self.staff.is_ready(owner):
                     idle = 0
                 else:
                     idle = idle or now_ns()
                     working = [(owner, idle, self._place(consumer, post[0]))]
-                self._staff.check_time(working, self._timeout, restart=self._restart)
+                self.staff.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
             ring.wait(seen, cell=post[0])
@@ -500,8 +500,8 @@ class StreamPool:
         """Begin an epoch."""
         generation = self._interrupts
         self._end()
-        self._staff.check()
-        self._staff.deaths.begin()
+        self.staff.check()
+        self.staff.deaths.begin()
         self._epoch += 1
         name = f"the beginning of epoch {self._epoch}"
         try:
@@ -536,7 +536,7 @@ class StreamPool:
     ) -> list[Any]:
         """Call a method in some workers. A call that is interrupted is given up by the next one."""
         generation = self._interrupts
-        self._staff.check()
+        self.staff.check()
         consumers = [self.consumers[number] for number in workers]
         if behind:
             for consumer in consumers:
@@ -572,12 +572,12 @@ class StreamPool:
     def interrupt(self) -> None:
         """Make a call that waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupts += 1
-        self._staff.alarm()
+        self.staff.alarm()
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         times = self._clock.read()
-        deaths, consumers, rings = self._staff.deaths, self.consumers, self._staff.rings
+        deaths, consumers, rings = self.staff.deaths, self.consumers, self.staff.rings
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return Stats(
             batches=sum(consumer.tickets for consumer in consumers),
@@ -595,14 +595,14 @@ class StreamPool:
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
-        return [self._staff.pid(number + 1) for number in range(self.num_workers)]
+        return [self.staff.pid(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""
-        self._staff.closed = True
-        self._staff.close()
+        self.staff.closed = True
+        self.staff.close()
         self._writer.close()
-        self._staff.free()
+        self.staff.free()
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

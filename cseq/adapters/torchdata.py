@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cseq.adapters._torchdata_library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.run import Run
     from cseq.stats import Stats
+    from cseq.stream import StreamPool
 
 __all__ = ["MultiProcessingReadingService"]
 
@@ -304,6 +306,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def stats(self) -> Stats:
         """Count what the workers have done so far; see `cseq.Stats`."""
         return self._needs_workers("count").streams.stats()
+
+    @property
+    def _run(self) -> Run[StreamPool] | None:
+        """The running workers, for `cseq.testing`."""
+        return self._engine.streams._run if self._engine is not None else None
 
 
 def _check_state(state: dict[str, Any], num_workers: int) -> None:

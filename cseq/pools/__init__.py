@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cseq._core import Consumer
     from cseq.converter import Output
     from cseq.sampler import Sampler
+    from cseq.staff import Staff
     from cseq.stats import Stats
 
 __all__ = ["Job", "Pool", "pool_of"]
@@ -95,6 +96,10 @@ class Pool(Protocol):
 
     Making one starts nothing: an interrupt may drop it before any object has it that closes it.
     """
+
+    @property
+    def staff(self) -> Staff | None:
+        """The worker processes, if there are any."""
 
     def open(self) -> None:
         """Start what is to run. Whatever is raised, also by a signal handler: `close` ends it."""

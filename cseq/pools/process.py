@@ -183,7 +183,7 @@ class ProcessPool(Fed):
         # Converter threads copy to the device from where a batch lies.
         on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
         self._locks = PageLocks(job.output.device) if on_cuda and not in_processes else None
-        self._staff = staff = Staff(
+        self.staff = staff = Staff(
             job.buffer,
             job.room,
             job.num_workers + job.num_converters,
@@ -222,7 +222,7 @@ class ProcessPool(Fed):
             add_converters(job, self._ring, self._reader, self._outlet, self._crew)
             self._crew.start()
         in_processes = self._receiver is not None
-        self._staff.start(
+        self.staff.start(
             job.worker,
             job.num_workers + (job.num_converters if in_processes else 0),
             readers=job.num_workers,
@@ -284,38 +284,38 @@ class ProcessPool(Fed):
 
     def _check(self) -> None:
         """Raise what went wrong elsewhere, or deal with a batch that takes too long."""
-        self._staff.check()
+        self.staff.check()
         if self._crew.failure is not None:
             raise self._crew.failure
         if self._job.timeout is not None:
-            working = [w for w in self.feed.in_work() if w[0] <= self._staff.owners]
+            working = [w for w in self.feed.in_work() if w[0] <= self.staff.owners]
             restart = self._job.on_timeout == "restart"
-            self._staff.check_time(working, self._job.timeout, restart=restart)
+            self.staff.check_time(working, self._job.timeout, restart=restart)
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         counted = self.feed.stats(self._job.num_workers, self._job.num_converters)
         return replace(
             counted,
-            restarts=self._staff.deaths.restarts,
-            retries=self._staff.deaths.retries + (self._imports.lost if self._imports else 0),
+            restarts=self.staff.deaths.restarts,
+            retries=self.staff.deaths.retries + (self._imports.lost if self._imports else 0),
             copies=self._arena.copies,
         )
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch."""
-        self._staff.deaths.begin()
+        self.staff.deaths.begin()
         self.feed.begin(epoch, consumed)
 
     def close(self) -> None:
         """Tell the workers to leave, and see to it that they have."""
-        self._staff.closed = True
+        self.staff.closed = True
         if self._receiver is not None:  # before the processes go whose memory it may still read
             self._receiver.close()
-        self._staff.close()
+        self.staff.close()
         if self._receiver is not None:
             self._receiver.clean()
         self._crew.join(time.monotonic() + 1.0)
         if self._locks is not None:
             self._locks.close()
-        self._staff.free()
+        self.staff.free()

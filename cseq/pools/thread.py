@@ -102,6 +102,8 @@ def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
 class ThreadPool(Fed):
     """Indexers in threads, batches handed over as objects."""
 
+    staff = None  # there are no processes
+
     def __init__(self, job: Job) -> None:
         self._job = job
         runners = job.num_workers + job.num_converters
