@@ -213,12 +213,12 @@ def resolve(output: Output) -> Output:
         return output
     torch = _find_torch()
     if torch is None:
-        _say("torch is not installed: batches are numpy arrays. For tensors: pip install torch")
+        say_once("torch is not installed: batches are numpy arrays. For tensors: pip install torch")
         return output._replace(kind="array", device="cpu")
     if output.kind == "cpu" or output.device == "cpu":
         return output
     if not torch.cuda.is_available():
-        _say("CUDA is not available: out_type 'cuda' gives CPU tensors, and use_cuda is False")
+        say_once("CUDA is not available: out_type 'cuda' gives CPU tensors, and use_cuda is False")
         return output._replace(kind="cpu", device="cpu")
     return output._replace(device=_name_device(torch, output.device))
 
@@ -249,7 +249,7 @@ def _find_torch() -> ModuleType | None:
 
 
 @functools.cache
-def _say(message: str) -> None:
+def say_once(message: str) -> None:
     """Log a message, once in the life of this process."""
     logger.warning(message)
 
@@ -761,7 +761,7 @@ class PageLocks:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
         if status:
-            _say(
+            say_once(
                 f"CUDA could not page-lock shared memory (error {status}): batches are copied "
                 "once more on their way to the device"
             )

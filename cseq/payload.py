@@ -54,8 +54,8 @@ _MAGIC = b"cseq/obj"
 _HEAD = struct.Struct("<8sQQ")  # magic, bytes of the pickle, number of buffers
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _SMALL = 1024  # bytes: below, a buffer of its own costs more than a copy
-_MOST_LEVELS = 24  # how deep the search for what cannot be pickled goes
-_MOST_PROBES = 4000  # how many objects that search tries to pickle
+MOST_LEVELS = 24  # how deep the search for what cannot be pickled goes
+MOST_PROBES = 4000  # how many objects that search tries to pickle
 
 # Modules that worker processes will have although no finder finds them.
 _promised: set[str] = set()
@@ -317,7 +317,7 @@ _ByValue: TypeAlias = Any  # a subclass of cloudpickle.Pickler, which has no typ
 
 
 @functools.cache
-def _by_value_pickler() -> _ByValue:
+def by_value_pickler() -> _ByValue:
     """Make the class of picklers that put by value what worker processes cannot import."""
     base = imported("cloudpickle").Pickler
 
@@ -351,7 +351,7 @@ def _pickle(obj: object, name: str, sink: _Sink, modules: _Modules) -> bool:
     try:
         sink.rewind()
         try:
-            _by_value_pickler()
+            by_value_pickler()
         except ModuleNotFoundError:
             raise _without_cloudpickle(obj, name, plainly) from plainly
         try:
@@ -373,7 +373,7 @@ def _dump_plainly(obj: object, sink: _Sink, modules: _Modules) -> None:
 def _dump_by_value(obj: object, sink: _Sink, modules: _Modules) -> None:
     """Pickle with cloudpickle, with every module that workers cannot import by value."""
     with _modules_by_value() as register:
-        pickler = _by_value_pickler()(sink, modules, register)
+        pickler = by_value_pickler()(sink, modules, register)
         pickler.dump((obj, pickler.classes))  # in this order: the classes are known at the end
 
 
@@ -565,12 +565,12 @@ class _Modules:
             return True
         parent = name.rpartition(".")[0]
         if not parent:
-            return _is_same(module, _find_spec(name, None))
+            return _is_same(module, find_spec(name, None))
         if not self.findable(parent):
             return False
         path = getattr(sys.modules[parent], "__path__", None)
         # A part of a module that is no package was made by that module, and will be again.
-        return path is None or _is_same(module, _find_spec(name, path))
+        return path is None or _is_same(module, find_spec(name, path))
 
 
 def _lookup(obj: object, qualname: str) -> object:
@@ -580,7 +580,7 @@ def _lookup(obj: object, qualname: str) -> object:
     return obj
 
 
-def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+def find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     """Find what a new process would import under this name."""
     for finder in sys.meta_path:
         if _is_everywhere(finder):
@@ -677,11 +677,11 @@ class _Search:
 
     def _parts(self, obj: object, level: int) -> Iterator[tuple[str, object]]:
         """Parts of an object, as long as the search is within its bounds."""
-        if level >= _MOST_LEVELS:
+        if level >= MOST_LEVELS:
             return
         for step, part in _parts(obj, self._modules):
             self._probes += 1
-            if self._probes > _MOST_PROBES:
+            if self._probes > MOST_PROBES:
                 return
             self._alive.append(part)
             yield step, part

@@ -38,7 +38,17 @@ if TYPE_CHECKING:
     from cseq.run import Run
     from cseq.staff import Staff
 
-__all__ = ["POINTS", "Slots", "await_workers", "descriptors", "dying", "kill", "pids", "slots"]
+__all__ = [
+    "POINTS",
+    "Slots",
+    "await_workers",
+    "descriptors",
+    "dying",
+    "kill",
+    "pids",
+    "ready",
+    "slots",
+]
 
 POINTS = {
     "claim": "a ticket is about to be claimed",
@@ -115,6 +125,12 @@ def pids(running: Any) -> list[int | None]:
     return [staff.pid(owner) for owner in range(1, staff.owners + 1)]
 
 
+def ready(running: Any) -> list[bool]:
+    """Tell which workers are ready: their indexers are made."""
+    staff = _staff(running)
+    return [staff.is_ready(owner) for owner in range(1, staff.owners + 1)]
+
+
 def await_workers(running: Any, timeout: float = 60.0) -> None:
     """Wait until all workers are ready: their indexers are made.
 
@@ -127,19 +143,19 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
     """
     staff = _staff(running)
     deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)
-    while waits_for := [w for w in range(staff.owners) if not staff.is_ready(w + 1)]:
+    while not all(now := ready(running)):
         staff.check()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"workers {waits_for} are not ready after {timeout:g} s")
+            late = [worker for worker, is_ready in enumerate(now) if not is_ready]
+            raise TimeoutError(f"workers {late} are not ready after {timeout:g} s")
         time.sleep(PAUSE)
 
 
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
     arena = _staff(running).arena
-    made = arena.slots
+    made, taken = arena.slots, len(running._run.pool.taken_slots())
     total, free, leased = made.capacity, len(made.free()), made.leased
-    taken = sum(map(made.is_taken, range(total)))
     committed = os.fstat(arena.segment.fd).st_blocks * 512
     return Slots(total, free, leased, taken, total - free - leased - taken, committed)
 

@@ -22,7 +22,7 @@ import pytest
 from interrupting import interrupted
 
 import cseq
-from cseq import converter
+from cseq import converter, testing
 from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
         for number, batch in enumerate(m):
             got += digest([batch])
             if number % 10 == 5:
-                for owner in (1, 2, 3):
-                    m._run.pool._staff._keeper.kill(owner)  # type: ignore[union-attr]
+                for worker in range(3):
+                    testing.kill(m, worker)
         assert got == reference()
 
 
@@ -393,10 +393,9 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
         with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
             next(iter(m))
         release.set()
-        pool = m._run.pool  # type: ignore[union-attr]
         if kind == "proc":
-            for owner in range(1, 5):  # spares the test the patience of finish()
-                pool._staff._keeper.kill(owner)  # type: ignore[attr-defined]
+            for worker in range(4):  # spares the test the patience of finish()
+                testing.kill(m, worker)
     assert "epoch 0, batch 0" in str(caught.value)
 
 
@@ -439,7 +438,7 @@ def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> No
             next(iter(m))
         release.set()
         if kind == "proc":
-            m._run.pool._staff._keeper.kill(1)  # type: ignore[union-attr, attr-defined]
+            testing.kill(m, 0)
     assert "worker 0 has been starting for" in str(caught.value)
     assert "timeout=0.05" in str(caught.value)
 
@@ -488,9 +487,7 @@ def test_a_dead_converter_is_replaced() -> None:
         for number, batch in enumerate(m):
             got += digest([batch])
             if number in (3, 20):
-                pid = m._run.pool._staff._keeper.pid(4)  # type: ignore[union-attr]
-                if pid:
-                    os.kill(pid, signal.SIGKILL)
+                testing.kill(m, 3)  # behind the three workers
         assert m.stats().restarts >= 1
     assert got == expected
 
@@ -838,7 +835,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahea
         # What threads have made is taken in C alone, unless it has to be waited for.
         assert hits >= 5 or kind == "thread"
         if kind == "proc":
-            assert m._run.pool._arena.slots.capacity == 16  # type: ignore[union-attr]
+            assert testing.slots(m).total == 16
 
 
 @pytest.mark.parametrize("bad", [True, False])
@@ -1418,12 +1415,12 @@ def test_epochs_leave_nothing() -> None:
         for _ in range(2):
             list(m)
         before = census()
-        slots = m._run.pool._arena.slots.capacity  # type: ignore[union-attr]
+        slots = testing.slots(m).total
         for _ in range(20):
             for _ in m:
                 pass
         assert census()[:2] == before[:2]
-        assert m._run.pool._arena.slots.capacity == slots  # type: ignore[union-attr]
+        assert testing.slots(m).total == slots
 
 
 # -- many at once

@@ -54,9 +54,9 @@ FLOAT = parse("cpu", "float32")
 @pytest.fixture(autouse=True)
 def _fresh_log() -> Iterator[None]:
     """Let every test be the first to which something is said."""
-    converter._say.cache_clear()
+    converter.say_once.cache_clear()
     yield
-    converter._say.cache_clear()
+    converter.say_once.cache_clear()
 
 
 @pytest.fixture

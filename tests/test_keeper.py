@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
+    from cseq.launcher import Launcher
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="its workers are forked here")
 
 
@@ -200,15 +202,26 @@ def test_a_keeper_that_breaks(keep: Any) -> None:
     assert (event, type(error)) == ("broke", LookupError)
 
 
+def ending_last(steward: Steward) -> Launcher:
+    """Make a launcher whose workers end once the keeper closes: before, one would count as dead."""
+    launcher = make_launcher("fork", entry=f"{__name__}:obey")
+    cancel = launcher.cancel
+
+    def end() -> None:
+        cancel()
+        steward.end()
+
+    launcher.cancel = end  # type: ignore[method-assign]
+    return launcher
+
+
 def test_close_waits_for_all() -> None:
     """`close` returns when every worker has left; none of them counts as dead."""
     steward = Steward(b"R", b"R")
-    keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2), None)
+    keeper = Keeper(ending_last(steward), steward, (1, 2), None)
     keeper.prepare()
     keeper.launch()
     steward.await_events(2)
-    keeper._closing = True  # one that leaves before that counts as dead
-    steward.end()
     keeper.close()
     assert [event[0] for event in steward.events] == ["greet", "greet"]
     assert keeper.pid(1) is None
@@ -220,12 +233,10 @@ def test_close_kills_the_busy(
     """Workers that do not leave in time are killed, and the log says so."""
     monkeypatch.setattr(keeper_module, "GRACE", 0.05)
     steward = Steward(b"RS", b"R")
-    keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1, 2), None)
+    keeper = Keeper(ending_last(steward), steward, (1, 2), None)
     keeper.prepare()
     keeper.launch()
     steward.await_events(2)
-    keeper._closing = True  # one that leaves before that counts as dead
-    steward.end()
     keeper.close()
     assert [event[0] for event in steward.events] == ["greet", "greet"]
     assert "worker 0 is busy: killed" in caplog.text
@@ -241,12 +252,10 @@ def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
             self.socks[1].sendall(b"3")
 
     steward = Last(b"R")
-    keeper = Keeper(make_launcher("fork", entry=f"{__name__}:obey"), steward, (1,), None)
+    keeper = Keeper(ending_last(steward), steward, (1,), None)
     keeper.prepare()
     keeper.launch()
     steward.await_events(1)
-    keeper._closing = True
-    steward.end()
     keeper.close()
     assert "worker 0 exited with code 3" in caplog.text
 

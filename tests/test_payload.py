@@ -501,13 +501,13 @@ def test_a_name_that_means_something_else_now_goes_by_value() -> None:
 def test_each_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of objects of a class ask the import system once."""
     asked: list[str] = []
-    find = payload._find_spec
+    find = payload.find_spec
 
     def count(name: str, path: Any) -> Any:
         asked.append(name)
         return find(name, path)
 
-    monkeypatch.setattr(payload, "_find_spec", count)
+    monkeypatch.setattr(payload, "find_spec", count)
     payload.dump([Indexer(make) for _ in range(1000)] + [Slotted(Pair(1, 2))])
     assert len(asked) == len(set(asked))
     assert __name__ in asked
@@ -702,11 +702,11 @@ def test_a_way_back_is_no_culprit() -> None:
 
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """However deep and wide an object is, the search gives up, and the error is raised."""
-    monkeypatch.setattr(payload, "_MOST_PROBES", 10)
+    monkeypatch.setattr(payload, "MOST_PROBES", 10)
     with pytest.raises(TypeError, match=r"^worker: cannot pickle"):
         payload.dump([*range(100), LOCK])
-    monkeypatch.setattr(payload, "_MOST_PROBES", 10**6)
-    monkeypatch.setattr(payload, "_MOST_LEVELS", 3)
+    monkeypatch.setattr(payload, "MOST_PROBES", 10**6)
+    monkeypatch.setattr(payload, "MOST_LEVELS", 3)
     with pytest.raises(TypeError, match=r"^worker\[0\]\[0\]\[0\]: cannot pickle"):
         payload.dump([[[[[LOCK]]]]])
 
@@ -726,7 +726,7 @@ def test_without_cloudpickle_the_error_says_what_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What needs it is named; what is to blame anyway is named as ever."""
-    payload._by_value_pickler.cache_clear()
+    payload.by_value_pickler.cache_clear()
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     class Local:

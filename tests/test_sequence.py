@@ -799,7 +799,7 @@ def test_no_cuda_is_said_once(
     """Without CUDA, 'cuda' says so in the log, once in the life of the process."""
     from cseq import converter
 
-    converter._say.cache_clear()
+    converter.say_once.cache_clear()
     for _ in range(2):
         with MTSequence(Indices1, 4, num_workers=1).start():
             pass

@@ -250,9 +250,10 @@ for worker in (0, 1, None):
         m.start()
         testing.await_workers(m)
     before = testing.pids(m)
-    assert len(list(m)) == 200
+    while not m.stats().restarts:  # until that worker has had so many batches
+        assert len(list(m)) == 200
     after = testing.pids(m)
-    print(*[a != b for a, b in zip(after, before)], m.stats().restarts > 0)
+    print(*[a != b for a, b in zip(after, before)])
     m.finish()
 print(os.environ["CSEQ_FAULT"])
 """
@@ -262,8 +263,8 @@ def test_dying_at_a_point(run_script: RunScript, debug_build: Path) -> None:
     """Only the worker of that number dies, or all do; then the environment is as it was."""
     done = run_script(DYING, PYTHONPATH=str(debug_build))
     one, other, both, before = done.stdout.splitlines() or [done.stderr] * 4
-    assert (one, other) == ("True False True", "False True True"), done.stderr
-    assert both.endswith("True")
+    assert (one, other) == ("True False", "False True"), done.stderr
+    assert "True" in both
     assert before == "index:1000000"
 
 

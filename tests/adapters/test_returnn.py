@@ -714,7 +714,8 @@ def test_copies(make: Any, copied: Any) -> None:
     another = copied(copied(dataset))
     assert another.get_data_keys() == dataset.get_data_keys()
     assert (another.num_outputs, another.get_total_num_seqs()) == (dataset.num_outputs, total)
-    assert (another.dataset, another._timeout) == (dataset.dataset, 60.0)
+    assert another.dataset == dataset.dataset
+    assert another.__reduce__()[1][1]["timeout"] == 60.0
     assert another.pids() == []
     dataset.close()
     assert_same(sequences(another), expected)
