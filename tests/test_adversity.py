@@ -151,17 +151,19 @@ POINTS = ["claim", "slice", "index", "encode", "publish", "published", "knock"]
 
 
 FAULTY = """
-import sys
+import sys, time
 import numpy as np
 import cseq
-from cseq import _core, converter, staff
+from cseq import _core, converter, staff, testing
 
 if sys.argv[2] == "cuda":
     converter.resolve = converter.rehearse  # converter processes also where there is no CUDA
 staff.TRIES = 1000  # all workers come to the fatal step at about the same time: it may be one batch
 
 class Worker:
+    seconds = 0
     def __getitem__(self, indices):
+        time.sleep(self.seconds)
         return indices.copy(), np.full(5000, indices[0])
 
 def stream(m):
@@ -173,31 +175,32 @@ m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, num_converters=2, 
                     start_method="fork" if sys.argv[2] == "cuda" else None)
 with m.start_test("numpy"):
     expected = stream(m)
-m.set_epoch(0)
-with m.start(compat=False):
+for point in sys.argv[3:]:
+    m.set_epoch(0)
+    # It knocks only where the trainer sleeps, which it does for a batch that takes so long.
+    Worker.seconds = 0.002 if point == "knock" else 0
+    # A batch passes some points several times.
+    with testing.dying(point, 5 if point == "knock" else 23):
+        m.start(compat=False)
     got = stream(m)
-    print(got == expected, m.stats().restarts)
+    print(point, got == expected, m.stats().restarts > 0)
+    m.finish()
 """
 
 
 @pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
-@pytest.mark.parametrize("point", POINTS)
 def test_death_at_every_labelled_point(
-    run_script: RunScript, debug_build: Path, point: str, buffer: str, out_type: str
+    run_script: RunScript, debug_build: Path, buffer: str, out_type: str
 ) -> None:
     """A worker killed at any step of claim, slice, index, encode, publish loses nothing.
 
-    With 'cuda', converters die there, too.
+    With 'cuda', converters die there, too. One script tries all points: it imports torch once.
     """
     if out_type == "cuda":
         pytest.importorskip("torch")
-    count = 2 if point == "knock" else 23  # one batch passes some points several times
-    environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
-    done = run_script(FAULTY, buffer, out_type, **environment)
+    done = run_script(FAULTY, buffer, out_type, *POINTS, PYTHONPATH=str(debug_build))
     assert done.returncode == 0, done.stderr
-    equal, restarts = done.stdout.split()
-    assert equal == "True"
-    assert int(restarts) > 0 or point == "knock"  # it knocks only where the trainer sleeps
+    assert done.stdout.splitlines() == [f"{point} True True" for point in POINTS]
 
 
 class Poison(Squares):
@@ -802,6 +805,14 @@ def test_ctrl_c_anywhere_in_start_and_finish(
     assert hits * step > 20
 
 
+class Paced:
+    """Is waited for: what threads have made by then is taken in C alone, between no two lines."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        time.sleep(0.002)
+        return indices
+
+
 TAKING = ("feed.py", "edge.py", "arena.py", "codec.py", "pools/process.py", "pools/thread.py")
 
 
@@ -814,7 +825,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahea
     In an epoch's middle or at its end, where there are no tickets to be posted any more. What was
     taken is always in the caller's hands: there is no place between the two.
     """
-    worker = Wide if kind == "proc" else np.arange(60)
+    worker = Wide if kind == "proc" else Paced
     m = cseq.MSequence(
         worker, 60, batch_size=10, shuffle=False, out_type="null", thread_type=kind, buffer=3,
         num_workers=1, ordered=ordered, **({"start_method": "fork"} if kind == "proc" else {}),
@@ -832,8 +843,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahea
                 assert m.state_dict()["consumed"] // 10 == len(got)
             got += [batch[0] for batch in iterator]
             assert sorted(int(np.ravel(first)[0]) for first in got) == list(range(0, 60, 10))
-        # What threads have made is taken in C alone, unless it has to be waited for.
-        assert hits >= 5 or kind == "thread"
+        assert hits >= 5
         if kind == "proc":
             assert testing.slots(m).total == 16
 

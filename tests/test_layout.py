@@ -224,6 +224,19 @@ def test_every_header_is_compiled_for_other_systems() -> None:
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
 
 
+def test_slow_tests_exist() -> None:
+    """Each test that slow.txt names is there; the rest leaves no module of tests out."""
+    slow, files = (Path(__file__).with_name("slow.txt")).read_text(encoding="utf-8").split(), {}
+    for name in slow:
+        file, _, test = name.partition("::")
+        files.setdefault(file, set()).add(test)
+    for file, tests in files.items():
+        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+        there = set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
+        assert tests <= there, file
+    assert slow == sorted(set(slow))
+
+
 def test_all_is_sorted_and_complete() -> None:
     """`__all__` names every public object of the package once, in order."""
     public = {
