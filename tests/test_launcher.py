@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import HAS_PROC, pids
 
 from cseq import launcher
 from cseq.launcher import make_launcher, processes, server, start_methods
@@ -734,18 +735,19 @@ def test_other_methods_take_no_objects(make: Callable[..., Launcher]) -> None:
 
 
 def is_server(pid: int) -> bool:
-    """Whether a process was started as a fork server."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"cseq-server\0")
+    """Whether a process is a fork server that this one has started."""
+    with contextlib.suppress(OSError):  # it is gone
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return int(parent) == os.getpid() and words.endswith(b"cseq-server\0")
+    return False
 
 
 def server_pid() -> int:
-    """Find the fork server among the children of this process."""
-    folder = Path("/proc/self/task")
-    if not folder.exists():
-        pytest.skip("only /proc tells the children of a process")
-    lists = [(task / "children").read_text() for task in folder.iterdir()]
-    children = [int(pid) for text in lists for pid in text.split()]
-    (found,) = [pid for pid in children if is_server(pid)]
+    """Find the fork server of this process."""
+    if not HAS_PROC:
+        pytest.skip("only /proc tells the parent of a process")
+    (found,) = filter(is_server, pids())
     return found
 
 

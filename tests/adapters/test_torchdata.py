@@ -30,6 +30,7 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
+from cseq import testing  # noqa: E402
 from cseq.adapters import _torchdata_relay as relay  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
 
@@ -1198,6 +1199,24 @@ def total(item: dict[str, Any]) -> tuple[float, int]:
 
 def threads(item: Any) -> int:
     return torch.get_num_threads()
+
+
+def test_cseq_testing_knows_its_workers() -> None:
+    """They can be killed by their numbers, once they run."""
+    with loader(numbers(20), max_restarts=5) as loaded:
+        service = loaded.reading_service
+        with pytest.raises(RuntimeError, match="not running"):
+            testing.pids(service)
+        items = iter(loaded)
+        got = [next(items)]
+        testing.kill(service, 0)
+        got += items
+        assert got == list(range(20))
+        while not service.stats().restarts:
+            time.sleep(0.001)
+        assert len(testing.pids(service)) == 2
+    with pytest.raises(RuntimeError, match="not running"):
+        testing.pids(service)
 
 
 def test_workers_use_one_thread() -> None:
