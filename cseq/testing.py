@@ -7,7 +7,6 @@
             if number == 3:
                 cseq.testing.kill(manager, 0)  # training goes on, with the same batches
             train(batch)
-    assert manager.stats().restarts == 1
 
 `running` is what has worker processes: an `MPSequence` between `start` and `finish`, a
 `cseq.stream.Streams`, RETURNN's ``MultiProcDataset`` or torchdata's
