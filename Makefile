@@ -1,4 +1,5 @@
 # make test     build into .venv and run every test, in JOBS (3) processes
+# make quick    the quick ones of them: all but those in tests/slow.txt
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make conformance-torch  torch's and torchdata's loader tests, with cseq's DataLoader in place, once there
@@ -43,7 +44,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -91,6 +92,9 @@ debug: build
 
 test: build
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+quick: build
+	$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 conformance: build $(VENV)/.conformance
 	$(PY) tests/conformance/run_returnn.py $(TIMES)

@@ -12,6 +12,7 @@ The journey of a batch::
 The modules; imports point down::
 
     cseq/
+    ├── testing.py      for tests of training scripts: kill workers, count what is held
     ├── adapters/       other libraries' interfaces: RETURNN's, torchdata's
     ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
     ├── arguments.py    the arguments of MSequence: types and checks

@@ -24,7 +24,7 @@ cdef extern from "cseq_wait.h" nogil:
 
 
 cdef extern from "cseq_fault.h" nogil:
-    void cseq_fault_arm() noexcept
+    void cseq_fault_arm(long worker) noexcept
     void CSEQ_POINT(const char* name) noexcept
 
 

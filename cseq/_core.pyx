@@ -4206,9 +4206,10 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
     return 0
 
 
-def arm_fault():
-    """Make this process die where ``CSEQ_FAULT=point:n`` says, if this is a debug build."""
-    cseq_fault_arm()
+def arm_fault(long worker):
+    """Make this process, of a worker, die where ``CSEQ_FAULT=point:n`` or ``point:n:worker`` says,
+    if this is a debug build."""
+    cseq_fault_arm(worker)
 
 
 def now_ns():

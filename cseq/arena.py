@@ -195,7 +195,7 @@ class Need:
         """Return above how many bytes a slot is too large, and to how many it shrinks."""
         if self._count < 2 * WINDOW:
             return width, width
-        room = _room(max(self._now, self._before), 0, width)
+        room = room_of(max(self._now, self._before), 0, width)
         return max(2 * room, room + SLACK), room
 
 
@@ -238,6 +238,11 @@ class Writer(Hand):
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
+
+    @property
+    def spares(self) -> Sequence[tuple[int, int]]:
+        """Slots that it could turn to, and their committed bytes; the last is used first."""
+        return self._spares or ()
 
     def begin(self, slot: int, capacity: int) -> None:
         """Make a slot, of which `capacity` bytes are committed, the present one; none are used.
@@ -489,7 +494,7 @@ class Writer(Hand):
 
     def _grow(self, needed: int) -> None:
         """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
-        capacity = _room(needed, self.capacity, self._width)
+        capacity = room_of(needed, self.capacity, self._width)
         start = self.slot * self._width
         more = capacity - self.capacity
         if self._unchecked + more > CHECK:
@@ -512,7 +517,7 @@ class Writer(Hand):
         return mapping
 
 
-def _room(needed: int, capacity: int, width: int) -> int:
+def room_of(needed: int, capacity: int, width: int) -> int:
     """Return how large a slot of `capacity` bytes should become to hold `needed` bytes."""
     if needed > width:
         raise MemoryError(

@@ -443,7 +443,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
         writer.memory.store_bytes(offset, batch)
         return Record(offset, 0, 0, len(batch))
     found = writer.match(batch, cast)
-    plan, arrays, objects = _plan_for(batch, writer, cast) if found is None else found
+    plan, arrays, objects = plan_for(batch, writer, cast) if found is None else found
     if writer.watched:
         plain = zip(arrays, plan.casts, strict=True)
         writer.learn([array for array, casts in plain if not casts and array.flags.forc])
@@ -455,9 +455,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
 
 
-def _plan_for(
-    batch: Any, writer: Writer, cast: Dtype | None
-) -> tuple[Plan, list[Array], list[Any]]:
+def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
     """Survey a batch; return its plan, which the writer remembers, its arrays, its other leaves."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)

@@ -66,12 +66,12 @@ class Importable:
             return True
         parent = name.rpartition(".")[0]
         if not parent:
-            return _is_same(module, _find_spec(name, None))
+            return _is_same(module, find_spec(name, None))
         if not self.findable(parent):
             return False
         path = getattr(sys.modules[parent], "__path__", None)
         # A part of a module that is no package was made by that module, and will be again.
-        return path is None or _is_same(module, _find_spec(name, path))
+        return path is None or _is_same(module, find_spec(name, path))
 
 
 def named_here(obj: object) -> bool:
@@ -87,7 +87,7 @@ def _lookup(obj: object, qualname: str) -> object:
     return obj
 
 
-def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+def find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     """Find what a new process would import under this name."""
     for finder in sys.meta_path:
         if _is_everywhere(finder):

@@ -106,7 +106,7 @@ def dumps(obj: object, buffers: list[memoryview] | None = None) -> bytes:
     if buffers is not None:
         buffers.clear()
     file = io.BytesIO()
-    _by_value_pickler()(file, keep, named_here, lambda _: NotImplemented).dump(obj)
+    by_value_pickler()(file, keep, named_here, lambda _: NotImplemented).dump(obj)
     return file.getvalue()
 
 
@@ -173,7 +173,7 @@ def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] |
             return False
 
         reduce = functools.partial(_reduce_data, modules=modules, dry=buffers is None)
-        pickler = _by_value_pickler()(file, _keep_in(buffers), by_name, reduce)
+        pickler = by_value_pickler()(file, _keep_in(buffers), by_name, reduce)
         pickler.dump([obj, classes])  # in this order: the classes are known at the end
     return file.getvalue()
 
@@ -216,7 +216,7 @@ _ByValue: TypeAlias = Any  # a subclass of cloudpickle.Pickler, which has no typ
 
 
 @functools.cache
-def _by_value_pickler() -> _ByValue:
+def by_value_pickler() -> _ByValue:
     """Make the class of picklers by value; cloudpickle is imported here."""
     base = imported("cloudpickle").Pickler
 
@@ -241,7 +241,7 @@ def _by_value_pickler() -> _ByValue:
 def _has_cloudpickle() -> bool:
     """Whether something can be pickled by value."""
     try:
-        _by_value_pickler()
+        by_value_pickler()
     except ModuleNotFoundError:
         return False
     return True

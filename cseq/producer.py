@@ -110,7 +110,6 @@ class KeyProducer(Protocol):
 class Task(NamedTuple):
     """What a worker process has to do."""
 
-    number: int
     num_workers: int
     timed: bool = False  # whether items have a time limit
 
@@ -126,13 +125,13 @@ def main(sock: socket.socket, local: Any = None) -> None:
         What makes the producer, where it came by `os.fork` and not through a file.
     """
     entered = enter(sock)
-    task = entered.setup.task
-    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True, worker=task.number + 1)
-    desk = context.Desk(task.number, task.num_workers, 0)
+    number, task = entered.setup.number, entered.setup.task
+    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True, worker=number + 1)
+    desk = context.Desk(number, task.num_workers, 0)
     context.enter(desk)
     try:
         make = entered.read(local)
-        producer = make(task.number, task.num_workers)
+        producer = make(number, task.num_workers)
     except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
         send_state(sock, FAILED, failure.pack(error))
         return

@@ -96,7 +96,7 @@ def agree(known: Shard | None) -> Shard:
     now = resolve()
     if known is None:
         if not now.source:
-            _warn_alone()
+            warn_alone()
         return now
     if now.source and now[:2] != known[:2]:
         raise ValueError(
@@ -108,7 +108,7 @@ def agree(known: Shard | None) -> Shard:
 
 
 @functools.cache
-def _warn_alone() -> None:
+def warn_alone() -> None:
     """Log that there is only one rank, once in the life of this process."""
     log.warning(
         "shard='auto' finds neither a process group nor a launcher's variables: this process gets "

@@ -388,7 +388,7 @@ class StreamPool:
             1,
             owners=num_workers,
             readers=num_workers,
-            task=lambda owner: Task(owner - 1, num_workers, timed=timeout is not None),
+            task=lambda _: Task(num_workers, timed=timeout is not None),
             describe=self._describe,
             deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             memory_limit=memory_limit,
@@ -682,6 +682,10 @@ class StreamPool:
             elapsed=times.elapsed,
             num_workers=len(consumers),
         )
+
+    def taken_slots(self) -> set[int]:
+        """The slots of tickets, and of requests that may be read again."""
+        return set[int]().union(*(consumer.taken_slots() for consumer in self.consumers)) - {-1}
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""

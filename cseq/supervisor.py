@@ -28,7 +28,7 @@ from cseq._core import Mapping, Ring, commit, ring_bytes
 from cseq.arena import Arena, Segment, Writer
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit
-from cseq.launcher.base import FOREVER
+from cseq.launcher.base import FOREVER, KILL
 from cseq.pickling import dump
 from cseq.stage import START_SHARE, look_ns, overdue
 from cseq.threads import Latch, Threads
@@ -270,11 +270,11 @@ class Supervisor:
             child.kill()
         reads = owner <= self._readers
         spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
-        ring, number = self._locate(owner)
+        ring, at_ring = self._locate(owner)
         where = ring * self._segment.width, self._ring_bytes
         segment, task = self.arena.segment, self._task(owner)
         record = self._record if reads else None
-        setup = Setup(number, where, segment.width, spares, task, record)
+        setup = Setup(owner - 1, at_ring, where, segment.width, spares, task, record)
         fds = [self._object.fd] if reads and self._object is not None else []
         worker.handshake(setup, self._segment.fd, segment.fd, *fds)
 
@@ -401,11 +401,16 @@ class Supervisor:
         worker = self._workers.get(owner)
         return None if worker is None else worker.child.pid
 
-    def kill(self, owner: int) -> None:
-        """Kill a worker, if there is one; its death is handled as any other."""
+    def kill(self, owner: int, number: int = KILL) -> int | None:
+        """Send a worker a signal; its death is handled as any other.
+
+        Returns the process that it was sent to; None if the worker is being started or replaced.
+        """
         worker = self._workers.get(owner)
-        if worker is not None:
-            worker.child.kill()
+        if worker is None:
+            return None
+        worker.child.send_signal(number)
+        return worker.child.pid
 
     # -- the end
 

@@ -71,6 +71,7 @@ FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')  # a line of a stack, the
 class Setup(NamedTuple):
     """What a worker process gets from the trainer, beside file descriptors."""
 
+    number: int  # the worker's, from 0
     owner: int  # its number at the ring
     ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
@@ -106,10 +107,10 @@ class Entered(NamedTuple):
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Set a worker process up; it ends with the trainer (when `sock` does), or so much later."""
-    arm_fault()
     if os.environ.get("CSEQ_MALLOC", "") != "default":
         keep_freed()
     setup, (ring_fd, arena_fd, stacks_fd, *object_fd) = _receive_setup(sock)
+    arm_fault(setup.number)
     watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:

@@ -218,6 +218,40 @@ def end_all(processes: list[int]) -> None:
             os.waitpid(pid, 0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--cpu-times`; see slow.py."""
+    parser.addoption("--cpu-times", help="append the CPU time of each test to this file")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what slow.txt names."""
+    listed = Path(__file__).with_name("slow.txt")
+    slow = set(listed.read_text(encoding="utf-8").split()) if listed.exists() else set()
+    for item in items:
+        if (
+            f"tests/{os.path.relpath(item.path, listed.parent)}::{item.name.partition('[')[0]}"
+            in slow
+        ):
+            item.add_marker("slow")
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, and of all that it has started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Measure a test, if that is asked for; of several processes, each appends whole lines."""
+    file, before = item.config.getoption("cpu_times"), cpu_seconds()
+    done = yield
+    if file:
+        with open(file, "a", encoding="utf-8") as times:
+            times.write(f"{cpu_seconds() - before:.2f} {item.nodeid}\n")
+    return done
+
+
 RAISED = pytest.StashKey[bool]()
 
 

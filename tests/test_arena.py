@@ -214,7 +214,7 @@ def test_a_slot_grows(sizes: list[int]) -> None:
 
 def test_growth_is_geometric() -> None:
     """Small slots double, large ones grow by whole huge pages; none exceeds its width."""
-    room = arena_module._room
+    room = arena_module.room_of
     width = 64 * MIB
     assert room(1, 0, width) == FIRST
     assert room(FIRST + 1, FIRST, width) == 2 * FIRST
@@ -941,9 +941,9 @@ def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
 
 
 RARE = """
-import os
 import numpy as np
 import cseq
+from cseq import testing
 
 class Worker:
     kept = None
@@ -954,7 +954,7 @@ class Worker:
         return made
 
 def committed(m):
-    return os.fstat(m._run.pool._arena.segment.fd).st_blocks * 512 / 2**20
+    return testing.slots(m).committed / 2**20
 
 m = cseq.MPSequence(Worker, 700, batch_size=1, num_workers=2, shuffle=False, out_type="null")
 with m.start() as batches:

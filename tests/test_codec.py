@@ -403,8 +403,8 @@ def test_a_known_structure_is_not_surveyed(
 ) -> None:
     """A batch of the structure of the last is recognised, and read as one that is surveyed."""
     want, surveyed = sent(writer, batch, cast), []
-    survey = codec._plan_for
-    monkeypatch.setattr(codec, "_plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
+    survey = codec.plan_for
+    monkeypatch.setattr(codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
     assert_same(want, sent(writer, batch, cast))
     assert bool(surveyed) == (way == "surveyed")
 

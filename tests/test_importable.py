@@ -122,13 +122,13 @@ def test_a_name_that_means_something_else_now_goes_by_value() -> None:
 def test_each_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of objects of a class ask the import system once."""
     asked: list[str] = []
-    find = importable._find_spec
+    find = importable.find_spec
 
     def count(name: str, path: Any) -> Any:
         asked.append(name)
         return find(name, path)
 
-    monkeypatch.setattr(importable, "_find_spec", count)
+    monkeypatch.setattr(importable, "find_spec", count)
     dump([Indexer(make) for _ in range(1000)] + [Slotted(Pair(1, 2))])
     assert len(asked) == len(set(asked))
     assert make.__module__ in asked

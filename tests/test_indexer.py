@@ -13,7 +13,7 @@ from kinds import FEW, INLINE, Kind, by_name
 
 from cseq import context, indexer
 from cseq._core import Block, Ring, Seat, ring_bytes
-from cseq.converter import Output
+from cseq.converter.output import Output
 from cseq.edge import Objects
 from cseq.stage import BATCH, INDEXER, RAISED
 

@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cseq.deaths
 import numpy as np
 import pytest
 from interrupting import first_hits, interrupted
 from streaming import lost_slots
 
 import cseq
+import cseq.deaths
 from cseq._core import Lease
 from cseq.stream import Streams
 
@@ -725,7 +725,9 @@ def test_workers_killed_at_any_time(
     monkeypatch: pytest.MonkeyPatch, ordered: bool, assign: str
 ) -> None:
     """Killed at random, again and again, with arrays that are kept: each item comes, once."""
-    monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may well strike one ticket three times
+    monkeypatch.setattr(
+        cseq.deaths, "TRIES", 10**9
+    )  # chance may strike one thrice
     rng = random.Random(5)
     with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
         for _ in range(4):

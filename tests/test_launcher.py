@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import HAS_PROC, pids
 
 from cseq import launcher
-from cseq.launcher import make_launcher, processes, start_methods
+from cseq.launcher import make_launcher, processes, server, start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -651,9 +652,11 @@ from cseq.launcher import make_launcher
 launcher = make_launcher(sys.argv[1], entry="entries:ready")
 children = [launcher.launch(number) for number in range(2)]
 answers = [child.sock.recv(1) for child in children]
-server = launcher._server._process.pid if sys.argv[1] == "forkserver" else children[0].pid
+children = [child.pid for child in children]
+with open(f"/proc/{children[0]}/stat") as file:
+    parent = int(file.read().rpartition(")")[2].split()[1])
 with open("pids", "w") as file:
-    print(server, *[child.pid for child in children], file=file)
+    print(*children, *{parent} - {os.getpid()}, file=file)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -731,17 +734,29 @@ def test_other_methods_take_no_objects(make: Callable[..., Launcher]) -> None:
 # --- fork server ---------------------------------------------------------------------------------
 
 
-def server_of(one: Launcher) -> Any:
-    """The trainer's hand on its fork server."""
-    return one._server  # type: ignore[attr-defined]
+def is_server(pid: int) -> bool:
+    """Whether a process is a fork server that this one has started."""
+    with contextlib.suppress(OSError):  # it is gone
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return int(parent) == os.getpid() and words.endswith(b"cseq-server\0")
+    return False
 
 
-def kill_server(one: Launcher) -> int:
-    """Kill a fork server, and wait until it is dead."""
-    process = server_of(one)._process
-    os.kill(process.pid, signal.SIGKILL)
-    process._has_ended(PATIENCE)
-    return int(process.pid)
+def server_pid() -> int:
+    """Find the fork server of this process."""
+    if not HAS_PROC:
+        pytest.skip("only /proc tells the parent of a process")
+    (found,) = filter(is_server, pids())
+    return found
+
+
+def kill_server() -> int:
+    """Kill the fork server, and wait until it is dead; the launcher reaps it."""
+    pid = server_pid()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
 
 
 def test_a_dead_fork_server_is_replaced(served: Callable[..., Launcher]) -> None:
@@ -749,11 +764,11 @@ def test_a_dead_fork_server_is_replaced(served: Callable[..., Launcher]) -> None
     one = served()
     before = one.launch(0)
     ask(before, "0")
-    old = kill_server(one)
+    old = kill_server()
     assert ask(before, "'alive'") == "alive"
     after = one.launch(1)
     assert ask(after, "'alive'") == "alive"
-    assert server_of(one)._process.pid != old
+    assert server_pid() != old
     after.kill()
     assert end_of(after) == -signal.SIGKILL
     before.sock.close()
@@ -771,7 +786,7 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     one = served(entry="entries:answer" if pidfds else "no_pidfds:answer")
     child = one.launch(0)
     ask(child, "0")
-    kill_server(one)
+    kill_server()
     assert child.status(0) is None
     assert not child.gone
     if pidfds and hasattr(os, "pidfd_open"):
@@ -788,7 +803,7 @@ def test_a_server_killed_before_it_is_asked_is_replaced(served: Callable[..., La
     """`prepare` starts the server; that it died meanwhile is not noticed by who launches."""
     one = served()
     one.prepare()
-    kill_server(one)
+    kill_server()
     child = one.launch(0)
     assert ask(child, "3") == 3
     child.sock.close()
@@ -825,7 +840,7 @@ def test_an_interrupted_launch_is_undone(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(server_of(one)), "wait", interrupt)
+        patch.setattr(server.ForkServer, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             one.launch(1)
     assert ask(first, "1") == 1
@@ -854,10 +869,10 @@ def test_a_server_that_was_killed_does_not_blame_what_it_was_to_import(
     (entries / "innocent.py").write_text("import os\npid = os.getpid()")
     one = served()
     one.prepare()
-    kill_server(one)
+    kill_server()
     one.preload(["innocent"])
     child = one.launch(0)
-    assert ask(child, "sys.modules['innocent'].pid") == server_of(one)._process.pid
+    assert ask(child, "sys.modules['innocent'].pid") == server_pid()
     assert not caplog.text
     child.sock.close()
 
@@ -870,7 +885,7 @@ def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     one = served()
     one.preload(["useful", "no_such_module"])
     child = one.launch(0)
-    assert ask(child, "sys.modules['useful'].pid") == server_of(one)._process.pid
+    assert ask(child, "sys.modules['useful'].pid") == server_pid()
     assert "no_such_module" in caplog.text
     child.sock.close()
 
@@ -913,9 +928,9 @@ def test_an_unknown_method_is_an_error_that_names_the_known() -> None:
 
 def test_windows_hands_over_sockets_by_process_number() -> None:
     """There, a socket is shared with a process, which gets no Ctrl-C of the trainer's console."""
-    assert processes._means("nt").shares
-    assert processes._means("nt").flags & 0x200
-    assert processes._means("posix") == (False, 0)
+    assert processes.means_of("nt").shares
+    assert processes.means_of("nt").flags & 0x200
+    assert processes.means_of("posix") == (False, 0)
 
 
 def test_windows_virtual_environments_start_the_real_interpreter(
@@ -925,7 +940,7 @@ def test_windows_virtual_environments_start_the_real_interpreter(
     monkeypatch.setattr(sys, "_base_executable", "C:/Python/python.exe", raising=False)
     monkeypatch.setattr(sys, "executable", "C:/venv/python.exe")
     monkeypatch.delitem(sys.modules, "multiprocessing.spawn", raising=False)
-    executable, environment = processes._executable("nt")
+    executable, environment = processes.executable_of("nt")
     assert executable == "C:/Python/python.exe"
     assert environment is not None
     assert environment["__PYVENV_LAUNCHER__"] == "C:/venv/python.exe"
@@ -973,6 +988,7 @@ class Indexer:
 JOB = """
 import functools, logging, os, signal, sys, time
 import numpy as np, cseq
+from cseq import testing
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 
 def imports():
@@ -984,9 +1000,7 @@ def run(worker, method="forkserver", **options):
     options = {"out_type": "null", "batch_size": 1, "start_method": method, "seed": 1, **options}
     with cseq.MPSequence(worker, 12, 3, **options).start() as batches:
         assert len(list(batches)) == 12
-        supervisor = batches._run.pool.supervisor
-        while not all(supervisor.is_ready(owner) for owner in (1, 2, 3)):
-            time.sleep(0.01)  # until all have imported what they need
+        testing.await_workers(batches)  # all have imported what they need
     return imports()
 """
 

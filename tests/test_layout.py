@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import graphlib
 import inspect
 import re
 import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,6 +19,8 @@ import pytest
 import cseq
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from conftest import RunScript
 
 PACKAGE = Path(cseq.__file__).resolve().parent
@@ -153,11 +157,92 @@ def test_a_module_says_what_it_is(module: str) -> None:
     assert not any(rest[:1])
 
 
+# Names with an underscore that tests may use, and why.
+ALLOWED = {
+    **dict.fromkeys(
+        ["_exit", "_current_frames", "_is_gil_enabled", "_base_executable"], "Python's"
+    ),
+    **dict.fromkeys(["_DummyThread", "_is_owned"], "threading's"),
+    **dict.fromkeys(["_replace", "_fields", "_asdict"], "named tuples': public"),
+    **dict.fromkeys(["_repr_html_", "_sleep"], "notebooks' protocol; torch.cuda's"),
+    # A reading service's interface, and what torchdata calls it by.
+    **dict.fromkeys(["_pause", "_resume", "_limit", "_is_paused", "_end_datapipe"], "torchdata's"),
+    "_restore_checkpoint_beginning_of_epoch": "torchdata's",
+    **dict.fromkeys(["_worker_processes", "_dispatch_process"], "torchdata's"),
+}
+# What nothing public shows: which tickets were posted, and that an iterator has been asked.
+REACHING = {("test_protocols.py", "_run"), ("streams.py", "_run"), ("test_edge.py", "_grow")}
+REACHING |= {("streaming.py", "_run"), ("streaming.py", "_arena"), ("test_keys.py", "_run")}
+REACHING |= {("test_cuda_converter.py", "_lane")}  # that of a receiver in another's fixture
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Find the private names of other objects that a test uses, in its scripts, too."""
+    tree = ast.parse(source)
+    own = {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not is_own(node.value):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cseq"):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node.func) in ("getattr", "setattr", "delattr"):
+            names = [word.value for word in node.args if isinstance(word, ast.Constant)]
+            yield from (name for name in names if isinstance(name, str) and name not in own)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
+            with contextlib.suppress(SyntaxError):  # no script
+                yield from private_names(textwrap.dedent(node.value))
+
+
+def called(function: ast.expr) -> str:
+    """Return the last part of what is called."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether the object is the one whose class is being written."""
+    words = [value.func] if isinstance(value, ast.Call) else [value]
+    return all(isinstance(word, ast.Name) and word.id in ("self", "cls", "super") for word in words)
+
+
+def test_tests_use_no_private_names() -> None:
+    """Tests reach into no module's insides: `cseq.testing` and public names show what they need."""
+    found = {
+        (path.name, name)
+        for path in set(Path(__file__).parent.rglob("*.py")) - {Path(__file__)}
+        for name in private_names(path.read_text(encoding="utf-8"))
+        if re.match(r"_[A-Za-z]", name) and name not in {"_core", *ALLOWED}
+    }
+    assert found <= REACHING
+
+
+def test_private_names_are_found() -> None:
+    """By attribute, import and text, also in a script, but not those of a test's own objects."""
+    script = 'x = """\nimport cseq\ncseq.m._e\n"""'
+    source = "a._b; self._c; from cseq.m import _d; setattr(a, '_f', 1); super()._g\n" + script
+    names = [name for name in private_names(source) if name.startswith("_")]
+    assert sorted(names) == ["_b", "_d", "_e", "_f"]
+
+
 def test_every_header_is_compiled_for_other_systems() -> None:
     """The file that `make cross` compiles includes every C header of the core."""
     text = Path(__file__).with_name("c").joinpath("headers.c").read_text(encoding="utf-8")
     headers = {path.name for path in (PACKAGE / "include").glob("*.h")}
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
+
+
+def test_slow_tests_exist() -> None:
+    """Each test that slow.txt names is there; the rest leaves no module of tests out."""
+    slow, files = (Path(__file__).with_name("slow.txt")).read_text(encoding="utf-8").split(), {}
+    for name in slow:
+        file, _, test = name.partition("::")
+        files.setdefault(file, set()).add(test)
+    for file, tests in files.items():
+        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+        there = set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
+        assert tests <= there, file
+    assert slow == sorted(set(slow))
 
 
 def test_all_is_sorted_and_complete() -> None:

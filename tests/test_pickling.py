@@ -370,7 +370,7 @@ def test_without_cloudpickle_the_error_says_what_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What needs it is named; what is to blame anyway is named as ever."""
-    pickling._by_value_pickler.cache_clear()
+    pickling.by_value_pickler.cache_clear()
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     class Local:

@@ -201,8 +201,7 @@ def test_an_array_in_a_cycle(bench: Bench) -> None:
         assert bench.batch(cycle) == 5
     gc.collect()
     bench.writer.empty(10)
-    assert bench.writer._spares is not None
-    assert len(bench.writer._spares) == SPARES
+    assert len(bench.writer.spares) == SPARES
 
 
 def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +531,7 @@ KEEPING = """
 import time
 import numpy as np
 import cseq
-from cseq import _core, deaths
+from cseq import _core, deaths, testing
 from cseq.arena import SPARES
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
@@ -558,18 +557,15 @@ with m.start() as batches:
             array[:] = -1
     del made, array
     assert number == 299
-    pool, restarts = m._run.pool, m.stats().restarts
-    slots = pool._arena.slots
-
-    def count():
-        taken = sum(map(slots.is_taken, range(slots.capacity)))
-        return slots.capacity - len(slots.free()) - slots.leased - taken, taken
-
-    owned, end = 2 * SPARES, time.monotonic() + 30  # one may be in the place of another
-    while not all(map(pool.supervisor.is_ready, (1, 2))) or count() != (owned, 0):
-        assert time.monotonic() < end, count()
+    restarts, end = m.stats().restarts, time.monotonic() + 30
+    while True:  # one may be in the place of another
+        testing.await_workers(m)
+        slots = testing.slots(m)
+        if (slots.owned, slots.taken) == (2 * SPARES, 0):
+            break
+        assert time.monotonic() < end, slots
         time.sleep(0.01)
-    print(restarts > 0, slots.leased, slots.capacity <= 20)
+    print(restarts > 0, slots.leased, slots.total <= 20)
 """
 
 

@@ -205,7 +205,7 @@ def test_alone_is_said_once(
 ) -> None:
     """That shard='auto' found nothing is a warning in the log, once in the life of a process."""
     environment(monkeypatch)
-    shard._warn_alone.cache_clear()
+    shard.warn_alone.cache_clear()
     for _ in range(2):
         assert len(make()) == 10
     assert [r.levelname for r in caplog.records if "shard='auto'" in r.getMessage()] == ["WARNING"]

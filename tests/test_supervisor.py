@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq.launcher import Child
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="its workers are forked here")
 
 
@@ -113,8 +115,9 @@ class Pool:
     ) -> None:
         self.tasks = list(tasks)
         self.events = Events()
+        self.launcher = make_launcher(method, entry=f"{__name__}:{entry}")
         self.supervisor = Supervisor(
-            make_launcher(method, entry=f"{__name__}:{entry}"),
+            self.launcher,
             2,
             1,
             owners,
@@ -136,10 +139,10 @@ class Pool:
         self.supervisor.start(None)
         return self.supervisor
 
-    def await_state(self, owner: int, state: bytes) -> None:
-        """Wait until a worker's latest message was heard."""
+    def await_ready(self, owner: int) -> None:
+        """Wait until a worker has said that it is ready."""
         seen = threading.Event()
-        while self.supervisor._workers[owner].state != state:
+        while not self.supervisor.is_ready(owner):
             seen.wait(0.001)
 
     def await_failure(self) -> None:
@@ -176,8 +179,7 @@ def test_all_are_started(pool: Callable[..., Pool]) -> None:
     supervisor = three.start()
     assert three.events.wait(3) == [("task", 1), ("task", 2), ("task", 3)]
     for owner in (1, 2, 3):
-        three.await_state(owner, READY)
-        assert supervisor.is_ready(owner)
+        three.await_ready(owner)
     pids = {supervisor.pid(owner) for owner in (1, 2, 3)}
     assert len(pids) == 3
     assert None not in pids
@@ -216,7 +218,7 @@ def test_one_that_is_killed(pool: Callable[..., Pool]) -> None:
     """A worker that is killed by the supervisor dies like any other."""
     one = pool(b"RS")
     supervisor = one.start()
-    one.await_state(1, READY)
+    one.await_ready(1)
     supervisor.kill(1)
     assert one.events.wait(3)[1:] == [("died", 1, -signal.SIGKILL, True), ("task", 1)]
 
@@ -254,7 +256,7 @@ def test_one_that_dies_before_the_handshake(pool: Callable[..., Pool]) -> None:
     assert one.events.wait(2) == [("task", 1), ("died", 1, 3, False)]
 
 
-def test_a_supervisor_that_breaks(pool: Callable[..., Pool]) -> None:
+def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -> None:
     """What goes wrong in the supervisor's own thread is raised; `close` still ends everything."""
 
     def task(owner: int) -> bytes:
@@ -263,20 +265,25 @@ def test_a_supervisor_that_breaks(pool: Callable[..., Pool]) -> None:
         return b"S"
 
     two = pool(owners=2, task=task)
+    launch, children = two.launcher.launch, []
+
+    def note(*args: Any, **options: Any) -> Child:
+        children.append(launch(*args, **options))
+        return children[-1]
+
+    monkeypatch.setattr(two.launcher, "launch", note)
     supervisor = two.start()
     with pytest.raises(LookupError, match="clumsy"):
         supervisor.check()
-    child = supervisor._workers[1].child
     supervisor.close()
-    assert child.gone
-    assert child.sock.fileno() < 0
+    assert [(child.gone, child.sock.fileno()) for child in children] == [(True, -1)] * 2
 
 
 def test_close_waits_for_all() -> None:
     """`close` returns when every worker has left; none of them counts as dead. Twice is fine."""
     two = Pool(b"R", b"R", owners=2)
     supervisor = two.start()
-    two.await_state(2, READY)
+    two.await_ready(2)
     two.close()
     two.close()
     assert two.events.all == [("task", 1), ("task", 2)]
@@ -297,7 +304,7 @@ def test_close_kills_the_busy(
     monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     two = Pool(b"RS", b"R", owners=2)
     two.start()
-    two.await_state(1, READY)
+    two.await_ready(1)
     two.close()
     assert [event[0] for event in two.events.all] == ["task", "task"]
     assert "worker 0 is busy: killed" in caplog.text
@@ -308,7 +315,7 @@ def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     one = Pool(b"RC3")
     one.start()
-    one.await_state(1, READY)
+    one.await_ready(1)
     one.close()
     assert "worker 0 exited with code 3" in caplog.text
 
@@ -326,7 +333,7 @@ def test_what_takes_too_long(pool: Callable[..., Pool]) -> None:
     """It is raised with the worker's stack, or the worker is killed and replaced."""
     one = pool(b"RS", b"R")
     supervisor = one.start()
-    one.await_state(1, READY)
+    one.await_ready(1)
     working = [(1, now_ns() - 10**10, "a ticket")]
     supervisor.check_time(working, 60.0, restart=False)
     with pytest.raises(WorkerTimeout, match=r"a ticket has taken 10(?s:.*)in obey"):

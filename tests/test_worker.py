@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(socket, "send_fds"), reason="there are no worker processes here"
 )
 
-SETUP = Setup(1, (0, 8), 8, None, "x" * 10**6, None)
+SETUP = Setup(0, 1, (0, 8), 8, None, "x" * 10**6, None)
 
 
 @pytest.fixture

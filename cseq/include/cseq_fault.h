@@ -1,4 +1,5 @@
-/* Fault points: in a debug build, CSEQ_FAULT=point:n kills a process at its n-th pass of a point.
+/* Fault points: in a debug build, CSEQ_FAULT=point:n kills a worker process at its n-th pass of a
+ * point, and CSEQ_FAULT=point:n:worker only the worker of that number.
  *
  * For tests of what a death leaves behind. Include before cseq_ring.h. In a release build there is
  * nothing of it.
@@ -17,9 +18,11 @@
 static long cseq_fault_left = -1; /* passes until death; -1: not armed */
 static char cseq_fault_name[32];
 
-static inline void cseq_fault_arm(void) {
+static inline void cseq_fault_arm(long worker) {
     const char *spec = getenv("CSEQ_FAULT");
     const char *colon = spec ? strchr(spec, ':') : 0;
+    const char *only = colon ? strchr(colon + 1, ':') : 0;
+    if (only && atol(only + 1) != worker) return;
     if (!colon || (size_t)(colon - spec) >= sizeof cseq_fault_name) return;
     memcpy(cseq_fault_name, spec, (size_t)(colon - spec));
     cseq_fault_left = atol(colon + 1);
@@ -34,7 +37,7 @@ static inline void cseq_fault_pass(const char *name) {
 
 #else
 
-static inline void cseq_fault_arm(void) {}
+static inline void cseq_fault_arm(long worker) { (void)worker; }
 #define CSEQ_POINT(name) ((void)0)
 
 #endif

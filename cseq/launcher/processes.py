@@ -167,7 +167,7 @@ class _Means(NamedTuple):
     flags: int  # creation flags
 
 
-def _means(os_name: str) -> _Means:
+def means_of(os_name: str) -> _Means:
     """Choose the means for a system."""
     if os_name == "nt":
         return _Means(shares=True, flags=0x200)  # CREATE_NEW_PROCESS_GROUP: no Ctrl-C
@@ -179,8 +179,8 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
 
     `threads` is how many its libraries compute with, and those of its children.
     """
-    means = _means(os.name)
-    executable, environment = _executable(os.name)
+    means = means_of(os.name)
+    executable, environment = executable_of(os.name)
     environment |= compute.variables(threads, environment)
     popen = _subprocess().Popen(
         [executable, *_interpreter_flags(), "-c", _BOOTSTRAP, title],
@@ -218,7 +218,7 @@ def _interpreter_flags() -> list[str]:
     return flags
 
 
-def _executable(os_name: str) -> tuple[str, dict[str, str]]:
+def executable_of(os_name: str) -> tuple[str, dict[str, str]]:
     """Find the interpreter, and the environment it needs."""
     executable = sys.executable
     if "multiprocessing.spawn" in sys.modules or getattr(sys, "frozen", False) or not executable:

@@ -57,7 +57,7 @@ _unfit: dict[str, str] = {}
 class _Import:
     """A module that a fork server imports."""
 
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self.outcome: int | None = None  # of those in `record`
         self.serial = server.enrol(self)
 
@@ -74,7 +74,7 @@ class _Import:
 class _ServedChild:
     """A worker that a fork server has started and reaps."""
 
-    def __init__(self, number: int, sock: socket.socket, server: _Server) -> None:
+    def __init__(self, number: int, sock: socket.socket, server: ForkServer) -> None:
         self.number = number
         self.pid = 0
         self.sock = sock
@@ -141,7 +141,7 @@ class _ServedChild:
         return self._server.lost and hung_up(self.sock)
 
 
-class _Server:
+class ForkServer:
     """The trainer's hand on one fork server process."""
 
     def __init__(self) -> None:
@@ -275,10 +275,10 @@ class ForkServerLauncher:
         self._cancelled = False
         self._seconds = FOREVER  # that this may take
         self._suspects: set[str] = set()  # modules in whose import a server has ended
-        self._importer: _Server | None = None  # the server that is importing something
+        self._importer: ForkServer | None = None  # the server that is importing something
         self.importing = ""
         self._children = Children()
-        self._server: _Server | None = None
+        self._server: ForkServer | None = None
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -300,7 +300,7 @@ class ForkServerLauncher:
         if server is not None:
             server.kill()
 
-    def _serving(self) -> _Server:
+    def _serving(self) -> ForkServer:
         """Return a server that has its modules and is not known to be dead."""
         for _ in range(MOST_TRIES):
             server = self._start()
@@ -323,7 +323,7 @@ class ForkServerLauncher:
                 self._server.kill()
                 self._server.lost = True
 
-    def _furnish(self, server: _Server) -> tuple[str, str] | None:
+    def _furnish(self, server: ForkServer) -> tuple[str, str] | None:
         """Make a server import what it lacks; return the module that it must not have, and why.
 
         If it ends meanwhile, it is another one that has all of it.
@@ -355,7 +355,7 @@ class ForkServerLauncher:
             server.has += 1
         return None
 
-    def _start(self) -> _Server:
+    def _start(self) -> ForkServer:
         """Return a server that is not known to be dead; start one if there is none."""
         check_owner(self._owner)
         with self._lock:
@@ -363,7 +363,7 @@ class ForkServerLauncher:
                 self._server.close(time.monotonic() + LAST)
                 self._server = None
             if self._server is None:
-                self._server = _Server()
+                self._server = ForkServer()
                 self._server.start(self._entry, self._threads)
             return self._server
 
@@ -381,7 +381,7 @@ class ForkServerLauncher:
             "if it has printed an error, see above"
         )
 
-    def _launch(self, number: int, server: _Server, deadline: float) -> Child | None:
+    def _launch(self, number: int, server: ForkServer, deadline: float) -> Child | None:
         """Start a worker by this server; None when the server is dead."""
         ours, theirs = pair()
         with theirs, contextlib.ExitStack() as undo:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cseq.converter.output import Output
     from cseq.sampler import Sampler
     from cseq.stats import Stats
+    from cseq.supervisor import Supervisor
 
 __all__ = ["Job", "Pool", "pool_of"]
 
@@ -84,6 +85,10 @@ class Pool(Progress, Protocol):
     Its progress is that of the epoch that was begun last. Making a pool starts nothing: an
     interrupt may drop it before any object has it that closes it.
     """
+
+    @property
+    def supervisor(self) -> Supervisor | None:
+        """The worker processes, if there are any."""
 
     def open(self) -> None:
         """Start what is to run. Whatever is raised, also by a signal handler: `close` ends it."""

@@ -26,6 +26,7 @@ class InlinePool:
     """Same order, same results, no process and no thread."""
 
     consumer = None  # there is no ring
+    supervisor = None  # and there are no processes
 
     def __init__(self, job: Job) -> None:
         self._job = job

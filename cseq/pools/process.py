@@ -57,7 +57,6 @@ class Task(NamedTuple):
     """What a worker process is to do."""
 
     stage: int
-    number: int
     num_workers: int
     last: bool
     seed: int
@@ -95,7 +94,7 @@ def _grace_ns(task: Task) -> int:
 
 def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local: Any) -> None:
     """Make the indexer and index until the ring is closed."""
-    desk = context.Desk(task.number, task.num_workers, task.seed)
+    desk = context.Desk(entered.setup.number, task.num_workers, task.seed)
     context.enter(desk)
     seeds = Seeds(desk) if task.seed_globals else None
     try:
@@ -243,7 +242,6 @@ class ProcessPool(Feed):
         stage = INDEXER if owner <= job.num_workers else CONVERTER
         return Task(
             stage=stage,
-            number=owner - 1,
             num_workers=job.num_workers,
             last=stage == CONVERTER or not job.num_converters,
             seed=job.seed,
@@ -260,6 +258,11 @@ class ProcessPool(Feed):
             working = [w for w in self.in_work() if w[0] <= self.supervisor.owners]
             restart = self._job.on_timeout == "restart"
             self.supervisor.check_time(working, self._job.timeout, restart=restart)
+
+    def taken_slots(self) -> set[int]:
+        """The slots of tickets."""
+        slots = self._arena.slots
+        return {slot for slot in range(slots.capacity) if slots.is_taken(slot)}
 
     def stats(self) -> Stats:
         """Count what this pool has done so far."""

@@ -114,6 +114,8 @@ def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
 class ThreadPool(Feed):
     """Indexers in threads, batches handed over as objects."""
 
+    supervisor = None  # there are no processes
+
     def __init__(self, job: Job) -> None:
         self._job = job
         runners = job.num_workers + job.num_converters

@@ -22,6 +22,7 @@ import pytest
 from interrupting import first_hits, interrupted
 
 import cseq
+from cseq import testing
 
 pytest.importorskip("returnn")
 
@@ -714,7 +715,8 @@ def test_copies(make: Any, copied: Any) -> None:
     another = copied(copied(dataset))
     assert another.get_data_keys() == dataset.get_data_keys()
     assert (another.num_outputs, another.get_total_num_seqs()) == (dataset.num_outputs, total)
-    assert (another.dataset, another._timeout) == (dataset.dataset, 60.0)
+    assert another.dataset == dataset.dataset
+    assert another.__reduce__()[1][1]["timeout"] == 60.0
     assert another.pids() == []
     dataset.close()
     assert_same(sequences(another), expected)
@@ -780,6 +782,20 @@ def test_a_killed_worker_is_replaced(make: Any, method: str) -> None:
         rest += [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
     assert_same(rest, [(tag, {k: data[k] for k in rest[0][1]}) for tag, data in expected[8:]])
     assert dataset.stats().restarts >= 1
+
+
+def test_cseq_testing_knows_its_workers(make: Any) -> None:
+    """They can be killed by their numbers, as long as they run."""
+    dataset = make(TASK)
+    expected = sequences(dataset)
+    testing.await_workers(dataset)
+    assert testing.kill(dataset, 1) == dataset.pids()[1]
+    while not dataset.stats().restarts:
+        time.sleep(0.001)
+    assert_same(sequences(dataset), expected)
+    dataset.close()
+    with pytest.raises(RuntimeError, match="not running"):
+        testing.pids(dataset)
 
 
 def test_deaths_can_be_errors(make: Any) -> None:

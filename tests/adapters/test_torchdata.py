@@ -31,6 +31,7 @@ from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_d
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
+from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService, engine, relay  # noqa: E402
 from cseq.run import await_closings  # noqa: E402
 
@@ -292,7 +293,7 @@ def summed(item: tuple[int, Any, Any]) -> tuple[int, int, int, bool]:
     return number, int(tensor.sum()), int(array.sum()), tensor.dtype == torch.int64
 
 
-def test_dispatched_tensors_lie_in_slots() -> None:
+def test_dispatched_tensors_lie_in_slots(caplog: pytest.LogCaptureFixture) -> None:
     """Large tensors and arrays go to their worker without leaving the slot they were laid in."""
     pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
     with loader(pipe.map(summed)) as loaded:
@@ -301,8 +302,7 @@ def test_dispatched_tensors_lie_in_slots() -> None:
             sizes = [40_000 if item % 3 else 5 for item in range(60)]
             expected = [(k, n * (k + 1), n * (1 - k), True) for k, n in enumerate(sizes)]
             assert got == expected
-        streams = loaded.reading_service._engine._relay._streams
-        assert streams.stats().copies == 0
+        assert "copied" not in caplog.text  # the first copy would be in the log
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
@@ -908,6 +908,7 @@ def test_timeout_of_the_dispatching_process() -> None:
 
 ORPHANS = """
 import os, signal
+from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -934,6 +935,7 @@ def test_no_orphans(run_script: RunScript, tmp_path: Path) -> None:
 
 
 AT_EXIT = """
+from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -1100,6 +1102,7 @@ def test_state_when_epochs_repeat() -> None:
 
 DISTRIBUTED = """
 import torch.distributed as dist
+from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService
 from torchdata.dataloader2 import DataLoader2, DistributedReadingService, SequentialReadingService
 from torchdata.datapipes.iter import IterableWrapper
@@ -1202,6 +1205,24 @@ def threads(item: Any) -> int:
     return torch.get_num_threads()
 
 
+def test_cseq_testing_knows_its_workers() -> None:
+    """They can be killed by their numbers, once they run."""
+    with loader(numbers(20), max_restarts=5) as loaded:
+        service = loaded.reading_service
+        with pytest.raises(RuntimeError, match="not running"):
+            testing.pids(service)
+        items = iter(loaded)
+        got = [next(items)]
+        testing.kill(service, 0)
+        got += items
+        assert got == list(range(20))
+        while not service.stats().restarts:
+            time.sleep(0.001)
+        assert len(testing.pids(service)) == 2
+    with pytest.raises(RuntimeError, match="not running"):
+        testing.pids(service)
+
+
 def test_workers_use_one_thread() -> None:
     """In a worker torch uses one thread, so that many workers do not get in each other's way."""
     with loader(numbers(2).map(threads)) as loaded:
@@ -1213,9 +1234,9 @@ def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of another user that finds the relay's name is turned away."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert relay._is_ours(ours)
+        assert relay.is_ours(ours)
         monkeypatch.setattr(os, "getuid", lambda: -1)
-        assert not relay._is_ours(ours)
+        assert not relay.is_ours(ours)
 
 
 def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1230,7 +1251,7 @@ def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine.Engine, "close", close)
     made = loader(numbers())
     assert next(iter(made)) == 0
-    pids = [pid for pid in made.reading_service._engine.streams.pids() if pid]
+    pids = [pid for pid in testing.pids(made.reading_service) if pid]
     circle = [made]
     circle.append(circle)  # type: ignore[arg-type]
     del made, circle

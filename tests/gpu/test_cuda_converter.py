@@ -27,6 +27,7 @@ import torch
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.export import Receiver
 from cseq.converter.host import Converter
+from cseq.converter.lane import open_lane
 from cseq.converter.output import for_test, parse, resolve
 from cseq.converter.page_locks import PageLocks
 from cseq.edge import Lost
@@ -139,11 +140,11 @@ def test_the_consumer_waits_on_the_device(check: Callable[[str], None]) -> None:
         """
         output = resolve(parse("cuda", "float32"))
         for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-            cuda = CudaConverter(output)
+            cuda = CudaConverter(output, lane := open_lane(output.device))
             values = np.arange(1 << 20, dtype=np.float32)
             for array in (values, page_locked(values)):
                 warm_up(cuda, array)
-                with cuda._lane.active():
+                with lane.active():
                     delay()
                 transfer = cuda.convert(array)
                 batch = receive(transfer)
@@ -163,11 +164,11 @@ def test_memory_is_kept_until_it_was_copied(check: Callable[[str], None]) -> Non
     """Page-locked memory is copied from where it lies, and kept until then."""
     check(
         """
-        cuda = CudaConverter(resolve(parse("cuda", "float32")))
+        cuda = CudaConverter(resolve(parse("cuda", "float32")), lane := open_lane("cuda:0"))
         array = page_locked(np.arange(1000, dtype=np.float32)).view(Source)
         gone = weakref.ref(array)
         warm_up(cuda, array.view(np.ndarray))
-        with cuda._lane.active():
+        with lane.active():
             delay()
         transfer = cuda.convert([array])
         array[:] = -1  # before the copy begins: it is this memory that is copied
@@ -212,8 +213,8 @@ def test_page_locking(check: Callable[[str], None]) -> None:
         memory = Mapping(fd, 0, 1 << 20)
         array = memory.view(64, np.dtype(np.float32), (1000,))
         array[:] = np.arange(1000)
-        cuda = CudaConverter(resolve(parse("cuda", "float32")))
-        fetches = lambda: cuda._lane.can_fetch(torch.from_numpy(array))
+        cuda = CudaConverter(resolve(parse("cuda", "float32")), lane := open_lane("cuda:0"))
+        fetches = lambda: lane.can_fetch(torch.from_numpy(array))
         assert not fetches()
         locks = PageLocks("cuda:0")
         assert locks.register(memory)

@@ -31,6 +31,7 @@ import gc, os
 import numpy as np
 import torch
 import cseq
+from cseq import testing
 
 class Rows:
     def __getitem__(self, indices):
@@ -175,7 +176,7 @@ def test_a_killed_converter_loses_nothing(check: Callable[[str], None]) -> None:
                 if number in (3, 12):
                     while running.stats().depths[2] < 5:  # finished, and not yet taken
                         pass
-                    os.kill(running._run.pool.supervisor.pid(3), signal.SIGKILL)
+                    testing.kill(running, 2)
                     while running.stats().restarts < 1 + (number > 3):
                         pass
             stats = running.stats()

@@ -110,9 +110,8 @@ class StreamTrial:
     def run(self) -> None:
         """Go through some epochs, and end in one of several ways."""
         s = self.streams()
-        pool = s._run.pool
         self.killer.workers = self.workers
-        self.killer.target = pool.supervisor
+        self.killer.target = s
         try:
             for _ in range(self.rng.randint(1, 5)):
                 self.epoch(s)
@@ -124,7 +123,7 @@ class StreamTrial:
         self.count["copies"] += stats.copies
         if self.rng.random() < 0.5:
             s.close()
-        del s, pool
+        del s
         self.look_at_held(all_of_them=True)
 
     def begin(self, s: Streams, seed: int, lengths: list[int]) -> None:

@@ -27,6 +27,7 @@ from streams import Alarm, StreamTrial
 
 import cseq
 import cseq.deaths
+from cseq import testing
 from cseq.context import generator
 from cseq.run import await_closings
 
@@ -113,7 +114,7 @@ class Killer(threading.Thread):
         super().__init__(daemon=True)
         self.rng = rng
         self.count = count
-        self.target: Any = None  # a supervisor
+        self.target: Any = None  # what runs
         self.workers = 0
         self.over = threading.Event()
         self.starts: dict[int, tuple[int, bool]] = {}  # by worker: its process, if it is spared
@@ -121,33 +122,36 @@ class Killer(threading.Thread):
     def run(self) -> None:
         """Strike every few milliseconds."""
         while not self.over.wait(self.rng.expovariate(1 / 0.03)):
-            supervisor = self.target
-            if supervisor is None:
+            running = self.target
+            if running is None:
                 continue
-            owner = self.rng.randint(1, self.workers)
-            worker = supervisor._workers.get(owner)
-            if worker is None or (not worker.state and self.spares(owner, id(worker.child))):
+            worker = self.rng.randrange(self.workers)
+            try:
+                pid, ready = testing.pids(running)[worker], testing.ready(running)[worker]
+                if pid is None or (not ready and self.spares(worker, pid)):
+                    continue
+                if self.rng.random() < 0.6:
+                    testing.kill(running, worker)
+                    self.count["kills"] += 1
+                else:
+                    self.stop_for_a_while(pid)
+            except RuntimeError:  # it has ended meanwhile
                 continue
-            if self.rng.random() < 0.6:
-                worker.child.kill()
-                self.count["kills"] += 1
-            else:
-                self.stop_for_a_while(worker.child)
 
-    def spares(self, owner: int, child: int) -> bool:
+    def spares(self, worker: int, pid: int) -> bool:
         """Whether a process may get ready: nine of ten, also where a start takes many strikes."""
-        before, spared = self.starts.get(owner, (None, False))
-        if before != child:
+        before, spared = self.starts.get(worker, (None, False))
+        if before != pid:
             spared = self.rng.random() < 0.9
-            self.starts[owner] = child, spared
+            self.starts[worker] = pid, spared
         return spared
 
-    def stop_for_a_while(self, child: Any) -> None:
+    def stop_for_a_while(self, pid: int) -> None:
         """Let a worker stand still in the middle of whatever it does."""
         try:
-            os.kill(child.pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             self.over.wait(self.rng.random() * 0.02)
-            os.kill(child.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             return
         self.count["stops"] += 1
@@ -195,7 +199,7 @@ class Trial:
         m.start()
         if self.processes:
             self.killer.workers = self.workers
-            self.killer.target = m._run.pool.supervisor  # type: ignore[union-attr]
+            self.killer.target = m
         try:
             for _ in range(self.rng.randint(1, 4)):
                 m = self.epoch(m)

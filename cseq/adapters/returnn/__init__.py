@@ -49,7 +49,9 @@ from cseq.adapters.returnn.worker import Maker, Plan, Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq.run import Run
     from cseq.stats import Stats
+    from cseq.stream import StreamPool
 
 __all__ = ["MultiProcDataset", "install"]
 
@@ -332,6 +334,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if self._streams is None or not self._is_running():
             return []
         return [pid for pid in self._streams.pids() if pid is not None]
+
+    @property
+    def _run(self) -> Run[StreamPool] | None:
+        """The running workers, for `cseq.testing`."""
+        return self._streams._run if self._streams is not None else None
 
     # -- an epoch -------------------------------------------------------------------------------
 

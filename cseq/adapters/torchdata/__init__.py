@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     import types
 
     from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.run import Run
     from cseq.stats import Stats
+    from cseq.stream import StreamPool
 
 __all__ = ["MultiProcessingReadingService"]
 
@@ -327,6 +329,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def stats(self) -> Stats:
         """Count what the workers have done so far; see `cseq.Stats`."""
         return self._needs_workers("count").streams.stats()
+
+    @property
+    def _run(self) -> Run[StreamPool] | None:
+        """The running workers, for `cseq.testing`."""
+        return self._engine.streams._run if self._engine is not None else None
 
 
 def _end(engine: Engine, outlet: Outlet | None) -> None:

@@ -148,7 +148,7 @@ class Relay:
         """Accept the workers' connections."""
         while hung_up not in wait([listener, hung_up]):
             caller, _ = listener.accept()
-            if not _is_ours(caller):
+            if not is_ours(caller):
                 caller.close()
                 continue
             self._callers.append(caller)
@@ -283,7 +283,7 @@ def _short_folder() -> str | None:
     return None if len(tempfile.gettempdir()) < MOST_FOLDER else "/tmp"
 
 
-def _is_ours(caller: socket.socket) -> bool:
+def is_ours(caller: socket.socket) -> bool:
     """Whether the same user calls: a name that is in no folder is open to all."""
     if sys.platform != "linux":
         return True

@@ -1,0 +1,231 @@
+"""For tests of training scripts: kill workers, count what is held.
+
+::
+
+    with manager.start() as batches:
+        for number, batch in enumerate(batches):
+            if number == 3:
+                cseq.testing.kill(manager, 0)  # training goes on, with the same batches
+            train(batch)
+
+`running` is what has worker processes: an `MPSequence` between `start` and `finish`, a
+`cseq.stream.Streams`, RETURNN's ``MultiProcDataset`` or torchdata's
+``MultiProcessingReadingService`` of `cseq.adapters`. Workers are numbered as in `worker_info`;
+converter processes follow behind `num_workers`. The functions raise
+
+TypeError
+    `running` has no workers at all.
+RuntimeError
+    It is not running, belongs to the process that forked this one, or its batches are made in this
+    process: by threads, or in test mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cseq._core import DEBUG
+from cseq.check import count, seconds
+from cseq.launcher.base import KILL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cseq.run import Run
+    from cseq.supervisor import Supervisor
+
+__all__ = [
+    "POINTS",
+    "Slots",
+    "await_workers",
+    "descriptors",
+    "dying",
+    "kill",
+    "pids",
+    "ready",
+    "slots",
+]
+
+POINTS = {
+    "claim": "a ticket is about to be claimed",
+    "slice": "the indices of a batch are about to be written behind those of the last",
+    "index": "the indexer is about to be called",
+    "encode": "the batch is about to be written to its slot",
+    "move": "the worker is about to exchange its slot for a spare one",
+    "moved": "it has",
+    "publish": "the batch is about to be published",
+    "published": "it is; the trainer has not been woken",
+    "knock": "a waiting process is about to be woken",
+}
+PAUSE = 0.001  # seconds between two looks at what nothing signals
+
+
+class Slots(NamedTuple):
+    """Slots of shared memory, at one moment.
+
+    Attributes
+    ----------
+    total : int
+        The sum of the next four.
+    free : int
+    leased : int
+        With data of batches that the loop holds.
+    taken : int
+        Of batches in flight: requested, being made, waiting for the loop.
+    owned : int
+        Kept by workers: a few spare ones each, and those with arrays that an indexer holds on to.
+    committed : int
+        Bytes of memory that all of them occupy.
+    """
+
+    total: int
+    free: int
+    leased: int
+    taken: int
+    owned: int
+    committed: int
+
+
+def kill(running: Any, worker: int, number: int = KILL) -> int | None:
+    """Send a worker process a signal.
+
+    Parameters
+    ----------
+    running : MPSequence, Streams or an adapter
+    worker : int
+        As ``worker_info().number``.
+    number : int
+        Of the signal.
+
+    Returns
+    -------
+    int or None
+        The process that it was sent to; None if the worker is just being replaced.
+
+    Raises
+    ------
+    ValueError
+        There is no such worker.
+    """
+    supervisor = _supervisor(running)
+    if not 0 <= worker < supervisor.owners:
+        raise ValueError(
+            f"worker={worker} does not exist; give a number from 0 to {supervisor.owners - 1}"
+        )
+    return supervisor.kill(worker + 1, number)
+
+
+def pids(running: Any) -> list[int | None]:
+    """Return the process ids of the workers; None for one that is just being started."""
+    supervisor = _supervisor(running)
+    return [supervisor.pid(owner) for owner in range(1, supervisor.owners + 1)]
+
+
+def ready(running: Any) -> list[bool]:
+    """Tell which workers are ready: their indexers are made."""
+    supervisor = _supervisor(running)
+    return [supervisor.is_ready(owner) for owner in range(1, supervisor.owners + 1)]
+
+
+def await_workers(running: Any, timeout: float = 60.0) -> None:
+    """Wait until all workers are ready: their indexers are made.
+
+    Raises
+    ------
+    TimeoutError
+        They are not, after `timeout` seconds.
+    Exception
+        What the loop would raise: a worker cannot be made, or has died too often.
+    """
+    supervisor = _supervisor(running)
+    deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)
+    while not all(now := ready(running)):
+        supervisor.check()
+        if time.monotonic() > deadline:
+            late = [worker for worker, is_ready in enumerate(now) if not is_ready]
+            raise TimeoutError(f"workers {late} are not ready after {timeout:g} s")
+        time.sleep(PAUSE)
+
+
+def slots(running: Any) -> Slots:
+    """Count the slots of shared memory."""
+    arena = _supervisor(running).arena
+    made, taken = arena.slots, len(running._run.pool.taken_slots())
+    total, free, leased = made.capacity, len(made.free()), made.leased
+    committed = os.fstat(arena.segment.fd).st_blocks * 512
+    return Slots(total, free, leased, taken, total - free - leased - taken, committed)
+
+
+def descriptors() -> int:
+    """Count the open file descriptors of this process."""
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        if os.path.isdir(folder):
+            return len(os.listdir(folder)) - 1  # without that of the listing
+    raise OSError("this system does not list a process's file descriptors")
+
+
+@contextlib.contextmanager
+def dying(point: str, at: int, worker: int | None = None) -> Iterator[None]:
+    """Make workers that are started in this context kill themselves, in a debug build.
+
+    A worker dies as it passes `point` for the `at`-th time in its process. So does the one that
+    replaces it: `at` should be more than one batch needs (WorkerDied is raised for a batch that
+    ends three workers), and `max_restarts` large.
+
+    Parameters
+    ----------
+    point : str
+        One of `POINTS`.
+    at : int
+    worker : int, optional
+        Which one; None: every worker.
+
+    Raises
+    ------
+    RuntimeError
+        This is no debug build (``CSEQ_DEBUG=1 pip install .`` makes one).
+    """
+    if point not in POINTS:
+        raise ValueError(f"point={point!r} is unknown; give one of {', '.join(POINTS)}")
+    fault = f"{point}:{count('at', at)}"
+    if worker is not None:
+        fault += f":{count('worker', worker, least=0)}"
+    if not DEBUG:
+        raise RuntimeError(
+            "workers die at a point only in a debug build of cseq: CSEQ_DEBUG=1 pip install ."
+        )
+    before = os.environ.get("CSEQ_FAULT")
+    os.environ["CSEQ_FAULT"] = fault
+    try:
+        yield
+    finally:
+        del os.environ["CSEQ_FAULT"]
+        if before is not None:
+            os.environ["CSEQ_FAULT"] = before
+
+
+def _supervisor(running: Any) -> Supervisor:
+    """Find the worker processes."""
+    try:
+        run: Run[Any] | None = running._run
+    except AttributeError:
+        raise TypeError(
+            f"{type(running).__name__} has no workers; give an MPSequence, Streams, or the dataset "
+            "or reading service of an adapter"
+        ) from None
+    if run is None:
+        raise RuntimeError("it is not running: call start() first")
+    if not run.is_ours:
+        raise RuntimeError("its workers belong to the process that forked this one")
+    supervisor: Supervisor | None = run.pool.supervisor
+    if supervisor is None:
+        raise RuntimeError(
+            "its batches are made in this process, by threads or in test mode, and nothing can be "
+            "killed alone; use MPSequence and start()"
+        )
+    if supervisor.closed:
+        raise RuntimeError("it is not running: it was closed")
+    return supervisor

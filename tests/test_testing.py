@@ -1,0 +1,294 @@
+"""cseq.testing: workers are found, killed and waited for; what is held is counted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cseq
+from cseq import testing
+from cseq._core import DEBUG
+from cseq.stream import Streams
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+ROOT = Path(cseq.__file__).parent
+
+
+class Wide:
+    """Batches that are large enough to be leased, and tell their worker."""
+
+    def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, int | None, int]:
+        info = cseq.worker_info()
+        return np.repeat(indices, 1 << 12), info.number if info else None, os.getpid()
+
+
+class Counting:
+    """A producer."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        self.number = number
+
+    def begin(self, length: int) -> None:
+        self.length = length
+
+    def items(self, start: int) -> Any:
+        yield from range(start, self.length)
+
+
+def manager(worker: Any = Wide, **options: Any) -> cseq.MPSequence:
+    """Make a manager of two worker processes."""
+    given = {"out_type": "null", "start_method": "fork", "seed": 1, "shuffle": False} | options
+    return cseq.MPSequence(worker, 60, 2, batch_size=2, **given)
+
+
+@posix
+def test_a_killed_worker_is_the_one_of_that_number() -> None:
+    """`kill` strikes the process that `worker_info` and `pids` name, and the stream goes on."""
+    m = manager(buffer=1)
+    with m.start() as batches:
+        got = []
+        for number, (indices, worker, pid) in enumerate(batches):
+            got += indices[:: 1 << 12].tolist()
+            assert pid == testing.pids(m)[worker] or number > 5
+            if number == 5:
+                before = testing.pids(m)
+                assert testing.kill(m, 1) == before[1]
+                while testing.pids(m)[1] in (None, before[1]):
+                    time.sleep(0.001)
+                testing.await_workers(m)
+                assert testing.pids(m)[0] == before[0]
+        assert got == list(range(60))
+    assert m.stats().restarts == 1
+
+
+@posix
+def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
+    """The signal is the caller's choice."""
+    m = manager()
+    with m.start():
+        testing.await_workers(m)
+        testing.kill(m, 1, signal.SIGKILL)
+        testing.kill(m, 0, signal.SIGALRM)
+        assert len(list(m)) == 30
+    assert "worker 0 was killed by SIGALRM" in caplog.text
+    assert "worker 1 was killed by SIGKILL" in caplog.text
+
+
+@posix
+def test_converters_follow_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converter processes have the numbers from `num_workers` on."""
+    pytest.importorskip("torch")
+    from cseq.converter import output
+
+    monkeypatch.setattr(output, "resolve", output.rehearse)
+    m = manager(lambda: np.arange(60.0), out_type="cuda", num_converters=1)
+    with m.start(compat=False):
+        assert len(testing.pids(m)) == 3
+        testing.await_workers(m)
+        assert testing.kill(m, 2) == testing.pids(m)[2]
+        assert len(list(m)) == 30
+        with pytest.raises(ValueError, match="from 0 to 2"):
+            testing.kill(m, 3)
+
+
+@posix
+def test_streams() -> None:
+    """Workers of streams are found as those of a manager are."""
+    with Streams(Counting, 2, start_method="fork") as s:
+        testing.await_workers(s)
+        assert testing.pids(s) == s.pids()
+        s.begin([5, 5])
+        testing.kill(s, 0)
+        assert list(s) == [k for k in range(5) for _ in range(2)]
+        assert testing.slots(s).leased == 0
+    with pytest.raises(RuntimeError, match="it was closed"):
+        testing.pids(s)
+
+
+@posix
+def test_slots() -> None:
+    """What the loop holds is leased, and free again when it is dropped; nothing is lost."""
+    with manager(buffer=2).start() as m:
+        assert testing.slots(m).leased == 0
+        held = list(m)
+        full = testing.slots(m)
+        assert full.leased == len(held) == 30
+        assert full.total == full.free + full.leased + full.taken + full.owned
+        assert full.committed >= sum(array.nbytes for array, _, _ in held)
+        del held
+        empty = testing.slots(m)
+        assert (empty.leased, empty.taken, empty.total) == (0, 0, full.total)
+
+
+@posix
+def test_descriptors_are_counted() -> None:
+    """Each one that is opened counts once."""
+    before = testing.descriptors()
+    ends = os.pipe()
+    assert testing.descriptors() == before + 2
+    for end in ends:
+        os.close(end)
+    assert testing.descriptors() == before
+
+
+class Late:
+    """Is ready once its file is there."""
+
+    def __init__(self) -> None:
+        while not os.path.exists(os.environ["CSEQ_TESTS_GO"]):
+            time.sleep(0.001)
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return indices
+
+
+@posix
+def test_workers_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until their indexers are made, and no longer than is said."""
+    monkeypatch.setenv("CSEQ_TESTS_GO", str(tmp_path / "go"))
+    with manager(Late).start() as m:
+        with pytest.raises(TimeoutError, match=r"workers \[0, 1\] are not ready after 0.05 s"):
+            testing.await_workers(m, 0.05)
+        (tmp_path / "go").touch()
+        testing.await_workers(m)
+        assert len(list(m)) == 30
+
+
+class Never:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise LookupError("nothing to read")
+
+
+@posix
+def test_what_keeps_workers_from_getting_ready_is_raised() -> None:
+    """As the loop would raise it."""
+    with manager(Never).start() as m, pytest.raises(LookupError, match="nothing to read"):
+        testing.await_workers(m)
+
+
+@pytest.mark.parametrize("worker", [-1, 2])
+@posix
+def test_no_such_worker(worker: int) -> None:
+    """The error says which numbers there are."""
+    with manager().start() as m, pytest.raises(ValueError, match=f"worker={worker} .* from 0 to 1"):
+        testing.kill(m, worker)
+
+
+def test_what_has_no_processes() -> None:
+    """Threads and test mode, a manager that is not started, and anything else."""
+    m = cseq.MTSequence(Wide, 4, 1, out_type="null")
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        testing.kill(m, 0)
+    for begin in (m.start, m.start_test):
+        with begin(), pytest.raises(RuntimeError, match="by threads or in test mode"):
+            testing.kill(m, 0)
+    with pytest.raises(TypeError, match="ndarray has no workers"):
+        testing.pids(np.arange(3))
+
+
+@posix
+def test_a_forked_process_has_no_workers() -> None:
+    """Those of its parent are out of its reach."""
+    with manager().start() as m:
+        testing.await_workers(m)
+        child = os.fork()
+        if not child:
+            try:
+                testing.kill(m, 0)
+            except RuntimeError as error:
+                os._exit(0 if "forked this one" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(list(m)) == 30
+    assert m.stats().restarts == 0
+
+
+def test_the_points_are_those_of_the_sources() -> None:
+    """POINTS names each one once."""
+    sources = [ROOT / "_core.pyx", *(ROOT / "include").glob("*.h")]
+    found = {
+        name for path in sources for name in re.findall(r'CSEQ_POINT\("(\w+)"\)', path.read_text())
+    }
+    assert set(testing.POINTS) == found
+
+
+def test_arguments_of_dying() -> None:
+    """Errors name the value and the choices; a release build has no points."""
+    with pytest.raises(ValueError, match=r"'tea' .*claim, slice"), testing.dying("tea", 1):
+        pass
+    with pytest.raises(ValueError, match="at"), testing.dying("claim", 0):
+        pass
+    if not DEBUG:
+        with pytest.raises(RuntimeError, match="debug build"), testing.dying("claim", 1):
+            pass
+
+
+DYING = """
+import os
+import numpy as np
+import cseq
+from cseq import testing
+
+os.environ["CSEQ_FAULT"] = "index:1000000"  # is put back
+m = cseq.MPSequence(np.arange(200), 200, 2, batch_size=1, out_type="null", max_restarts=1000)
+for worker in (0, 1, None):
+    with testing.dying("index", 20, worker):
+        m.start()
+        testing.await_workers(m)
+    before = testing.pids(m)
+    while not m.stats().restarts:  # until that worker has had so many batches
+        assert len(list(m)) == 200
+    after = testing.pids(m)
+    print(*[a != b for a, b in zip(after, before)])
+    m.finish()
+print(os.environ["CSEQ_FAULT"])
+"""
+
+
+def test_dying_at_a_point(run_script: RunScript, debug_build: Path) -> None:
+    """Only the worker of that number dies, or all do; then the environment is as it was."""
+    done = run_script(DYING, PYTHONPATH=str(debug_build))
+    one, other, both, before = done.stdout.splitlines() or [done.stderr] * 4
+    assert (one, other) == ("True False", "False True"), done.stderr
+    assert "True" in both
+    assert before == "index:1000000"
+
+
+def test_threads_may_ask() -> None:
+    """A test's other thread may kill and count while the loop goes on."""
+    if sys.platform == "win32":
+        pytest.skip("no processes there")
+    over = threading.Event()
+    raised: list[BaseException] = []
+
+    with manager(max_restarts=10**6).start() as m:
+
+        def strike() -> None:
+            try:
+                while not over.wait(0.005):
+                    testing.kill(m, 0)
+                    testing.slots(m)
+            except BaseException as error:  # noqa: BLE001 - it fails the test below
+                raised.append(error)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        got = [indices[0] for _ in range(3) for indices, _, _ in m]
+        over.set()
+        thread.join()
+    assert not raised
+    assert got == 3 * list(range(0, 60, 2))
