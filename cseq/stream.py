@@ -466,11 +466,10 @@ class StreamPool:
 
         None: it is not in the ring any more, since a signal handler has used these streams.
         """
-        rings = [consumer.ring for consumer, _ in waiting]
-        cells = [cell for _, (cell, _) in waiting]
+        ring = waiting[0][0].ring  # the trainer sleeps at one gate for all of them
         idle: dict[int, int] = {}
         while True:
-            seen = rings[0].alarms()
+            seen = ring.alarms()
             if self._interrupts != generation:
                 raise InterruptedError("the epoch was interrupted, or the streams were closed")
             for consumer, post in waiting:
@@ -483,7 +482,8 @@ class StreamPool:
                 self.supervisor.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
-            wait_any(rings, cells, seen)
+            rings = [consumer.ring for consumer, _ in waiting]
+            wait_any(rings, [cell for _, (cell, _) in waiting], seen)
 
     def await_any(self, consumers: Sequence[StreamConsumer]) -> None:
         """Sleep until the oldest ticket of one of some workers is answered."""
