@@ -22,8 +22,9 @@ from hypothesis.extra import numpy as npst
 
 from cseq import codec
 from cseq._core import REMEMBERED, Block
-from cseq.arena import Arena, Writer
+from cseq.arena import Arena
 from cseq.codec import Record, castable, decode, encode, map_leaves, used
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -929,7 +930,7 @@ def make():
 
 WORKER = '''
 import pickle, sys
-from cseq.arena import Writer
+from cseq.writer import Writer
 from cseq.codec import encode
 fd, width, slot, capacity = map(int, sys.argv[1:])
 writer = Writer(fd, width)
@@ -977,7 +978,8 @@ def test_nothing_is_imported_for_arrays() -> None:
     code = """
 import sys
 import numpy as np
-from cseq.arena import Arena, Writer
+from cseq.arena import Arena
+from cseq.writer import Writer
 from cseq.codec import decode, encode
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
 from cseq._core import HAS_GIL, Placement, Seat
-from cseq.arena import SPARES
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.export import Receiver
 from cseq.converter.host import Converter
@@ -36,6 +35,7 @@ from cseq.seeding import Seeds
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
 from cseq.worker import FAILED, NOTED, READY, enter, send_state
+from cseq.writer import SPARES
 
 if TYPE_CHECKING:
     import socket
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cseq._core import Ring
-    from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
     from cseq.stats import Stats
     from cseq.worker import Entered
+    from cseq.writer import Writer
 
 __all__ = ["ProcessPool", "main"]
 
