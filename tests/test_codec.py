@@ -19,6 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from slots import writer_of
 
 from cseq import codec
 from cseq._core import REMEMBERED, Block
@@ -133,14 +134,6 @@ def writer(arena: Arena) -> Iterator[Writer]:
     writer = writer_of(arena)
     yield writer
     writer.close()
-
-
-def writer_of(arena: Arena) -> Writer:
-    """Make a writer that has begun with a new slot."""
-    writer = Writer(arena.segment.fd, arena.segment.width)
-    slot = arena.acquire()
-    writer.begin(slot, arena.capacity(slot))
-    return writer
 
 
 @pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
