@@ -33,6 +33,9 @@ The modules; imports point down::
     ├── edge.py         the two ends of a hand-over: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them
+    ├── writer.py       a worker's end of the slots, and its spares
+    ├── slot_size.py    how large a slot is made, and when it shrinks
+    ├── segment.py      the anonymous file that slots lie in
     ├── dataset.py      from_dataset: a map-style data set as a worker
     ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
     ├── context.py      rng, empty, worker_info: for use inside an indexer
@@ -43,6 +46,7 @@ The modules; imports point down::
     ├── pickling.py     objects as bytes: by reference, or by value for new processes
     ├── importable.py   what a new process can import
     ├── unpicklable.py  which part of an object cannot be pickled
+    ├── memory_limit.py  the memory of this machine and of its control groups
     ├── descriptors.py  anonymous files, received descriptors: none for executed programs
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        counts, waiting times, and the bottleneck

@@ -124,7 +124,7 @@ cdef uint32_t NO_SLOT = 0xFFFFFFFF  # of a ticket whose batch lies in no slot
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies from here on let the GIL go
-    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which C leaves to the arena
+    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (slot_size.SLACK), which C leaves to the arena
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
     MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
 
@@ -3927,7 +3927,7 @@ cdef class Hand:
     """The part of a writer that is in C: its state for the present ticket, and writing by plans.
 
     `give` writes and publishes a batch that has the structure of one of the last four, in one call.
-    `arena.Writer` has the rest.
+    `writer.Writer` has the rest.
 
     Attributes
     ----------

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from mmap import mmap
 
     from cseq._core import Memory
-    from cseq.arena import Writer
     from cseq.pickling import Pickled
+    from cseq.writer import Writer
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from cseq.arena import oom_kills
 from cseq.errors import WorkerDied
 from cseq.launcher import describe_exit
+from cseq.memory_limit import oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     from cseq._core import Mapping, Memory, Reader, Ring, Seat, Slots
-    from cseq.arena import Arena, Writer
+    from cseq.arena import Arena
+    from cseq.writer import Writer
 
     Fields = tuple[int, ...]
 

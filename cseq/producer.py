@@ -28,10 +28,10 @@ import numpy as np
 
 from cseq import codec, context, failure, indexer
 from cseq._core import BEGIN, CALL, ITEMS, Block, Seat, copy_of, now_ns
-from cseq.arena import Writer
 from cseq.edge import SlotWriter
 from cseq.stage import INDEXER, run
 from cseq.worker import FAILED, READY, enter, send_state
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     import socket

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
 from cseq._core import BatchIterator
-from cseq.arena import memory_limit_of
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
 from cseq.launcher import start_methods
+from cseq.memory_limit import memory_limit_of
 from cseq.place import Place
 from cseq.pools import Job, pool_of
 from cseq.run import Run, close_with

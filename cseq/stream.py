@@ -31,11 +31,11 @@ from cseq._core import (
     now_ns,
     wait_any,
 )
-from cseq.arena import SPARES, Writer, memory_limit_of
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
 from cseq.edge import SlotReader
 from cseq.launcher import make_launcher, start_methods
+from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
 from cseq.producer import (
     BROKEN,
@@ -56,6 +56,7 @@ from cseq.run import Run, close_with
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 from cseq.supervisor import Supervisor
+from cseq.writer import SPARES, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from cseq.arena import Segment
+    from cseq.segment import Segment
 
     Post = tuple[int, int]  # cell and number of a ticket
     Answer = tuple[int, int, int, int, int, tuple[int, ...]]  # see `StreamConsumer.peek`

@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
 from cseq._core import Mapping, Ring, commit, ring_bytes
-from cseq.arena import Arena, Segment, Writer
+from cseq.arena import Arena
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit
 from cseq.launcher.base import FOREVER, KILL
 from cseq.pickling import dump
+from cseq.segment import Segment
 from cseq.stage import START_SHARE, look_ns, overdue
 from cseq.threads import Latch, Threads
 from cseq.worker import ENTERED, FAILED, NO_STACK, READY, Setup, WorkerProcess
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -99,9 +99,7 @@ class _Search:
         try:
             self._probe(obj)
         except Exception as error:  # noqa: BLE001 - it is looked at, whatever it is
-            return error.with_traceback(
-                None
-            )  # it keeps all frames alive
+            return error.with_traceback(None)  # it keeps all frames alive
         return None
 
 

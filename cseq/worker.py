@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq import codec, descriptors
 from cseq._core import Mapping, Ring, arm_fault, exit_on_hangup, keep_freed, now_ns
-from cseq.arena import Writer
 from cseq.launcher import reading
 from cseq.threads import Latch
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,11 +19,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from slots import writer_of
 
 from cseq import codec
 from cseq._core import REMEMBERED, Block
-from cseq.arena import Arena, Writer
+from cseq.arena import Arena
 from cseq.codec import Record, castable, decode, encode, map_leaves, used
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,14 +134,6 @@ def writer(arena: Arena) -> Iterator[Writer]:
     writer = writer_of(arena)
     yield writer
     writer.close()
-
-
-def writer_of(arena: Arena) -> Writer:
-    """Make a writer that has begun with a new slot."""
-    writer = Writer(arena.segment.fd, arena.segment.width)
-    slot = arena.acquire()
-    writer.begin(slot, arena.capacity(slot))
-    return writer
 
 
 @pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
@@ -929,7 +923,7 @@ def make():
 
 WORKER = '''
 import pickle, sys
-from cseq.arena import Writer
+from cseq.writer import Writer
 from cseq.codec import encode
 fd, width, slot, capacity = map(int, sys.argv[1:])
 writer = Writer(fd, width)
@@ -977,7 +971,8 @@ def test_nothing_is_imported_for_arrays() -> None:
     code = """
 import sys
 import numpy as np
-from cseq.arena import Arena, Writer
+from cseq.arena import Arena
+from cseq.writer import Writer
 from cseq.codec import decode, encode
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)

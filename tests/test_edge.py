@@ -10,10 +10,12 @@ import pytest
 
 import cseq
 from cseq import failure
-from cseq._core import Block, Consumer, Order, Ring, Seat, ring_bytes
-from cseq.arena import FIRST, SMALL, Arena, Writer
+from cseq._core import SMALL, Block, Consumer, Order, Ring, Seat, ring_bytes
+from cseq.arena import Arena
 from cseq.edge import Objects, SlotReader, SlotSource, SlotWriter
+from cseq.slot_size import FIRST
 from cseq.stage import CONVERTER, INDEXER, RAISED
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cseq._core import Mapping, Slots, Window
-from cseq.arena import MIB, Segment
+from cseq.memory_limit import MIB
+from cseq.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +131,8 @@ LIMITED = """
 import mmap, os, resource, sys
 import numpy as np
 from cseq._core import Mapping, Slots
-from cseq.arena import MIB, Segment
+from cseq.memory_limit import MIB
+from cseq.segment import Segment
 
 segment = Segment.create(600 * MIB)
 slots = Slots(1)

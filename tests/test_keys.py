@@ -725,9 +725,7 @@ def test_workers_killed_at_any_time(
     monkeypatch: pytest.MonkeyPatch, ordered: bool, assign: str
 ) -> None:
     """Killed at random, again and again, with arrays that are kept: each item comes, once."""
-    monkeypatch.setattr(
-        cseq.deaths, "TRIES", 10**9
-    )  # chance may strike one thrice
+    monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may strike one thrice
     rng = random.Random(5)
     with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
         for _ in range(4):

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from cseq import MPSequence, codec, empty, failure
-from cseq import arena as arena_module
+from cseq import writer as writer_module
 from cseq._core import Block, Mapping, Placement, Ring, Seat, ring_bytes
-from cseq.arena import SPARES, Arena, Writer
+from cseq.arena import Arena
 from cseq.edge import SlotWriter
+from cseq.writer import SPARES, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,7 +219,7 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "commit", full)
+        patch.setattr(writer_module, "commit", full)
         with pytest.raises(MemoryError, match="no room") as caught:
             inlet.publish(bench.seat, record)
         inlet.fail(bench.seat, caught.value)
@@ -532,7 +533,7 @@ import time
 import numpy as np
 import cseq
 from cseq import _core, deaths, testing
-from cseq.arena import SPARES
+from cseq.writer import SPARES
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 

@@ -1303,7 +1303,10 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
 
 # -- Ctrl-C between any two steps
 
-STEPS = ("stream.py", "run.py", "edge.py", "arena.py", "codec.py", "failure.py", "pickling.py")
+STEPS = (
+    "stream.py", "run.py", "edge.py", "arena.py", "writer.py", "slot_size.py", "codec.py",
+    "failure.py", "pickling.py",
+)  # fmt: skip
 
 
 NEVER = contextlib.nullcontext(threading.Event())

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cseq import codec
-from cseq.arena import Segment, Writer
 from cseq.pickling import dump
+from cseq.segment import Segment
+from cseq.writer import Writer
 
 
 class Indexer:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
 from cseq._core import Seat
-from cseq.arena import SPARES
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.export import Receiver
 from cseq.converter.host import Converter
@@ -35,6 +34,7 @@ from cseq.seeding import Seeds
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
 from cseq.worker import FAILED, NOTED, READY, enter, send_state
+from cseq.writer import SPARES
 
 if TYPE_CHECKING:
     import socket

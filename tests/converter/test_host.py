@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from cseq import codec
-from cseq.arena import Arena, Writer
+from cseq.arena import Arena
 from cseq.converter.host import Converter
 from cseq.converter.output import cast_dtype, parse, rehearse, resolve
+from cseq.writer import Writer
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 

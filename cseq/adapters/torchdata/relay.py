@@ -27,10 +27,10 @@ from cseq.adapters.torchdata.library import (
     Epoch,
     IterDataPipe,
 )
-from cseq.arena import Writer
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.producer import EncodedItem
 from cseq.threads import Threads
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,179 @@
+"""How much memory this process may take of the machine and its control groups."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from os.path import join  # pathlib is slow to import, and every start waits for it
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Folder: TypeAlias = "str | os.PathLike[str]"
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+ROOT = "/"
+# Files of a control group: of the limit of its memory, and of what it has taken.
+USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+# And of its processes that were killed for lack of memory.
+KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
+UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
+
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
+
+
+def memory_limit_of(value: int | str | None) -> int:
+    """Get the argument ``memory_limit`` in bytes.
+
+    Parameters
+    ----------
+    value : int, str or None
+        Bytes; or a number and a unit, as ``'2GiB'``, ``'500 MB'``; or None, a quarter of the
+        memory that this machine, or its control group, has. 0: never lend a slot, always copy.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    ValueError
+        For a negative number, or a text that is no size.
+    """
+    if value is None:
+        return default_memory_limit()
+    if isinstance(value, str):
+        return _parse_size(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"memory_limit={value!r} is a {type(value).__name__}: give bytes (an int), a size "
+            "such as '2GiB', or None"
+        )
+    limit = operator.index(value)
+    if limit < 0:
+        raise ValueError(f"memory_limit={limit} is negative: give 0 or more bytes")
+    return limit
+
+
+def _parse_size(text: str) -> int:
+    """Read '2GiB'."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"memory_limit={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
+            "such as '2GiB'"
+        )
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * _UNITS[match[2]])
+
+
+def default_memory_limit(root: Folder = ROOT) -> int:
+    """Take a quarter of the memory that this process may use, in bytes.
+
+    Parameters
+    ----------
+    root : str or path
+        Where ``proc`` and ``sys`` are.
+    """
+    groups = [_number(join(group, limit)) for group, limit in _groups(root)]
+    return min([_ram(), *(limit for limit in groups if limit is not None)]) // 4
+
+
+def available_memory(root: Folder = ROOT) -> int | None:
+    """Tell how many bytes this process may still take; None where the system does not say.
+
+    Parameters
+    ----------
+    root : str or path
+        Where ``proc`` and ``sys`` are.
+    """
+    machine = _fields(join(root, "proc/meminfo"))
+    if "MemAvailable:" not in machine:
+        return None
+    free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
+    return max(0, min([free, *_free_of_groups(root)]))
+
+
+def oom_kills(root: Folder = ROOT) -> int | None:
+    """Return how many processes of this control group were killed for lack of memory, or None.
+
+    Parameters
+    ----------
+    root : str or path
+        Where ``proc`` and ``sys`` are.
+    """
+    counts = [_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
+    told = [count for count in counts if count is not None]
+    return told[0] if told else None
+
+
+def check_available(nbytes: int) -> None:
+    """Raise MemoryError if so much would make the system kill a process: it does not itself."""
+    free = available_memory()
+    if free is not None and nbytes > free:
+        raise MemoryError(
+            f"no room for {nbytes} bytes of shared memory: {free} are available; make batch_size "
+            "or buffer smaller"
+        )
+
+
+def _ram() -> int:
+    """Bytes of memory of this machine."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return UNKNOWN_RAM
+
+
+def _free_of_groups(root: Folder) -> Iterator[int]:
+    """Bytes that are left in this process's control groups and all above them."""
+    for group, name in _groups(root):
+        limit = _number(join(group, name))
+        taken = _number(join(group, USAGE[name]))
+        if limit is not None and taken is not None:
+            cache = _fields(join(group, "memory.stat"))  # files' pages can be dropped
+            yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
+
+
+def _groups(root: Folder) -> Iterator[tuple[str, str]]:
+    """Name this process's control groups and all above them, and the file with their limit."""
+    for line in _lines(join(root, "proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _upwards(join(root, "sys/fs/cgroup"), path, "memory.max")
+        elif "memory" in controllers.split(","):
+            yield from _upwards(join(root, "sys/fs/cgroup/memory"), path, "memory.limit_in_bytes")
+
+
+def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
+    """Name a control group and all above it; in a container, only some may exist."""
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        yield join(top, *parts[:depth]), name
+
+
+def _lines(path: str) -> list[str]:
+    """Read a file's lines; none if there is no such file."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: str) -> int | None:
+    """Read a file with a number in it; None if there is none, or another word ('max')."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Read a file of lines with a name and a number."""
+    words = [line.split() for line in _lines(path)]
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}

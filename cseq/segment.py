@@ -1,0 +1,91 @@
+"""The anonymous file that slots of shared memory lie in.
+
+It is very sparse: slot ``s`` begins at byte ``s * width`` and takes the memory that is committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from cseq.descriptors import anonymous_file
+from cseq.threads import imported
+
+if TYPE_CHECKING:
+    from cseq._core import Descriptor
+
+WIDTH = 1 << 40  # bytes from one slot to the next
+SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
+# What is tried where a file cannot be that long: (width in bytes, slots).
+NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
+
+
+class Segment:
+    """An anonymous file: gone with its last descriptor and mapping, whichever process is killed.
+
+    Parameters
+    ----------
+    file : Descriptor
+    width : int
+        Bytes from one slot to the next; the size of the file where it has no slots.
+    slots : int
+        How many of them there are.
+    """
+
+    def __init__(self, file: Descriptor, width: int, slots: int = 1) -> None:
+        self._file = file
+        self.width = width
+        self.slots = slots
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file; -1 once it is closed."""
+        return self._file.fd
+
+    @classmethod
+    def create(cls, nbytes: int, slots: int = 1) -> Segment:
+        """Make a file of `slots` times `nbytes` zeroes, of which none takes memory yet.
+
+        Raises
+        ------
+        OSError
+            If the file system cannot have a file of that size.
+        """
+        file, sealable = anonymous_file("cseq")
+        os.ftruncate(file.fd, nbytes * slots)
+        if sealable:
+            _seal(file.fd)
+        return cls(file, nbytes, slots)
+
+    @classmethod
+    def for_slots(cls) -> Segment:
+        """Make a file with as many and as wide slots as the file system can have.
+
+        Raises
+        ------
+        OSError
+            If it cannot even have the smallest one.
+        """
+        for width, slots in ((WIDTH, SLOTS), *NARROWER[:-1]):
+            with contextlib.suppress(OSError):
+                return cls.create(width, slots)
+        width, slots = NARROWER[-1]
+        try:
+            return cls.create(width, slots)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no sparse file of {width * slots >> 30} GiB for shared memory: "
+                f"{error.strerror}; is the size of files limited (ulimit -f)?",
+            ) from error
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay. Closing twice is fine."""
+        self._file.close()
+
+
+def _seal(fd: int) -> None:
+    """Fix the size, so that no process can cut the file under a mapping (that would be SIGBUS)."""
+    fcntl = imported("fcntl")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

@@ -1,0 +1,53 @@
+"""How large a slot is made, and how small it becomes when batches need less.
+
+Every `WINDOW` batches, pages are given back far beyond what these batches needed.
+"""
+
+from __future__ import annotations
+
+from cseq._core import BULKY, SMALL
+from cseq.memory_limit import MIB
+
+FIRST = SMALL  # bytes; committed when a slot is made, so that an error report always fits
+LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
+WINDOW = 32  # batches; what those of the last window needed stays committed
+SLACK = BULKY  # bytes; a slot shrinks if its excess is more than this and than what is needed
+
+
+class Need:
+    """The most bytes that a batch needed: of the window before, and of the present one so far."""
+
+    __slots__ = ("_before", "_count", "_now")
+
+    def __init__(self) -> None:
+        self._now = self._before = self._count = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Count a batch of `nbytes`; return whether it was the last one of a window."""
+        self._now = max(self._now, nbytes)
+        self._count += 1
+        if self._count % WINDOW:
+            return False
+        self._before, self._now = self._now, 0
+        return True
+
+    def excess(self, width: int) -> tuple[int, int]:
+        """Return above how many bytes a slot is too large, and to how many it shrinks."""
+        if self._count < 2 * WINDOW:
+            return width, width
+        room = room_for(max(self._now, self._before), 0, width)
+        return max(2 * room, room + SLACK), room
+
+
+def room_for(needed: int, capacity: int, width: int) -> int:
+    """Return how large a slot of `capacity` bytes should become to hold `needed` bytes."""
+    if needed > width:
+        raise MemoryError(
+            f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "
+            "make batch_size smaller"
+        )
+    if needed <= LARGE:
+        room = max(FIRST, capacity, 1 << (needed - 1).bit_length())
+    else:
+        room = -(-needed // LARGE) * LARGE
+    return min(room, width)

@@ -1,0 +1,49 @@
+"""Batches that go through slots: written by a worker's end, lent by the trainer's."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cseq.writer import Writer
+
+if TYPE_CHECKING:
+    from cseq.arena import Arena
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about this process")
+
+
+def writer_of(arena: Arena) -> Writer:
+    """Make a writer that has begun with a new slot."""
+    writer = Writer(arena.segment.fd, arena.segment.width)
+    slot = arena.acquire()
+    writer.begin(slot, arena.capacity(slot))
+    return writer
+
+
+def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
+    """Fill a slot with a value, and take it."""
+    slot = arena.acquire()
+    writer.begin(slot, arena.capacity(slot))
+    array = writer.empty(nbytes, np.uint8)
+    array[:] = value
+    del array
+    writer.end()
+    return take(arena, slot, writer.used, writer.capacity)
+
+
+def take(arena: Arena, slot: int, used: int, capacity: int) -> Any:
+    """Decode a slot, and be done with its ticket."""
+    memory = arena.lend(slot, used, capacity)
+    if arena.slots.vacate(slot):
+        arena.release(slot)
+    return memory
+
+
+def whole(memory: Any, nbytes: int) -> np.ndarray[Any, Any]:
+    """Make an array of the beginning of a memory."""
+    array: np.ndarray[Any, Any] = memory.view(0, np.dtype(np.uint8), (nbytes,))
+    return array

@@ -1,0 +1,134 @@
+"""Limits are read as they are written, and from control groups of both versions."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from slots import linux
+
+from cseq.memory_limit import (
+    GIB,
+    available_memory,
+    default_memory_limit,
+    memory_limit_of,
+    oom_kills,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [(0, 0), (10**12, 10**12), (np.int64(5), 5), ("2GiB", 2 * GIB), ("500 MB", 500 * 10**6),
+     ("1.5 KiB", 1536), ("7B", 7), ("3 TiB", 3 << 40), ("1kB", 1000)],
+)  # fmt: skip
+def test_memory_limits(value: Any, nbytes: int) -> None:
+    """A limit is a number of bytes, or a text with a unit."""
+    assert memory_limit_of(value) == nbytes
+
+
+@pytest.mark.parametrize("value", [-1, "2", "GiB", "2 gib", "-1GiB", "2GiB ram", "1e9B", ""])
+def test_wrong_memory_limits(value: Any) -> None:
+    """A limit that means nothing is an error that shows it."""
+    with pytest.raises(ValueError, match="memory_limit"):
+        memory_limit_of(value)
+
+
+@pytest.mark.parametrize("value", [2.5, True, [], b"2GiB"])
+def test_memory_limits_of_other_types(value: Any) -> None:
+    """A limit of another type is an error that names the type."""
+    with pytest.raises(TypeError, match=type(value).__name__):
+        memory_limit_of(value)
+
+
+def files(root: Path, contents: dict[str, str]) -> Path:
+    """Write files below a folder."""
+    for name, text in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    return root
+
+
+def test_the_default_is_a_quarter_of_the_machine(tmp_path: Path) -> None:
+    """Without control groups, the machine's memory counts."""
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert default_memory_limit(tmp_path) == ram // 4
+    assert 0 < memory_limit_of(None) <= ram // 4
+
+
+V2 = "sys/fs/cgroup"
+V1 = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("contents", "limit"),
+    [
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/memory.max": "4000\n"}, 1000),
+        ({"proc/self/cgroup": "0::/a b/c\n", f"{V2}/a b/memory.max": "4000\n",
+          f"{V2}/a b/c/memory.max": "max\n"}, 1000),
+        ({"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/memory.max": "8000\n",
+          f"{V2}/a/b/memory.max": "4000\n"}, 1000),
+        ({"proc/self/cgroup": "2:cpu:/x\n1:memory:/a\n",
+          f"{V1}/a/memory.limit_in_bytes": "4000\n"}, 1000),
+        ({"proc/self/cgroup": "1:hugetlb,memory:/host/path\n",
+          f"{V1}/memory.limit_in_bytes": "4000\n"}, 1000),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "1:memory:/\n",
+          f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)  # fmt: skip
+def test_the_default_obeys_control_groups(
+    tmp_path: Path, contents: dict[str, str], limit: int | None
+) -> None:
+    """The smallest limit of all groups above this process counts, in both versions."""
+    expected = default_memory_limit(tmp_path) if limit is None else limit
+    assert default_memory_limit(files(tmp_path, contents)) == expected
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    """What is free in the machine and in every group, pages of files included, is available."""
+    assert available_memory(tmp_path) is None
+    machine = {"proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 40 kB\nSwapFree: 10 kB\n"}
+    assert available_memory(files(tmp_path, machine)) == 50 * 1024
+    group = {
+        "proc/self/cgroup": "0::/a\n",
+        f"{V2}/a/memory.max": "10000\n",
+        f"{V2}/a/memory.current": "9000\n",
+        f"{V2}/a/memory.stat": "anon 5\ninactive_file 500\n",
+    }
+    assert available_memory(files(tmp_path, group)) == 1500
+    older = {
+        "proc/self/cgroup": "1:memory:/a\n",
+        f"{V1}/a/memory.limit_in_bytes": "10000\n",
+        f"{V1}/a/memory.usage_in_bytes": "10500\n",
+        f"{V1}/a/memory.stat": "inactive_file 1\ntotal_inactive_file 400\n",
+    }
+    assert available_memory(files(tmp_path, older)) == 0
+
+
+def test_kills_for_want_of_memory(tmp_path: Path) -> None:
+    """The count of the innermost control group that has one, in both versions."""
+    assert oom_kills(tmp_path) is None
+    older = {
+        "proc/self/cgroup": "1:memory:/a/b\n",
+        f"{V1}/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+    }
+    assert oom_kills(files(tmp_path, older)) == 3
+    newer = {
+        "proc/self/cgroup": "0::/a\n",
+        f"{V2}/a/memory.events": "low 0\nmax 9\noom 8\noom_kill 7\noom_group_kill 0\n",
+    }
+    assert oom_kills(files(tmp_path, newer)) == 7
+
+
+@linux
+def test_this_machine_has_memory() -> None:
+    """The real files are understood."""
+    free = available_memory()
+    assert free is not None
+    assert free > 0

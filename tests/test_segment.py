@@ -1,0 +1,102 @@
+"""The file of slots takes no memory yet, cannot be cut, and is narrower where it must be."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import tempfile
+
+import pytest
+from slots import filled, linux, whole
+
+from cseq.arena import Arena
+from cseq.memory_limit import MIB
+from cseq.segment import Segment
+from cseq.writer import Writer
+
+
+def test_a_segment_takes_no_memory_yet() -> None:
+    """A segment is as long as it has to be and has no pages."""
+    segment = Segment.for_slots()
+    assert os.fstat(segment.fd).st_size == segment.width * segment.slots
+    assert os.fstat(segment.fd).st_blocks == 0
+    assert not os.get_inheritable(segment.fd)
+    segment.close()
+    segment.close()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(segment.fd)
+
+
+def test_a_dropped_segment_is_closed() -> None:
+    """The descriptor goes with the segment."""
+    segment = Segment.create(4096)
+    fd = segment.fd
+    del segment
+    gc.collect()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+
+
+@linux
+def test_a_segment_cannot_be_cut() -> None:
+    """Nobody can take the pages away under a mapping."""
+    segment = Segment.create(1 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 0)
+    segment.close()
+
+
+def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unlinked temporary file does as well, with slots as wide as the file system takes."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    before = set(os.listdir(tempfile.gettempdir()))
+    arena = Arena()
+    writer = Writer(arena.segment.fd, arena.segment.width)
+    assert arena.segment.width >= 1 << 28
+    made = set(os.listdir(tempfile.gettempdir())) - before
+    assert not [name for name in made if name.startswith("cseq-")]
+    memories = [filled(arena, writer, value, 5 * MIB) for value in range(3)]
+    for value, memory in enumerate(memories):
+        assert (whole(memory, 5 * MIB) == value).all()
+    writer.close()
+    arena.close()
+
+
+def test_a_system_that_refuses_executable_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that a kernel does not know, or files that it refuses, are not the end."""
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no anonymous files")
+    asked = []
+
+    def refuse(_name: str, flags: int) -> int:
+        asked.append(flags)
+        raise OSError(errno.EINVAL, "unknown flag")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    segment = Segment.create(4096)
+    segment.close()
+    assert len(asked) == 2
+
+
+def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are narrower and fewer where a file cannot be that long."""
+    real = os.ftruncate
+
+    def cut(fd: int, length: int) -> None:
+        if length > 1 << 40:
+            raise OSError(errno.EFBIG, "File too large")
+        real(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", cut)
+    segment = Segment.for_slots()
+    assert segment.width * segment.slots <= 1 << 40
+    assert segment.width >= 1 << 28
+    segment.close()
+
+
+def test_no_file_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that can have no file says so, and nothing stays open."""
+    monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(27, "too large")))
+    with pytest.raises(OSError, match="too large"):
+        Segment.for_slots()
