@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import filecmp
 import gc
 import os
 import re
@@ -332,7 +333,8 @@ def debug_build() -> Path:
     """Build the package a second time, with fault points, and return the folder to import from.
 
     It stays for the next run, which builds only what has changed. Of test processes that run at the
-    same time, one builds and the others wait.
+    same time, one builds and the others wait. These find nothing changed and write nothing, since
+    scripts of the first one may be importing the package by then.
     """
     spec = find_spec("cseq")
     root = Path(spec.origin).resolve().parents[1] if spec and spec.origin else Path()
@@ -346,10 +348,17 @@ def debug_build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         built = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
         for old in (tree / "cseq").rglob("*.py"):
-            old.unlink()
-        shutil.copytree(root / "cseq", tree / "cseq", ignore=built, dirs_exist_ok=True)
+            if not (root / old.relative_to(tree)).exists():
+                old.unlink()
+        shutil.copytree(
+            root / "cseq",
+            tree / "cseq",
+            ignore=built,
+            copy_function=copy_changed,
+            dirs_exist_ok=True,
+        )
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy2(root / name, tree)
+            copy_changed(str(root / name), str(tree / name))
         subprocess.run(
             [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
             cwd=tree,
@@ -359,6 +368,12 @@ def debug_build() -> Path:
             stderr=subprocess.DEVNULL,
         )
     return tree
+
+
+def copy_changed(source: str, target: str) -> None:
+    """Copy a file if the target is not the same."""
+    if not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
+        shutil.copy2(source, target)
 
 
 def import_path() -> str:
