@@ -222,10 +222,15 @@ class Keeper:
                 return f"worker {ward.owner - 1} {_activity(self.stack(ward.owner))}"
         return "their processes start"
 
+    def child(self, owner: int) -> Child | None:
+        """Return a worker's process, if there is one; it can be asked also after its end."""
+        ward = self._wards.get(owner)
+        return None if ward is None else ward.child
+
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""
-        ward = self._wards.get(owner)
-        return None if ward is None else ward.child.pid
+        child = self.child(owner)
+        return None if child is None else child.pid
 
     def is_ready(self, owner: int) -> bool:
         """Whether a worker has said that it is ready, and is not known to be gone."""

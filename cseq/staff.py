@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cseq.arena import Locks
+    from cseq.launcher import Child
 
 __all__ = ["Deaths", "Entered", "Held", "Setup", "Staff", "enter"]
 
@@ -376,6 +377,10 @@ class Staff:
     def is_ready(self, owner: int) -> bool:
         """Whether a worker could be working."""
         return self._keeper is not None and self._keeper.is_ready(owner)
+
+    def child(self, owner: int) -> Child | None:
+        """Return a worker's process, if there is one."""
+        return None if self._keeper is None else self._keeper.child(owner)
 
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id, if it is known."""

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq.arena import Segment
+    from cseq.launcher import Child
 
     Post = tuple[int, int]  # cell and number of a ticket
     Answer = tuple[int, int, int, int, int, tuple[int, ...]]  # see `StreamConsumer.peek`
@@ -274,6 +275,13 @@ class Streams:
     def pids(self) -> list[int | None]:
         """Process ids of the workers, in their order; None for one that is just being started."""
         return self._run.pool.pids()
+
+    def children(self) -> list[Child | None]:
+        """Worker processes, in their order; None for one that is just being started, or has ended.
+
+        A process that was returned can be asked for its exit code after its end.
+        """
+        return self._run.pool.children()
 
     def __enter__(self) -> Self:
         return self
@@ -596,6 +604,10 @@ class StreamPool:
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
         return [self._staff.pid(number + 1) for number in range(self.num_workers)]
+
+    def children(self) -> list[Child | None]:
+        """Processes of the workers."""
+        return [self._staff.child(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""

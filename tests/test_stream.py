@@ -658,6 +658,24 @@ def test_death_at_every_labelled_point(
     assert int(restarts) > 0 or point == "knock"  # it knocks only where the trainer sleeps
 
 
+def test_processes_can_be_asked_after_their_end() -> None:
+    with streams() as s:
+        s.begin([2, 2])
+        children = s.children()
+        assert [child.pid for child in children if child is not None] == s.pids()
+        first, second = children
+        assert first is not None
+        assert second is not None
+        assert not first.gone
+        first.kill()
+        assert first.status(10.0) == -signal.SIGKILL
+        assert len(list(s)) == 4
+    assert s.children() == [None, None]
+    assert second.status(10.0) == 0
+    assert first.gone
+    assert second.gone
+
+
 def test_idle_workers_may_die() -> None:
     """A worker that dies with nothing to do is replaced; what `begin` gave it is given again."""
     with streams() as s:
