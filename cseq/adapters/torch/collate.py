@@ -1,0 +1,75 @@
+"""Collates tensors and arrays where the batch is going to lie.
+
+In a worker, torch's default_collate stacks tensors into a new file of shared memory for each. Here
+it stacks them into the batch's slot, which is there already. Its map of functions by type is
+changed for that, so a collate function that calls default_collate gains by it as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from cseq import context
+from cseq.adapters.torch import names
+
+__all__ = ["stack_in_slots"]
+
+IN_PLACE = 16384  # bytes from which it is worth while: a smaller batch is copied in one go
+
+
+def stack_in_slots() -> None:
+    """Have default_collate stack into the slot from now on; types of the user's own stay."""
+    entries = names.collate_map
+    if entries.get(torch.Tensor) is names.tensor_entry:
+        entries[torch.Tensor] = collate_tensors
+    if entries.get(np.ndarray) is names.array_entry:
+        entries[np.ndarray] = collate_arrays
+
+
+def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """Stack tensors, as torch's own function for them does."""
+    first = batch[0]
+    if not all(_is_plain(each) for each in batch):
+        return names.tensor_entry(batch, collate_fn_map=collate_fn_map)
+    nbytes = first.element_size() * first.numel() * len(batch)
+    if nbytes < IN_PLACE or any(
+        each.dtype != first.dtype or each.shape != first.shape for each in batch
+    ):
+        return torch.stack(batch, 0)
+    room = torch.from_numpy(context.empty(nbytes, np.uint8))
+    out = room.view(first.dtype).view(len(batch), *first.shape)
+    return torch.stack(batch, 0, out=out)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether stacking it is nothing but copying."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """Stack arrays to a tensor, as torch's own function for them does, array by array."""
+    first = batch[0]
+    dtype, shape = first.dtype, first.shape
+    if dtype.kind not in "biufc" or not all(
+        type(each) in (np.ndarray, np.memmap)
+        and each.dtype == dtype
+        and each.shape == shape
+        and dtype.isnative
+        for each in batch
+    ):
+        return names.array_entry(batch, collate_fn_map=collate_fn_map)
+    dims = (len(batch), *shape)
+    is_large = first.nbytes * len(batch) >= IN_PLACE
+    out = context.empty(dims, dtype) if is_large else np.empty(dims, dtype)
+    np.stack(batch, out=out)
+    return torch.from_numpy(out)
