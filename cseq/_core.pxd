@@ -69,6 +69,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t calls       # cells of a queue that are not in its round
         uint32_t closed
         uint32_t spin        # ns that a runner looks at the ring before it sleeps
+        int64_t output       # bytes from the ring to the gate that the trainer sleeps at
         cseq_gate* gate
 
     uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
@@ -94,6 +95,9 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
     uint32_t cseq_ring_alarms(const cseq_ring* r) noexcept
+    cseq_gate* cseq_ring_output(cseq_ring* r) noexcept
+    void cseq_ring_doze_any(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t seen,
+                            uint64_t ns) noexcept
     void cseq_ring_close(cseq_ring* r) noexcept
     int CSEQ_STATE(uint64_t word) noexcept
     uint32_t CSEQ_OWNER(uint64_t word) noexcept

@@ -10,12 +10,13 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.dict cimport PyDict_Next, PyDict_SetItem
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.errno cimport errno
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy, memmove, memset
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 cimport cython
@@ -1266,7 +1267,8 @@ cdef class Slots:
         self.at(c.slot).owned -= c.by
         c.home = c.slot
 
-    cdef Py_ssize_t bury(self, cseq_ring* r, uint32_t owner, Py_ssize_t* taken) noexcept nogil:
+    cdef Py_ssize_t bury(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
+                         Py_ssize_t* taken) noexcept nogil:
         """Take what a worker owned: slots into `taken`; how many.
 
         First the slots of all published tickets are entered, also those of other workers: only then is
@@ -1274,21 +1276,22 @@ cdef class Slots:
         before `settle` has had `lock`; so if the word is unchanged after slot and home were read, both
         are that ticket's.
         """
-        cdef Py_ssize_t slot
+        cdef Py_ssize_t slot, at
         cdef Py_ssize_t count = 0
         cdef uint32_t k
         cdef cseq_cell* c
         cdef uint64_t word
         cdef int state
         self.seize()
-        for k in range(r.capacity):
-            c = cseq_ring_cell(r, k)
-            word = cseq_load_acq_u64(&c.word)
-            state = CSEQ_STATE(word)
-            if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
-                continue
-            if c.slot != c.home and c.slot < self.made and cseq_cas_sc_u64(&c.word, word, word):
-                self.book(c)
+        for at in range(ring_count):
+            for k in range(rings[at].capacity):
+                c = cseq_ring_cell(rings[at], k)
+                word = cseq_load_acq_u64(&c.word)
+                state = CSEQ_STATE(word)
+                if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
+                    continue
+                if c.slot != c.home and c.slot < self.made and cseq_cas_sc_u64(&c.word, word, word):
+                    self.book(c)
         for slot in range(self.made):
             if self.at(slot).owned == owner:
                 self.at(slot).owned = 0
@@ -1613,6 +1616,41 @@ PARK_NS = 100_000_000  # longest sleep before a sleeper looks at signals, peers 
 INPUT, MIDDLE, OUTPUT = 0, 1, 2
 
 
+def wait_any(list rings not None, list cells not None, uint32_t seen):
+    """Sleep until one of some tickets is ready, or an alarm is raised; see `Ring.wait`.
+
+    Parameters
+    ----------
+    rings : list of Ring
+        Of one memory, in each of which one ticket is waited for.
+    cells : list of int
+        Where that is.
+    seen : int
+        What `alarms` of any of them said before the caller looked.
+    """
+    cdef uint32_t count = <uint32_t>len(rings)
+    cdef uint32_t k
+    cdef Ring ring
+    cdef uint64_t before
+    cdef uint64_t park = PARK_NS
+    cdef cseq_ring** r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
+    cdef uint32_t* at = <uint32_t*>(r + count)
+    if r == NULL:
+        raise MemoryError(f"no memory for {count} rings")
+    try:
+        for k in range(count):
+            ring = rings[k]
+            ring.at(cells[k])
+            r[k], at[k] = ring.r, cells[k]
+        before = cseq_now_ns()
+        with nogil:
+            cseq_ring_doze_any(r, at, count, seen, park)
+        ring.waited_ns += cseq_now_ns() - before
+    finally:
+        PyMem_RawFree(r)
+    PyErr_CheckSignals()
+
+
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
     """Bytes of memory that a ring of these sizes takes."""
     return cseq_ring_bytes(capacity, batch_size, runners)
@@ -1637,6 +1675,9 @@ cdef class Ring:
     calls : int
         0: runners share the ring, and each claims any ticket. Else it is a queue of one runner,
         which claims in the order of the posts, and looks at the last `calls` cells first.
+    at : int
+        Where in the memory it lies. The trainer sleeps at the gate of the ring at 0, so it can wait for
+        several rings in one memory (`wait_any`).
     """
 
     cdef cseq_ring* r
@@ -1658,20 +1699,24 @@ cdef class Ring:
     cdef readonly uint64_t taken_bytes  # of slots
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
-                  uint32_t runners=1, uint32_t calls=0):
+                  uint32_t runners=1, uint32_t calls=0, Py_ssize_t at=0):
+        cdef uint64_t nbytes
+        memory.inside(at, 0)
+        nbytes = <uint64_t>(memory.size - at)
         self.memory = memory
-        self.r = <cseq_ring*>memory.data
+        self.r = <cseq_ring*>(memory.data + at)
         if capacity:
-            if <uint64_t>memory.size < cseq_ring_bytes(capacity, batch_size, runners):
+            if nbytes < cseq_ring_bytes(capacity, batch_size, runners):
                 raise ValueError(f"a ring of {capacity} cells of {batch_size} indices and "
-                                 f"{runners} runners does not fit into {memory.size} bytes")
+                                 f"{runners} runners does not fit into {nbytes} bytes")
             if runners > 0xFFFF:
                 raise ValueError(f"runners={runners} exceeds 65535")
             if calls and (calls >= capacity or runners > 1):
                 raise ValueError(f"a queue has one runner and more than calls={calls} cells, not "
                                  f"{runners} and {capacity}")
             cseq_ring_init(self.r, capacity, batch_size, runners, calls)
-        elif not cseq_ring_fits(self.r, <uint64_t>memory.size):
+            self.r.output -= at
+        elif not cseq_ring_fits(self.r, nbytes):
             raise ValueError("there is no ring of this version of cseq in this memory")
         self.order = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
         self.abandoned = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
@@ -2003,24 +2048,33 @@ cdef class Ring:
         finally:
             PyMem_RawFree(held)
 
-    def bury(self, uint32_t owner):
-        """Take the slots that `owner` owned, whose tickets were posted again: a list of slots."""
+    def bury(self, uint32_t owner, list others=None):
+        """Take the slots that `owner` owned, whose tickets were posted again: a list of slots.
+
+        `others`: more rings whose tickets have slots of this arena.
+        """
+        cdef list every = [self, *(others or ())]
         cdef Py_ssize_t count, k
-        cdef Py_ssize_t* taken
+        cdef Py_ssize_t* taken = NULL
+        cdef cseq_ring** rings = NULL
         if self.arena is None:
             return []
-        taken = <Py_ssize_t*>PyMem_RawMalloc(sizeof(Py_ssize_t) * <size_t>(self.arena.made + 1))
-        if taken == NULL:
-            raise MemoryError(f"no memory for {self.arena.made} slots")
         try:
-            count = self.arena.bury(self.r, owner, taken)
+            taken = <Py_ssize_t*>PyMem_RawMalloc(sizeof(Py_ssize_t) * <size_t>(self.arena.made + 1))
+            rings = <cseq_ring**>PyMem_RawMalloc(sizeof(cseq_ring*) * <size_t>len(every))
+            if taken == NULL or rings == NULL:
+                raise MemoryError(f"no memory for {self.arena.made} slots")
+            for k in range(len(every)):
+                rings[k] = (<Ring?>every[k]).r
+            count = self.arena.bury(rings, len(every), owner, taken)
             return [taken[k] for k in range(count)]
         finally:
             PyMem_RawFree(taken)
+            PyMem_RawFree(rings)
 
     def alarm(self):
         """Wake the trainer, for any cell that it waits for."""
-        cseq_gate_alarm(&self.r.gate[2])
+        cseq_gate_alarm(cseq_ring_output(self.r))
 
     def close(self):
         """Close the ring: runners end when they find nothing to claim."""
@@ -2039,18 +2093,22 @@ cdef class Seat:
         The runner's number, from 1.
     last : bool
         No stage follows: publish to the output.
+    worker : int
+        The number that slots are owned by; 0: the same as `owner`.
     """
 
     cdef cseq_ring* r
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
+    cdef uint32_t worker
     cdef cseq_cell* c
     cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
 
-    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
+    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last,
+                  uint32_t worker=0):
         if stage > 1:
             raise ValueError(f"stage={stage} is neither 0 nor 1")
         if not 1 <= owner <= ring.r.runners:
@@ -2059,6 +2117,7 @@ cdef class Seat:
         self.r = ring.r
         self.stage = stage
         self.owner = owner
+        self.worker = worker or owner
         self.last = last
         self.cell = -1
         self.park = PARK_NS
@@ -2158,7 +2217,7 @@ cdef class Seat:
             fields[i] = (<tuple>record)[i]
         if slot >= 0 and slot != c.slot:
             CSEQ_POINT("move")
-            c.by = self.owner
+            c.by = self.worker
             c.slot = <uint32_t>slot
             c.capacity = capacity
             CSEQ_POINT("moved")
@@ -2670,12 +2729,19 @@ cdef enum:
     BEGIN = 1
     CALL = 2
     REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
+    # A cell's words, besides two requests; see producer.py.
+    STREAM_SINCE = 12   # when the worker began the present item
+    STREAM_NS = 13      # how long those of an answer took
+    STREAM_MADE = 14    # how many there are, and flags
+    STREAM_KEY = 15     # how many ints the key has; or one of these:
+    NO_KEY = -1
+    KEY_IN_REQUEST = -2
+    STREAM_KEYS = 16    # the ints
 
 cdef uint64_t TICKET_BYTES = 1 << 16    # what a ticket of several items should take at most
 cdef uint64_t TICKET_NS = 5_000_000     # and how long it should
 cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
 cdef uint64_t TICKETS = <uint64_t>1 << 40
-
 
 @cython.final
 @cython.no_gc
@@ -2721,7 +2787,9 @@ cdef class StreamConsumer:
     """The trainer's end of one worker's ring: asks for items ahead, and takes them out.
 
     The ring is a queue: tickets of an epoch are in the `outstanding` cells before `next_cell`, and
-    leave it oldest first, or (given up) all together. A ticket leaves as one of a batch does::
+    leave it oldest first, or (given up) all together. In an epoch of keys, `ItemReader` posts the
+    tickets, each for one item; an exception of the producer is an answer then, and ends nothing. A
+    ticket leaves as one of a batch does::
 
         peek     the oldest ticket is READY; nothing changes
         decode   make its items from what lies in its slot; may call anything, may be interrupted
@@ -2776,6 +2844,7 @@ cdef class StreamConsumer:
     cdef readonly list names
     # The epoch.
     cdef uint64_t epoch
+    cdef readonly bint keyed        # its items are named by keys
     cdef Request assignment
     cdef readonly bint over
     cdef uint64_t start             # the next item to ask for
@@ -2813,8 +2882,8 @@ cdef class StreamConsumer:
 
     @property
     def delivered(self):
-        """Items of this epoch that were returned to the caller."""
-        return self.start - self.asked - <uint64_t>(len(self.ready) - self.at)
+        """Items of this epoch that were returned to the caller, or raised."""
+        return self.start - self.asked - self.waiting()
 
     def taken_slots(self):
         """The slots of its tickets, and of the requests that they refer to."""
@@ -2832,26 +2901,38 @@ cdef class StreamConsumer:
         """The cell of the queue that is so many before the next one to post in."""
         return (self.next_cell + self.round - k) % self.round
 
-    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, Py_ssize_t slot,
-                   Request call):
-        """Post a ticket in a free cell, with a free slot for the answer."""
+    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, uint64_t start,
+                   Py_ssize_t slot, key):
+        """Post a ticket in a free cell, with a free slot for the answer.
+
+        `key`: what is called, or names the item: a `Request`, or int64 in a `Block`. None: nothing is.
+        """
         cdef Ring ring = self.ring
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
+        cdef Request request = None
+        cdef Block ints
         self.slots.occupy(slot)
+        words[STREAM_KEY] = NO_KEY
         if self.assignment is not None:
             memcpy(words + REQUEST_WORDS, self.assignment.words, sizeof(self.assignment.words))
-        if call is not None:
-            memcpy(words, call.words, sizeof(call.words))
-        self.assignments[cell], self.calls[cell] = self.assignment, call
-        ring.fill(cell, self.epoch, kind, <uint32_t>count, self.start, <uint32_t>slot,
+        if type(key) is Block:
+            ints = <Block>key
+            words[STREAM_KEY] = ints.size // 8
+            memcpy(words + STREAM_KEYS, ints.data, <size_t>ints.size)
+        elif key is not None:
+            request = <Request>key
+            words[STREAM_KEY] = KEY_IN_REQUEST
+            memcpy(words, request.words, sizeof(request.words))
+        self.assignments[cell], self.calls[cell] = self.assignment, request
+        ring.fill(cell, self.epoch, kind, <uint32_t>count, start, <uint32_t>slot,
                   self.slots.at(slot).nbytes)
         cseq_ring_post(ring.r, cell, self.ticket)
         self.ticket = (self.ticket + 1) % TICKETS
         ring.unwoken += 1
 
-    cdef void append(self, uint64_t kind, uint64_t count, Py_ssize_t slot):
+    cdef void append(self, uint64_t kind, uint64_t count, uint64_t start, Py_ssize_t slot, key):
         """Post a ticket behind the others."""
-        self.post(self.next_cell, kind, count, slot, None)
+        self.post(self.next_cell, kind, count, start, slot, key)
         self.next_cell = (self.next_cell + 1) % self.round
         self.outstanding += 1
         self.start += count
@@ -2936,22 +3017,52 @@ cdef class StreamConsumer:
     cdef bint has_room(self, Py_ssize_t leaving) noexcept:
         """Whether to ask for more items, if `leaving` of the ready ones are about to be taken."""
         cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
-        return (not self.over and self.outstanding <= self.depth
+        return (not self.over and not self.keyed and self.outstanding <= self.depth
                 and ready + self.asked + self.count <= self.prefetch)
 
     cdef int request(self, Py_ssize_t leaving) except -1:
-        """Ask for items ahead.
-
-        Waking a worker costs more than a small item does. It sleeps only when all items asked for are
-        ready, so it is woken when half of `prefetch` is asked for again.
-        """
+        """Ask for items ahead."""
         cdef Py_ssize_t slot
         while self.has_room(leaving):
             slot = self.find_slot()
             if slot >= 0:
-                self.append(ITEMS, self.count, slot)
+                self.append(ITEMS, self.count, self.start, slot, None)
+        self.wake_in_time()
+        return 0
+
+    cdef void wake_in_time(self) noexcept:
+        """Wake the worker if enough items were asked for.
+
+        Waking a worker costs more than a small item does. It sleeps only when all items asked for are
+        ready, so it is woken when half of `prefetch` is asked for again.
+        """
         if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
             self.wake()
+
+    # -- of keys
+
+    cdef uint64_t waiting(self) noexcept:
+        """Items, and exceptions of an epoch of keys, that have come out of the ring and wait."""
+        return <uint64_t>(len(self.ready) - self.at) + (self.keyed and self.error is not None)
+
+    cdef bint is_answered(self) noexcept:
+        """Whether `prepare` does not wait for the worker."""
+        return (self.waiting() or self.error is not None or self.over or not self.outstanding
+                or cseq_ring_ready(self.ring.r, self.cell_before(self.outstanding)))
+
+    cdef uint32_t unanswered(self) noexcept:
+        """Tickets that the worker has not answered."""
+        cdef uint32_t count = 0
+        while (count < self.outstanding
+               and not cseq_ring_ready(self.ring.r, self.cell_before(count + 1))):
+            count += 1
+        return count
+
+    cdef int post_key(self, key, uint64_t number, Py_ssize_t slot) except -1:
+        """Ask for the item of a key, with a free slot for it."""
+        self.sweep()
+        self.append(ITEMS, 1, number, slot, key)
+        self.wake_in_time()
         return 0
 
     # -- the epoch and calls
@@ -2966,8 +3077,10 @@ cdef class StreamConsumer:
         self.epoch = 0
         self.sweep()
 
-    def begin(self, uint64_t epoch, Request assignment not None, str name not None):
-        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+    def begin(self, uint64_t epoch, Request assignment not None, str name not None,
+              bint keyed=False):
+        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items, unless
+        they are `keyed`.
 
         Returns
         -------
@@ -2978,12 +3091,12 @@ cdef class StreamConsumer:
         while slot < 0:
             slot = self.find_slot()
         cell, ticket = self.next_cell, self.ticket
-        self.epoch, self.assignment = epoch, assignment
+        self.epoch, self.assignment, self.keyed = epoch, assignment, keyed
         self.start = 0
         self.failed = ""
         self.over = False
         self.names[cell] = name
-        self.append(BEGIN, 0, slot)
+        self.append(BEGIN, 0, 0, slot, None)
         self.request(0)
         self.wake()
         return cell, ticket
@@ -3013,7 +3126,7 @@ cdef class StreamConsumer:
                 raise RuntimeError("a worker is busy with two calls, which it never should be")
         self.names[cell] = name
         ticket = self.ticket
-        self.post(cell, CALL, 0, slot, call)
+        self.post(cell, CALL, 0, 0, slot, call)
         self.calling = <int>cell
         self.wake()
         return cell, ticket
@@ -3036,15 +3149,18 @@ cdef class StreamConsumer:
         Returns
         -------
         tuple or None
-            (token, cell, status, slot, capacity, record). None: it has not answered, or the ticket
-            is not in the ring.
+            (token, cell, status, slot, capacity, record), the record with two more numbers: the ns
+            that it took, and how many items there are, and flags. None: it has not answered, or the
+            ticket is not in the ring.
         """
         cdef cseq_cell* c = self.ring.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
         cdef uint64_t* f = c.record
+        cdef int64_t* words = cseq_ring_indices(self.ring.r, cell)
         if CSEQ_STATE(word) != CSEQ_READY or CSEQ_TICKET(word) != ticket:
             return None
-        return word, cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+        return (word, cell, c.status, c.slot, c.capacity,
+                (f[0], f[1], f[2], f[3], words[STREAM_NS], words[STREAM_MADE]))
 
     def holds(self, uint32_t cell, uint64_t ticket):
         """Whether a ticket is still in the ring."""
@@ -3054,7 +3170,7 @@ cdef class StreamConsumer:
     def take_reply(self, uint32_t cell, uint64_t token, str failed not None):
         """Take the answer to a call or a beginning out of the ring; see `peek`.
 
-        `failed`: what was raised instead, which ends the stream.
+        `failed`: what was raised instead, which ends the stream, unless it is of keys.
         """
         if cseq_load_acq_u64(&self.ring.at(cell).word) != token:
             return
@@ -3063,7 +3179,7 @@ cdef class StreamConsumer:
             self.leave(cell)
         elif self.outstanding and cell == self.cell_before(self.outstanding):
             self.leave_oldest()
-        if failed:
+        if failed and not self.keyed:
             self.failed = failed
             self.give_up()
         self.sweep()
@@ -3090,7 +3206,7 @@ cdef class StreamConsumer:
                     uint64_t ns) except -1:
         """Take the oldest ticket out of the ring; its items are ready."""
         cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
-        cdef uint64_t made = <uint64_t>len(items)
+        cdef uint64_t made = count if self.keyed else <uint64_t>len(items)
         self.leave_oldest()
         self.ready, self.at, self.error = items, 0, error
         self.asked -= count
@@ -3136,9 +3252,14 @@ cdef class StreamConsumer:
                 if self.at < len(self.ready):
                     return True
             elif self.error is not None:
+                if self.keyed:  # taken out as an item is
+                    PyErr_CheckSignals()
+                    if self.error is not None:
+                        return True
+                    continue
                 error, self.error = self.error, None
                 raise error
-            elif self.over:
+            elif self.over or (self.keyed and not self.outstanding):
                 return False
             else:
                 self.receive()
@@ -3151,43 +3272,159 @@ cdef class StreamConsumer:
         return item
 
 
+cdef Block ints_of(key, Py_ssize_t most):
+    """The numbers of an exact list of exact ints within int64, `most` of them at most; else None."""
+    cdef Py_ssize_t count, k
+    cdef int64_t* words
+    cdef int overflow = 0
+    cdef Block block
+    if type(key) is not list:
+        return None
+    count = PyList_GET_SIZE(key)
+    if count > most:
+        return None
+    block = Block(8 * count)
+    words = <int64_t*>block.data
+    for k in range(count):
+        if type(<object>PyList_GET_ITEM(key, k)) is not int:
+            return None
+        words[k] = PyLong_AsLongLongAndOverflow(<object>PyList_GET_ITEM(key, k), &overflow)
+        if overflow:
+            return None
+    return block
+
+
 @cython.final
 cdef class ItemReader:
-    """Returns items, of one worker or of all in turn.
+    """Returns items, of one worker or of all; draws the keys of an epoch that has keys, and posts them.
 
-    No Python code runs between the step that takes an item out, with the turn and the number of
-    items, and the return to the caller of `next`, `commit` or an `ItemIterator`.
+    No Python code runs between the step that takes an item out, with the turn, the number of items and
+    the next key's ticket, and the return to the caller of `next`, `commit` or an `ItemIterator`.
+
+    `line` has the workers in the order in which items are taken from them: without keys each worker
+    that has more items once, with keys a worker for every ticket of its. Ordered, the first of them is
+    waited for; else the first that has an item is taken, and set at the beginning.
+
+    A key goes through three steps::
+
+        draw     the iterator's next key, kept in `key`: what follows may be interrupted
+        write    into `drawn`: its ints, or a `Request`
+        post     to a worker, with the step that takes an item out: C alone
 
     Parameters
     ----------
     run : object
         `present` is a number: when it changes, the epoch ends. `turn` is a lock.
     consumers : list of StreamConsumer
+    write : callable
+        ``write(key, number)`` → `Request`.
+    wait : callable
+        ``wait(consumers)`` sleeps until the oldest ticket of one of them is answered.
+    depth : int
+        The most keys of a worker that are posted, being made, or ready.
 
     Attributes
     ----------
     present : int
         The run's `present` when the epoch was begun; -1: none is under way.
     taken : int
-        Items that were returned in this epoch.
+        Items that were returned in this epoch, or (those of keys) raised.
     """
 
     cdef readonly object run
     cdef readonly object present
     cdef readonly uint64_t taken
     cdef list consumers
-    cdef list left      # those that have more items
-    cdef Py_ssize_t turn  # index of the next one among them
+    cdef object write, wait
+    cdef uint32_t depth
+    cdef bint ordered
+    cdef uint32_t* line             # numbers of workers
+    cdef Py_ssize_t length          # of `line`
+    # The keys.
+    cdef bint keyed, free
+    cdef object keys                # the iterator; None: there is none, or it has ended
+    cdef object drawing             # the iterator whose code runs
+    cdef object key                 # drawn and not yet written; UNREAD: there is none
+    cdef list drawn                 # `Block`s and `Request`s, to be posted
+    cdef object error               # to be raised behind the items of all keys
+    cdef uint64_t ahead             # keys that are drawn ahead of what was taken
+    cdef uint64_t each              # the most of one worker that are posted and not taken
+    cdef uint64_t posted
+    cdef Py_ssize_t latest          # the worker of the key that was posted last
 
-    def __cinit__(self, run, list consumers not None):
-        self.run, self.consumers = run, consumers
+    def __cinit__(self, run, list consumers not None, write, wait, *, uint32_t depth):
+        cdef size_t room = 1
+        cdef StreamConsumer consumer
+        self.run, self.consumers, self.write, self.wait = run, consumers, write, wait
+        self.depth = depth
+        for consumer in consumers:
+            room += consumer.ring.r.capacity
+        self.line = <uint32_t*>PyMem_RawCalloc(room, 4)
+        if self.line == NULL:
+            raise MemoryError(f"no memory for {len(consumers)} streams")
         self.present = -1
-        self.left = []
+        self.key = UNREAD
+        self.drawn = []
 
-    def begin(self, present):
-        """An epoch has begun; with -1, none is under way."""
-        cdef list left = list(self.consumers)
-        self.left, self.turn, self.taken, self.present = left, 0, 0, present
+    def __dealloc__(self):
+        PyMem_RawFree(self.line)
+
+    cdef inline StreamConsumer at(self, Py_ssize_t k):
+        """The consumer at a place of the line."""
+        return <StreamConsumer>PyList_GET_ITEM(self.consumers, self.line[k])
+
+    # -- the epoch
+
+    def end(self):
+        """No epoch is under way."""
+        before = self.keys, self.key, self.drawn, self.error  # their destructors may run code
+        cdef list drawn = []
+        self.present = -1
+        self.keys, self.key, self.drawn, self.error = None, UNREAD, drawn, None
+        self.length = 0
+
+    def begin(self, keys=None, *, bint ordered=True, bint free=False):
+        """Set up an epoch, once the workers are told to begin it; `open` lets it be read.
+
+        Parameters
+        ----------
+        keys : iterator, optional
+        ordered : bool
+            Items come in the order of the keys, or of the workers in turn; else as they are ready.
+        free : bool
+            A key goes to the worker that has the fewest keys to work on; else to the workers in turn.
+
+        Raises
+        ------
+        BaseException
+            What the iterator has raised, or the writing of a key.
+        """
+        cdef Py_ssize_t k
+        cdef StreamConsumer first = self.consumers[0]
+        cdef uint64_t count = <uint64_t>len(self.consumers)
+        self.end()
+        self.taken = self.posted = 0
+        self.ordered, self.free, self.keyed = ordered, free, keys is not None
+        self.keys = keys
+        self.latest = -1
+        self.ahead = min(first.prefetch, TICKETS) * count
+        self.each = min(first.prefetch, <uint64_t>self.depth)
+        if keys is None:
+            for k in range(len(self.consumers)):
+                self.line[k] = <uint32_t>k
+            self.length = len(self.consumers)
+            return
+        while self.fetch(0):
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            self.post(True)
+        for consumer in self.consumers:
+            (<StreamConsumer>consumer).wake()
+
+    def open(self, present):
+        """The workers have begun the epoch."""
+        self.present = present
 
     cdef int check(self, present) except -1:
         """Raise InterruptedError if the epoch is not under way."""
@@ -3196,8 +3433,119 @@ cdef class ItemReader:
                                    "call begin()")
         return 0
 
+    # -- keys
+
+    cdef bint fetch(self, uint64_t leaving) except -1:
+        """Draw or write a key, or make a slot fit, if `leaving` items are about to be taken.
+
+        True: something was done, so any code may have run. False: nothing is to be done, and a drawn
+        key can be posted.
+        """
+        cdef Py_ssize_t known = (<Py_ssize_t>len(self.drawn)) + (self.key is not UNREAD)
+        if self.key is not UNREAD:
+            self.put()
+        elif (self.keys is not None and self.drawing is not self.keys
+                and self.posted + <uint64_t>known < self.ahead + self.taken + leaving):
+            self.draw()
+        elif self.drawn and (<StreamConsumer>self.consumers[0]).slots.find_fit() < 0:
+            (<StreamConsumer>self.consumers[0]).extend()
+        else:
+            return False
+        return True
+
+    cdef int draw(self) except -1:
+        """Draw a key. What the iterator raises is raised behind the items of the keys before.
+
+        What is no `Exception`, as of a signal handler, comes at once. The iterator is asked again
+        afterwards; if it has ended by that, as a generator has, this is an error.
+        """
+        keys, before = self.keys, self.drawing
+        self.drawing = keys
+        try:
+            key = next(keys)
+        except StopIteration:
+            if keys is self.keys:
+                self.keys = None
+        except Exception as error:
+            if keys is self.keys:
+                self.keys, self.error = None, error
+        except BaseException as cause:
+            if keys is self.keys:
+                self.error = RuntimeError(
+                    f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: "
+                    "the rest of the epoch may be missing")
+            raise
+        else:
+            if keys is self.keys:  # no handler has begun another epoch
+                self.key, self.error = key, None
+        finally:
+            self.drawing = before
+        return 0
+
+    cdef int put(self) except -1:
+        """Write the key that was drawn."""
+        cdef StreamConsumer first = self.consumers[0]
+        cdef Py_ssize_t most = <Py_ssize_t>first.ring.r.batch_size - STREAM_KEYS
+        key, keys, drawn = self.key, self.keys, self.drawn
+        written = ints_of(key, most)
+        if written is None:
+            try:
+                written = self.write(key, self.posted + <uint64_t>len(drawn))
+            except TypeError as error:  # it cannot be pickled
+                if key is self.key and drawn is self.drawn:
+                    self.keys, self.key, self.error = None, UNREAD, error
+                return 0
+        if key is self.key and drawn is self.drawn:
+            drawn.append(written)
+            self.key = UNREAD
+        return 0
+
+    cdef Py_ssize_t choose(self, bint in_turn) noexcept:
+        """The worker that the next key goes to; -1: it has no room for it."""
+        cdef Py_ssize_t count = len(self.consumers)
+        cdef Py_ssize_t k, worker
+        cdef Py_ssize_t chosen = -1
+        cdef uint32_t fewest = 0
+        cdef uint32_t working
+        cdef StreamConsumer consumer
+        if self.free and not in_turn:
+            for k in range(count):
+                consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, k)
+                working = consumer.unanswered()
+                if consumer.outstanding < self.depth and (chosen < 0 or working < fewest):
+                    chosen, fewest = k, working
+            return chosen
+        for k in range(1 if self.ordered or in_turn else count):
+            worker = (self.latest + 1 + k) % count
+            consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
+            if consumer.asked + consumer.waiting() < self.each:
+                return worker
+        return -1
+
+    cdef int post(self, bint in_turn) except -1:
+        """Post the keys that were drawn, as far as their workers have room and there are slots."""
+        cdef Py_ssize_t worker, slot
+        cdef StreamConsumer consumer
+        while self.drawn:
+            worker = self.choose(in_turn)
+            if worker < 0:
+                break
+            consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
+            slot = consumer.slots.find_fit()
+            if slot < 0:
+                break
+            consumer.post_key(<object>PyList_GET_ITEM(self.drawn, 0), self.posted, slot)
+            del self.drawn[0]
+            self.latest = worker
+            self.posted += 1
+            self.line[self.length] = <uint32_t>worker
+            self.length += 1
+        return 0
+
+    # -- items
+
     def next(self, Py_ssize_t worker):
-        """Return the next item of a worker's stream.
+        """Return the next item of a worker's stream, in an epoch without keys.
 
         Raises
         ------
@@ -3214,6 +3562,9 @@ cdef class ItemReader:
                 self.check(self.present)
                 if not 0 <= worker < len(self.consumers):
                     raise IndexError(f"worker={worker} is not one of {len(self.consumers)}")
+                if self.keyed:
+                    raise RuntimeError("the items of keys do not come worker by worker: iterate, or "
+                                       "use peek() and commit()")
                 consumer = self.consumers[worker]
                 if not consumer.prepare():
                     raise StopIteration
@@ -3223,43 +3574,85 @@ cdef class ItemReader:
         finally:
             turn.release()
 
-    cdef StreamConsumer current(self):
-        """The consumer whose turn it is; None: none has any more items."""
-        if not self.left:
-            return None
-        if self.turn >= len(self.left):
-            self.turn = 0
-        return self.left[self.turn]
+    cdef Py_ssize_t find_answered(self) noexcept:
+        """Where in the line the first worker is that has an item, or has none any more; -1: nowhere."""
+        cdef Py_ssize_t k
+        for k in range(self.length):
+            if self.at(k).is_answered():
+                return k
+        return -1
+
+    cdef void leave(self, Py_ssize_t k) noexcept:
+        """Remove a worker from the line."""
+        self.length -= 1
+        memmove(self.line + k, self.line + k + 1, 4 * <size_t>(self.length - k))
 
     cdef StreamConsumer find(self, present, bint strict):
-        """The consumer whose turn it is, with an item ready; None: none has any more items.
+        """The consumer at the beginning of the line, with an item ready; None: there are no more.
 
         `strict`: raise RuntimeError for a stream that an exception has ended.
         """
         cdef StreamConsumer consumer
+        cdef Py_ssize_t k
+        cdef uint32_t worker
         cdef bint found
         while True:
             self.check(present)
-            consumer = self.current()
-            if consumer is None:
+            if not self.length:
+                if self.keyed and (self.fetch(0) or self.drawn):
+                    self.post(False)
+                    continue
+                if self.error is not None:
+                    error, self.error = self.error, None
+                    raise error
                 return None
+            k = 0 if self.ordered else self.find_answered()
+            if k < 0:
+                self.wait([self.consumers[number] for number in self.waited_for()])
+                continue
+            worker = self.line[k]
+            memmove(self.line + 1, self.line, 4 * <size_t>k)
+            self.line[0] = worker
+            consumer = self.at(0)
             found = consumer.prepare()
-            if self.run.present != present or consumer is not self.current():
+            if self.run.present != present or not self.length or consumer is not self.at(0):
                 continue  # a signal handler has taken some, or begun an epoch
-            if found:
+            if not found:
+                if self.keyed:
+                    continue  # the same
+                if strict and consumer.failed:
+                    raise RuntimeError(f"{consumer.failed}; begin another epoch")
+                self.leave(0)
+            elif not self.keyed or not self.fetch(1):
                 return consumer
-            if strict and consumer.failed:
-                raise RuntimeError(f"{consumer.failed}; begin another epoch")
-            del self.left[self.turn]
+
+    cdef set waited_for(self):
+        """The workers in the line."""
+        return {self.line[k] for k in range(self.length)}
 
     cdef object take(self, StreamConsumer consumer):
-        """Take out the item of the consumer whose turn it is."""
-        self.turn += 1
+        """Take out the item of the consumer at the beginning of the line; post the next key."""
+        cdef uint32_t worker = self.line[0]
+        item = error = None
+        if consumer.at < len(consumer.ready):
+            item = consumer.pop()
+        else:
+            error, consumer.error = consumer.error, None
         self.taken += 1
-        return consumer.pop()
+        self.leave(0)
+        if self.keyed:
+            self.post(False)
+        else:
+            self.line[self.length] = worker
+            self.length += 1
+        if error is not None:
+            raise error
+        return item
 
     def peek(self):
         """Return the item whose turn it is, and its number in the epoch. Nothing changes.
+
+        An exception of the producer is taken out as it is raised.
 
         Returns
         -------
@@ -3282,6 +3675,8 @@ cdef class ItemReader:
             consumer = self.find(self.present, True)
             if consumer is None:
                 raise StopIteration
+            if consumer.at == len(consumer.ready):
+                self.take(consumer)
             return self.taken, consumer.ready[consumer.at]
         finally:
             turn.release()
@@ -3292,10 +3687,13 @@ cdef class ItemReader:
         turn = self.run.turn
         turn.acquire()
         try:
-            self.check(self.present)
-            if number != self.taken:
-                return
-            consumer = self.current()
+            while True:
+                self.check(self.present)
+                if number != self.taken:
+                    return
+                if not self.keyed or not self.fetch(1):
+                    break
+            consumer = self.at(0) if self.length else None
             if consumer is None or consumer.at == len(consumer.ready):
                 raise RuntimeError(f"item {number} was not peeked at")
             item = self.take(consumer)  # its destructor may run code: after all else is done

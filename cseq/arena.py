@@ -31,6 +31,7 @@ import math
 import operator
 import os
 import re
+import sys
 import threading
 import weakref
 from os.path import join  # pathlib is slow to import, and every start waits for it
@@ -41,12 +42,14 @@ import numpy as np
 from cseq._core import (
     ALIGNMENT,
     BULKY,
+    HAS_GIL,
     SMALL,
     Block,
     Descriptor,
     Hand,
     Mapping,
     Memory,
+    Placement,
     Slots,
     Window,
     address_of,
@@ -261,17 +264,29 @@ class Writer(Hand):
             self.placement.aim(mapping, capacity)  # type: ignore[union-attr]
             self.aimed = mapping
 
-    def _turn_to(self, slot: int, capacity: int) -> None:
-        """Make a slot the present one."""
+    def look(self, slot: int, capacity: int) -> Mapping:
+        """Return the memory of a slot; it need not be the present one."""
         mapping = self.mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, max(capacity, FIRST))
+        return mapping
+
+    def _turn_to(self, slot: int, capacity: int) -> None:
+        """Make a slot the present one."""
+        self.memory = self.look(slot, capacity)
         self.slot = slot
-        self.memory = mapping
         self.capacity = capacity
         self.used = 0
         self.watched = self.loaned = False
         self.older = []
+
+    def place_arrays(self) -> None:
+        """Make numpy allocate large arrays in the present slot.
+
+        Only on Linux, and where one thread allocates at a time.
+        """
+        if sys.platform == "linux" and HAS_GIL:
+            self.placement = Placement()
 
     def settle(self) -> None:
         """Stop making arrays in the slot: the indexer has returned."""
@@ -639,10 +654,11 @@ class Arena:
                 granted.append((slot, self.slots.nbytes(slot)))
         return granted
 
-    def bury(self, owner: int, ring: Ring) -> None:
+    def bury(self, owner: int, rings: list[Ring]) -> None:
         """Free the slots of a worker that is gone for certain and whose tickets are reposted."""
+        first, *others = rings
         with self._turn:
-            for slot in ring.bury(owner):
+            for slot in first.bury(owner, others):
                 self.slots.release(slot)
                 self._shrink(slot, 0)
 

@@ -1,22 +1,26 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
 Each worker has a ring of its own. A ticket asks for `count` items from the `start`-th of an epoch
-on, or for a call of a method. All that a worker needs to answer it is in shared memory: if the
-ticket's epoch or start differs from the worker's (it has replaced a dead one), the worker begins
-the epoch from the assignment that the ticket refers to, and goes to `start`.
+on, or for the item of a key, or for a call of a method. All that a worker needs to answer it is in
+shared memory: if the ticket's epoch or start differs from the worker's (it has replaced a dead
+one), the worker begins the epoch from the assignment that the ticket refers to, and goes to `start`.
 
 ::
 
     ticket    epoch, kind, start, count      of the cell
-              call, assignment               two requests: six of the cell's words for each
+              call or key, assignment        two requests: six of the cell's words for each
+              key                            a list of ints: so many of the cell's words
     request   slot, bytes committed, record  data that the trainer has written into a slot
-    answer    record, ns, items and flags    one item as a batch; several behind one another,
+    answer    record                         one item as a batch; several behind one another,
                                              each as a batch of its own, and a table of them
+              ns, items and flags            two of the cell's words
 """
 
 from __future__ import annotations
 
+import os
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,7 +35,7 @@ from cseq.stage import BATCH, INDEXER, run
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cseq._core import Memory, Ring
 
@@ -44,9 +48,12 @@ __all__ = [
     "ENDED",
     "ENTRY",
     "ITEMS",
+    "KEY",
+    "KEYS",
     "MOST",
     "SINCE",
     "EncodedItem",
+    "KeyProducer",
     "Producer",
     "Task",
     "main",
@@ -56,9 +63,13 @@ __all__ = [
 ENTRY = "cseq.producer:main"
 
 ITEMS, BEGIN, CALL = 0, 1, 2  # what a ticket asks for
-CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests among the cell's words
-SINCE = 12  # which of them is the time (`now_ns`) at which the worker began the present item
-MOST = 64  # items that one ticket can ask for; also the room for words in a cell
+# The cell's words, as in `_core`.
+CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests; a key is `CALLED`, too
+SINCE = 12  # the time (`now_ns`) at which the worker began the present item
+NS, MADE = 13, 14  # of an answer: how long its items took; how many there are, and flags
+KEY, KEYS = 15, 16  # how many ints the key is; and they, or:
+NO_KEY, IN_REQUEST = -1, -2
+MOST = 64  # items that one ticket can ask for
 ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; and its last item is an exception
 ENTRY_WORDS = 5  # of a table: where an item begins, and its record
 SCRATCH = 1 << 16  # bytes
@@ -83,6 +94,20 @@ class Producer(Protocol):
         """
 
 
+class KeyProducer(Protocol):
+    """The same for epochs of keys."""
+
+    def begin(self, assignment: Any, /) -> Any:
+        """Begin an epoch; see `Producer`."""
+
+    def make(self, key: Any, /) -> Any:
+        """Return the item of a key; what is raised is raised in its place, and ends nothing.
+
+        The key is of the type, and has the value, that it has in the trainer. Arrays may be made by
+        `cseq.empty`, and kept. A process that replaces a dead one makes some keys' items again.
+        """
+
+
 class Task(NamedTuple):
     """What a worker process has to do."""
 
@@ -103,8 +128,11 @@ def main(sock: socket.socket, local: Any = None) -> None:
     """
     entered = enter(sock)
     task = entered.setup.task
-    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True)
-    context.enter(context.Desk(task.number, task.num_workers, 0))
+    seat = Seat(
+        entered.ring, INDEXER, entered.setup.owner, last=True, worker=task.number + 1
+    )
+    desk = context.Desk(task.number, task.num_workers, 0)
+    context.enter(desk)
     try:
         make = entered.read(local)
         producer = make(task.number, task.num_workers)
@@ -112,7 +140,10 @@ def main(sock: socket.socket, local: Any = None) -> None:
         send_state(sock, FAILED, failure.pack(error))
         return
     send_state(sock, READY)
-    run(seat, Making(producer, entered.ring, entered.writer, timed=task.timed))
+    entered.writer.place_arrays()
+    # In a process that the producer forks, `cseq.empty` is numpy's.
+    os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
+    run(seat, Making(producer, entered.ring, entered.writer, desk, timed=task.timed))
     indexer.dispose(make, producer, copied=True)
 
 
@@ -123,15 +154,22 @@ class Making:
     """The work on a ticket: has the producer make the items, and writes them into the slot."""
 
     def __init__(
-        self, producer: Producer, ring: Ring, writer: Writer, *, timed: bool = False
+        self,
+        producer: Any,
+        ring: Ring,
+        writer: Writer,
+        desk: context.Desk,
+        *,
+        timed: bool = False,
     ) -> None:
         self._producer = producer
         self._timed = timed
         self._ring = ring
         self._writer = writer
+        self._desk = desk
         self._scratch = Scratch()
         self._inlet = SlotWriter(writer, None)
-        self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
+        self._rooms = [memoryview(ring.indices(cell)) for cell in range(ring.capacity)]
         self._epoch = 0  # the one the producer is in; the trainer counts them from 1
         self._over = 0  # the one of which nothing follows
         self._items: Iterator[Any] | None = None
@@ -140,13 +178,19 @@ class Making:
     def __call__(self, seat: Seat) -> None:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
         epoch, kind, count = self._ring.ticket(seat.cell)
+        keyed = kind == ITEMS and self._rooms[seat.cell][KEY] != NO_KEY
         try:
-            if kind == ITEMS:
+            if keyed:
+                self._make_keyed(seat, epoch)
+            elif kind == ITEMS:
                 self._make(seat, epoch, count)
             else:
                 self._answer(seat, epoch, kind)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
-            self._end(epoch)
+            if not keyed:
+                self._end(epoch)
+            self._desk.allocator = None
+            self._rooms[seat.cell][NS] = self._rooms[seat.cell][MADE] = 0
             self._inlet.fail(seat, error)
 
     def _end(self, epoch: int) -> None:
@@ -157,16 +201,15 @@ class Making:
     def _begin(self, seat: Seat, epoch: int) -> Any:
         """Begin an epoch."""
         self._end(epoch)  # unless it begins
-        self._epoch = epoch
+        self._epoch = 0
         reply = self._producer.begin(self._read(seat, ASSIGNED))
-        self._over = 0
+        self._epoch, self._over = epoch, 0
         return reply
 
     def _read(self, seat: Seat, which: slice) -> Any:
         """Read a request: copied, since the slot is used again."""
         slot, capacity, *record = self._rooms[seat.cell][which].tolist()
-        self._writer.begin(slot, capacity)
-        memory = copy_of(self._writer.memory, codec.used(record))
+        memory = copy_of(self._writer.look(slot, capacity), codec.used(record))
         return payload.load(*codec.decode(memory, record))
 
     def _answer(self, seat: Seat, epoch: int, kind: int) -> None:
@@ -178,22 +221,33 @@ class Making:
                 self._begin(seat, epoch)
             method, args = self._read(seat, CALLED)
             reply = getattr(self._producer, method)(*args)
-        self._writer.begin(seat.slot, seat.capacity)
-        seat.publish(BATCH, codec.encode(reply, self._writer), self._writer.capacity)
+        self._inlet.begin(seat)
+        self._publish(seat, self._inlet.write(seat, reply), 0, 0)
+
+    def _publish(self, seat: Seat, record: tuple[int, ...], ns: int, made: int) -> None:
+        """Publish what was written; the caller has dropped it."""
+        room = self._rooms[seat.cell]
+        room[NS], room[MADE] = ns, made
+        self._inlet.publish(seat, record)
 
     def _make(self, seat: Seat, epoch: int, count: int) -> None:
         """Make the next items."""
-        if epoch != self._epoch:
+        if self._over != epoch and epoch != self._epoch:
             self._begin(seat, epoch)
-        self._writer.begin(seat.slot, seat.capacity)
-        if self._over == epoch:
-            seat.publish(BATCH, (0, 0, 0, 0, 0, ENDED), self._writer.capacity)
-            return
-        items = self._go_to(seat.start)
+        items = iter(()) if self._over == epoch else self._go_to(seat.start)
         if count == 1:
-            self._make_one(seat, items)
+            self._make_one(seat, lambda: next(items, _END))
         else:
             self._make_some(seat, items, count)
+
+    def _make_keyed(self, seat: Seat, epoch: int) -> None:
+        """Make the item of a key."""
+        if epoch != self._epoch:
+            self._begin(seat, epoch)
+        room = self._rooms[seat.cell]
+        count = room[KEY]
+        key = self._read(seat, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
+        self._make_one(seat, partial(self._producer.make, key))
 
     def _go_to(self, start: int) -> Iterator[Any]:
         """Return the iterator, at the item where the ticket begins."""
@@ -203,30 +257,41 @@ class Making:
             self._at = start
         return self._items
 
-    def _make_one(self, seat: Seat, items: Iterator[Any]) -> None:
-        """Publish one item, encoded as a batch is."""
+    def _make_one(self, seat: Seat, make: Callable[[], Any]) -> None:
+        """Publish one item as a batch is, its arrays made in the slot."""
+        inlet, room = self._inlet, self._rooms[seat.cell]
+        inlet.begin(seat)
+        self._desk.allocator = self._writer
         begun = now_ns()
-        item = next(items, _END)
+        item = make()
+        room[NS], room[MADE] = now_ns() - begun, 1 << 2
+        self._desk.allocator = None
         if item is _END:
             self._end(self._epoch)
-            seat.publish(BATCH, (0, 0, 0, 0, 0, ENDED))
+            self._writer.settle()
+            self._publish(seat, (0, 0, 0, 0), 0, ENDED)
             return
-        writer = self._writer
-        record = codec.encode(item, writer)
         self._at += 1
-        seat.publish(BATCH, (*record, now_ns() - begun, 1 << 2), writer.capacity)
+        if inlet.give(seat, item):
+            return
+        record = inlet.write(seat, item)
+        del item  # publish checks whether the producer has kept arrays in the slot
+        inlet.publish(seat, record)
 
     def _make_some(self, seat: Seat, items: Iterator[Any], count: int) -> None:
         """Publish several items, each encoded before the next is made.
 
         An exception behind the first of them is encoded as an item.
         """
+        writer, room = self._writer, self._rooms[seat.cell]
+        self._inlet.begin(seat)
+        writer.settle()  # what is made now is copied
         table = array("q")
         made = flags = 0
         begun = now_ns()
         while made < count and not flags:
             if self._timed:
-                self._rooms[seat.cell][SINCE] = now_ns()
+                room[SINCE] = now_ns()
             try:
                 item = next(items, _END)
                 if item is _END:
@@ -243,11 +308,10 @@ class Making:
         self._at += made
         if flags:
             self._end(self._epoch)
-        writer, nbytes = self._writer, len(table) * table.itemsize
+        nbytes = len(table) * table.itemsize
         offset = writer.place(nbytes)
         writer.memory.store_bytes(offset, table.tobytes())
-        record = (offset, nbytes, 0, 0, now_ns() - begun, made << 2 | flags)
-        seat.publish(BATCH, record, writer.capacity)
+        self._publish(seat, (offset, nbytes, 0, 0), now_ns() - begun, made << 2 | flags)
 
     def _append(self, item: Any) -> tuple[int, ...]:
         """Encode an item behind the others; offsets in its record count from its beginning."""

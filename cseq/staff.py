@@ -108,7 +108,8 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True)
     send_state(sock, ENTERED)
-    ring = Ring(Mapping(ring_fd, *setup.ring))
+    at, nbytes = setup.ring
+    ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
     os.close(ring_fd)
     return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), payload_fd)
 
@@ -194,11 +195,11 @@ class Staff:
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
         self._segment = Segment.create(-(-size // GRAIN) * GRAIN, rings)
         self.rings: list[Ring] = []
+        mapping = Mapping(self._segment.fd, 0, rings * self._segment.width)
         for k in range(rings):
             offset = k * self._segment.width
             commit(self._segment.fd, offset, size)
-            mapping = Mapping(self._segment.fd, offset, size)
-            self.rings.append(Ring(mapping, capacity, room, runners, calls))
+            self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
             self.rings[k].spin = look_ns()
         self.arena = Arena(memory_limit, locks, tickets=rings * capacity)
         for ring in self.rings:
@@ -313,7 +314,7 @@ class Staff:
         ring = self.rings[at]
         held = [self._describe(owner, cell) for cell in ring.held(number)]
         ring.repost(number)
-        self.arena.bury(number, ring)
+        self.arena.bury(owner, self.rings)
         if self.failure is not None or self.closed:
             return False
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=was_ready)

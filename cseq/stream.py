@@ -9,6 +9,9 @@ two share. The tickets of a worker that dies run again in its replacement.
       Streams.begin(assignments) ── request in a slot ─► producer.begin(assignment)
               ask(method, …)     ── request in a slot ─► producer.method(…)
               next(w)            ◄── slots ───────────── producer.items(start)
+      begin(assignments, keys)   ── cell, or request ──► producer.make(key)
+
+In an epoch of keys, the trainer draws these from an iterator, one for each item that it returns.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cseq import codec, failure, payload
-from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns
-from cseq.arena import Writer, memory_limit_of
-from cseq.check import choice, count, modules, seconds
+from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns, wait_any
+from cseq.arena import SPARES, Writer, memory_limit_of
+from cseq.check import choice, count, flag, modules, seconds
 from cseq.edge import SlotReader
 from cseq.launcher import start_methods
 from cseq.producer import (
@@ -31,9 +34,12 @@ from cseq.producer import (
     ENDED,
     ENTRY,
     ITEMS,
+    KEY,
+    KEYS,
     MOST,
     SINCE,
     EncodedItem,
+    KeyProducer,
     Producer,
     Task,
     parse,
@@ -55,11 +61,12 @@ if TYPE_CHECKING:
     Post = tuple[int, int]  # cell and number of a ticket
     Answer = tuple[int, int, int, int, int, tuple[int, ...]]  # see `StreamConsumer.peek`
 
-__all__ = ["EncodedItem", "Producer", "Streams"]
+__all__ = ["EncodedItem", "KeyProducer", "Producer", "Streams"]
 
 MOST_WORKERS = 2**15 - 1
 DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
 MOST_AHEAD = 2**62  # items
+MOST_KEY = 2**24  # ints
 CALLS = 2  # cells for calls: one that was given up may still be worked on
 NEVER = 2**32 - 1
 
@@ -74,7 +81,10 @@ class Streams:
         there as the workers of `MPSequence` do: by value if it cannot be imported.
     num_workers : int
     prefetch : int
-        The most items of a worker that are made ahead of what was taken from it.
+        The most items of a worker that are made ahead of what was taken from it. Of an epoch of
+        keys: how many keys for each worker are drawn ahead of the items that were taken.
+    key_size : int
+        How long a key that is a list of ints may be to travel in the ticket; other keys are pickled.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started; None: forkserver where it exists.
     max_restarts : int
@@ -105,7 +115,7 @@ class Streams:
 
     An exception of a producer is raised by the call that waits for it; its ``__cause__`` shows the
     worker's traceback and has the worker's number (``worker``). That worker's stream is then over
-    until the next `begin`.
+    until the next `begin`. In an epoch of keys it is raised in place of its item, and ends nothing.
 
     A worker that has died is replaced: the new process begins the epoch from the same assignment
     and goes on from the first item that has not come out (`Producer.items`). Whatever `ask` may
@@ -119,10 +129,11 @@ class Streams:
 
     def __init__(
         self,
-        producer: Callable[[int, int], Producer],
+        producer: Callable[[int, int], Producer | KeyProducer],
         num_workers: int,
         *,
         prefetch: int = 10,
+        key_size: int = 512,
         start_method: str | None = None,
         max_restarts: int = 100,
         timeout: float | None = None,
@@ -140,6 +151,7 @@ class Streams:
             producer,
             count("num_workers", num_workers, most=MOST_WORKERS),
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
+            key_size=count("key_size", key_size, least=0, most=MOST_KEY),
             start_method=choice("start_method", start_method, (None, *start_methods())),
             max_restarts=count("max_restarts", max_restarts, least=0),
             timeout=seconds("timeout", timeout),
@@ -150,7 +162,9 @@ class Streams:
             encoded=encoded,
         )
         self._run = Run(pool)
-        self._reader = ItemReader(self._run, pool.consumers)
+        self._reader = ItemReader(
+            self._run, pool.consumers, pool.write_key, pool.await_any, depth=pool.depth
+        )
         self._finalizer = close_with(self, self._run)
         try:
             pool.open()
@@ -173,7 +187,14 @@ class Streams:
         segment = self._run.pool.segment
         return segment.fd, segment.width
 
-    def begin(self, assignments: Sequence[Any]) -> list[Any]:
+    def begin(
+        self,
+        assignments: Sequence[Any],
+        keys: Iterator[Any] | None = None,
+        *,
+        ordered: bool = True,
+        assign: Literal["turn", "free"] = "turn",
+    ) -> list[Any]:
         """Begin an epoch in every worker; what is left of an earlier one is dropped.
 
         Items are asked for ahead from here on.
@@ -182,6 +203,18 @@ class Streams:
         ----------
         assignments : sequence
             What each worker's ``begin`` is called with, of any size; by value if need be.
+        keys : iterator, optional
+            The items are ``producer.make(key)`` of these, instead of ``producer.items(start)``: of
+            anything that can be pickled. `prefetch` of them for each worker are drawn here, and
+            exactly one more for each item that is returned or raised, before it is. The iterator
+            runs in the thread that calls; what it raises later comes, once, behind the items of the
+            keys before, and ends the epoch.
+        ordered : bool
+            False: items come as they get ready, of several that are the one asked for first.
+        assign : 'turn' or 'free'
+            Key k is made by worker k mod `num_workers`; where items are not ordered, by the next
+            worker in turn that has fewer than `prefetch` keys whose items were not taken. Or, after
+            the keys that are drawn here, by the worker that has the fewest keys to work on.
 
         Returns
         -------
@@ -192,18 +225,28 @@ class Streams:
         ------
         OSError
             The streams are closed, or belong to the process that forked this one.
+        BaseException
+            What the iterator of keys raised.
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
                 f"{len(assignments)} assignments for {self.num_workers} workers; give one for each"
             )
-        run = self._ours()
+        free = choice("assign", assign, ("turn", "free")) == "free"
+        if keys is not None and not hasattr(keys, "__next__"):
+            raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
+        run, reader = self._ours(), self._reader
         run.interrupt()
         with run.turn:
-            self._reader.begin(-1)
+            reader.end()
             present = run.present
-            replies = run.pool.begin(assignments)
-            self._reader.begin(present)
+            post = partial(reader.begin, keys, ordered=flag("ordered", ordered), free=free)
+            try:
+                replies = run.pool.begin(assignments, post, keyed=keys is not None)
+            except BaseException:
+                reader.end()
+                raise
+            reader.open(present)
             return replies
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
@@ -237,7 +280,10 @@ class Streams:
 
     @property
     def next(self) -> Callable[[int], Any]:
-        """Return the next item of a worker's stream: ``next(worker)``; see `ItemReader.next`."""
+        """Return the next item of a worker's stream: ``next(worker)``; see `ItemReader.next`.
+
+        Not in an epoch of keys.
+        """
         return self._reader.next
 
     @property
@@ -246,7 +292,8 @@ class Streams:
 
         With `commit`, for callers that keep a record of items: what they write between the two must
         be the same when it is written again, since `peek` returns the same item and number, also
-        after an interrupt (Ctrl-C), until `commit` has been called with that number.
+        after an interrupt (Ctrl-C), until `commit` has been called with that number. An exception
+        in an epoch of keys has a number, too; `peek` raises it and takes it out.
         """
         return self._reader.peek
 
@@ -256,7 +303,10 @@ class Streams:
         return self._reader.commit
 
     def __iter__(self) -> Iterator[Any]:
-        """Return one item of each worker in turn, without the workers that have no more."""
+        """Return one item of each worker in turn, without those that have no more, or of each key.
+
+        Unless they are not ordered: then any that is ready.
+        """
         return ItemIterator(self._reader, self)
 
     def interrupt(self) -> None:
@@ -308,10 +358,11 @@ class StreamPool:
 
     def __init__(
         self,
-        producer: Callable[[int, int], Producer],
+        producer: Callable[[int, int], Producer | KeyProducer],
         num_workers: int,
         *,
         prefetch: int,
+        key_size: int,
         start_method: str | None,
         max_restarts: int,
         timeout: float | None,
@@ -325,10 +376,12 @@ class StreamPool:
         self._encoded = encoded
         self._timeout, self._restart = timeout, restart
         depth = min(prefetch, DEEPEST)
+        # One worker may have all keys.
+        self.depth = min(prefetch * num_workers, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
         self._staff = staff = Staff(
-            depth + 2 + CALLS,
-            MOST,
+            self.depth + 2 + CALLS,
+            KEYS + key_size,
             1,
             deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             memory_limit=memory_limit,
@@ -370,6 +423,7 @@ class StreamPool:
             threads=threads,
             preload=preload,
             timeout=timeout,
+            spares=SPARES,
         )
 
     def open(self) -> None:
@@ -404,34 +458,61 @@ class StreamPool:
         packed = payload.dump(value, name=name)
         return packed.pickle, [np.frombuffer(buffer, np.uint8) for buffer in packed.buffers]
 
+    def write_key(self, key: Any, number: int) -> Request:
+        """Write a key into a slot; TypeError if it cannot be pickled."""
+        return self._write(key, f"key {number} of epoch {self._epoch}")
+
     # -- waiting
 
-    def _await(self, consumer: StreamConsumer, post: Post, generation: int) -> Answer | None:
-        """Sleep until a ticket is answered, and peek at the answer.
+    def _await(
+        self, waiting: Sequence[tuple[StreamConsumer, Post]], generation: int
+    ) -> Answer | None:
+        """Sleep until one of some tickets of different workers is answered; peek at the answer.
 
         None: it is not in the ring any more, since a signal handler has used these streams.
         """
-        ring, owner = consumer.ring, consumer.number + 1
-        idle = 0  # since when its worker is ready and has claimed nothing: it may be stopped
+        rings = [consumer.ring for consumer, _ in waiting]
+        cells = [cell for _, (cell, _) in waiting]
+        idle: dict[int, int] = {}
         while True:
-            seen = ring.alarms()
+            seen = rings[0].alarms()
             if self._interrupts != generation:
                 raise InterruptedError("the epoch was interrupted, or the streams were closed")
-            answer = consumer.peek(*post)
-            if answer is not None or not consumer.holds(*post):
-                return answer
+            for consumer, post in waiting:
+                answer = consumer.peek(*post)
+                if answer is not None or not consumer.holds(*post):
+                    return answer
             self._staff.check()
             if self._timeout is not None:
-                working = self._working(consumer)
-                if working or not self._staff.is_ready(owner):
-                    idle = 0
-                else:
-                    idle = idle or now_ns()
-                    working = [(owner, idle, self._place(consumer, post[0]))]
+                working = self._awaited(waiting, idle)
                 self._staff.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
-            ring.wait(seen, cell=post[0])
+            wait_any(rings, cells, seen)
+
+    def await_any(self, consumers: Sequence[StreamConsumer]) -> None:
+        """Sleep until the oldest ticket of one of some workers is answered."""
+        waiting = [(consumer, consumer.oldest() or (0, 0)) for consumer in consumers]
+        self._await(waiting, self._began)
+
+    def _awaited(
+        self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int]
+    ) -> list[tuple[int, int, str]]:
+        """Return what some workers work on, and since when.
+
+        `idle`: since when one is ready and has claimed nothing. It may be stopped.
+        """
+        awaited = []
+        for consumer, (cell, _) in waiting:
+            owner = consumer.number + 1
+            working = self._working(consumer)
+            if working or not self._staff.is_ready(owner):
+                idle.pop(owner, None)
+            else:
+                since = idle.setdefault(owner, now_ns())
+                working = [(owner, since, self._place(consumer, cell))]
+            awaited += working
+        return awaited
 
     def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:
         """Return what a worker works on, and since when."""
@@ -457,9 +538,12 @@ class StreamPool:
     def _describe(self, owner: int, cell: int) -> Held:
         """Describe what a worker that has died held."""
         consumer = self.consumers[owner - 1]
-        epoch, _, count = consumer.ring.ticket(cell)
+        epoch, kind, count = consumer.ring.ticket(cell)
         start = consumer.ring.start(cell)
         items = list(range(start, start + count))
+        words = consumer.ring.indices(cell)
+        if kind == ITEMS and words[KEY] >= 0:
+            items = words[KEYS : KEYS + int(words[KEY])].tolist()
         return Held(epoch, start, items, self._place(consumer, cell))
 
     # -- items
@@ -468,17 +552,17 @@ class StreamPool:
         self, consumer: StreamConsumer
     ) -> tuple[int, list[Any], BaseException | None, str, bool, int, int] | None:
         """Wait for the oldest ticket and decode its items; it stays in the ring."""
-        answer = self._await(consumer, consumer.oldest() or (0, 0), self._began)
+        answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._began)
         if answer is None:
             return None
         items, error = self._decode(consumer, answer)
-        token, record, number = answer[0], answer[5], consumer.number
+        token, cell, record, number = answer[0], answer[1], answer[5], consumer.number
         failed = ""
         if error is not None:
-            at = f"item {consumer.received + len(items)} of worker {number}"
+            at = f"item {consumer.ring.start(cell) + len(items)} of worker {number}"
             error = failure.named(_signed(error, number), f"{at}, epoch {self._epoch}")
             failed = _ended_by(error, number)
-        ended = error is not None or bool(record[5] & ENDED)
+        ended = not consumer.keyed and (error is not None or bool(record[5] & ENDED))
         return token, items, error, failed, ended, codec.used(record), record[4]
 
     def _decode(
@@ -504,8 +588,10 @@ class StreamPool:
 
     # -- calls
 
-    def begin(self, assignments: Sequence[Any]) -> list[Any]:
-        """Begin an epoch."""
+    def begin(
+        self, assignments: Sequence[Any], post: Callable[[], None], *, keyed: bool
+    ) -> list[Any]:
+        """Begin an epoch; call `post` when the workers have been told."""
         generation = self._interrupts
         self._end()
         self._staff.check()
@@ -515,10 +601,11 @@ class StreamPool:
         try:
             requests = self._write_all(assignments)
             posts = [
-                (consumer, consumer.begin(self._epoch, request, name))
+                (consumer, consumer.begin(self._epoch, request, name, keyed))
                 for consumer, request in zip(self.consumers, requests, strict=True)
             ]
-            replies = [self._reply(*post, generation) for post in posts]
+            post()
+            replies = [self._reply(*begun, generation) for begun in posts]
         except BaseException:
             self._end()
             raise
@@ -550,7 +637,7 @@ class StreamPool:
             for consumer in consumers:
                 newest = consumer.newest()
                 if newest is not None:
-                    self._await(consumer, newest, generation)
+                    self._await([(consumer, newest)], generation)
         request = self._write((method, args), f"{method}'s arguments")
         name = f"a call of {method}()"
         posts = [(consumer, consumer.call(request, name)) for consumer in consumers]
@@ -559,7 +646,7 @@ class StreamPool:
 
     def _reply(self, consumer: StreamConsumer, post: Post, generation: int) -> Any:
         """Wait for the answer to a call."""
-        answer = self._await(consumer, post, generation)
+        answer = self._await([(consumer, post)], generation)
         if answer is None:
             raise InterruptedError("a signal handler has made another call, or begun an epoch")
         token, cell, status, slot, capacity, record = answer

@@ -1384,14 +1384,14 @@ def delivered(s: Streams, worker: int) -> int:
 
 
 def lost_slots(s: Streams) -> set[int]:
-    """Slots that are in use for nothing."""
+    """Slots that are in use for nothing; all of them if any is leased."""
     pool: Any = s._run.pool
     slots = pool._arena.slots
-    free = list(iter(slots.acquire, -1))
-    for slot in free:
-        slots.release(slot)
-    used = set(free).union(*(consumer.taken_slots() for consumer in pool.consumers))
-    return set(range(slots.capacity)) - used
+    every = range(slots.capacity)
+    if slots.leased:
+        return set(every)
+    in_use = set().union(*(consumer.taken_slots() for consumer in pool.consumers))
+    return {slot for slot in every if slots.is_taken(slot)} - in_use
 
 
 class Leased(Numbers):

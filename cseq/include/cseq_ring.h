@@ -29,6 +29,7 @@
 #ifndef CSEQ_RING_H
 #define CSEQ_RING_H
 
+#include <stddef.h>
 #include <string.h>
 
 #include "cseq_atomic.h"
@@ -41,7 +42,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 2u
+#define CSEQ_LAYOUT 3u
 #define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
 
 /* States. */
@@ -109,7 +110,10 @@ typedef struct {
 typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
     uint32_t calls; /* cells that are looked at first; 0: a shared ring, else a queue */
-    char pad[CSEQ_LINE - 28];
+    uint32_t pad0;
+    int64_t output; /* bytes from here to the gate that the trainer sleeps at: `gate[2]` of this ring,
+                       or of another one in the same memory, so that it can wait for several */
+    char pad[CSEQ_LINE - 40];
     uint32_t closed; /* written by the trainer, once */
     uint32_t spin;   /* ns that a runner looks at the ring before it sleeps */
     char pad1[CSEQ_LINE - 8];
@@ -119,7 +123,8 @@ typedef struct {
     uint32_t hint[2]; /* per stage: where to look first. Shared ring: advisory. Queue: the next cell
                          to claim, written by the runner, and by repost when that is gone */
     char pad2[CSEQ_LINE - 8];
-    cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer */
+    cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer, if `output`
+                          says so; `wanted` is this ring's in any case */
 } cseq_ring;
 
 typedef char cseq_check_gate[sizeof(cseq_gate) == CSEQ_LINE ? 1 : -1];
@@ -154,6 +159,12 @@ CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_
     r->runners = runners;
     r->fields = CSEQ_FIELDS;
     r->calls = calls;
+    r->output = (int64_t)offsetof(cseq_ring, gate) + 2 * (int64_t)sizeof(cseq_gate);
+}
+
+/* The gate that the trainer sleeps at. */
+CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
+    return (cseq_gate *)(void *)((char *)r + r->output);
 }
 
 /* The cells of the round: all of a shared ring. */
@@ -297,7 +308,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
         cseq_gate_knock(&r->gate[1]);
     } else {
         uint32_t wanted = cseq_load_sc_u32(&r->gate[2].wanted);
-        if (wanted == 0 || wanted == cell + 1) cseq_gate_knock(&r->gate[2]);
+        if (wanted == 0 || wanted == cell + 1) cseq_gate_knock(cseq_ring_output(r));
     }
 }
 
@@ -359,6 +370,12 @@ CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
+/* Wake all who sleep at this ring. */
+CSEQ_INLINE void cseq_ring_alarm(cseq_ring *r) {
+    for (int g = 0; g < 2; g++) cseq_gate_alarm(&r->gate[g]);
+    cseq_gate_alarm(cseq_ring_output(r));
+}
+
 /* Post again what `owner` held, which must be gone for certain and not yet replaced; cells into
  * `held`. Runners look at the oldest of them first; in a queue there is one at most. */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
@@ -384,20 +401,20 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     }
     for (int s = 0; s < 2; s++)
         if (cseq_load_rlx_u32(&r->spinner[s]) == owner) cseq_store_rlx_u32(&r->spinner[s], 0);
-    for (int g = 0; g < 3; g++) cseq_gate_alarm(&r->gate[g]); /* its last knock may be missing */
+    cseq_ring_alarm(r); /* its last knock may be missing */
     return count;
 }
 
 /* How often the trainer was woken. Taken before it looks at anything that an alarm announces
  * (a failure, a close), and given to doze: an alarm in between ends the doze at once. */
 CSEQ_INLINE uint32_t cseq_ring_alarms(const cseq_ring *r) {
-    return cseq_load_acq_u32(&r->gate[2].event);
+    return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
 
 /* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. */
 CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
-    cseq_gate *g = &r->gate[2];
-    cseq_swap_sc_u32(&g->wanted, (uint32_t)(cell + 1));
+    cseq_gate *g = cseq_ring_output(r);
+    cseq_swap_sc_u32(&r->gate[2].wanted, (uint32_t)(cell + 1));
     (void)cseq_gate_enter(g);
     int ready = 0;
     if (cell >= 0) {
@@ -409,10 +426,24 @@ CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint32_t seen, uint64_t 
     cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
 }
 
+/* Sleep up to `ns` until one of some cells may be ready, each of a ring of its own; the rings have
+ * one output gate. As cseq_ring_doze. */
+CSEQ_INLINE void cseq_ring_doze_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
+                                    uint32_t seen, uint64_t ns) {
+    cseq_gate *g = cseq_ring_output(rings[0]);
+    int ready = 0;
+    for (uint32_t k = 0; k < count; k++)
+        cseq_swap_sc_u32(&rings[k]->gate[2].wanted, cells[k] + 1);
+    (void)cseq_gate_enter(g);
+    for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
+    if (!ready) cseq_wait(&g->event, seen, ns);
+    cseq_store_rlx_u32(&g->asleep, 0);
+}
+
 /* No more tickets: runners that find nothing to claim leave. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
-    for (int g = 0; g < 3; g++) cseq_gate_alarm(&r->gate[g]);
+    cseq_ring_alarm(r);
 }
 
 #endif

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
-from cseq._core import HAS_GIL, Placement, Seat
+from cseq._core import Seat
 from cseq.arena import SPARES
 from cseq.converter import (
     Converter,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from cseq.arena import Writer
     from cseq.edge import Outlet
     from cseq.pools import Job
     from cseq.staff import Entered
@@ -114,7 +113,7 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
         return
     send_state(sock, READY)
     desk.allocator = entered.writer
-    place_arrays(entered.writer)
+    entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
     os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
     inlet = SlotWriter(entered.writer, task.cast)
@@ -129,15 +128,6 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
     run(seat, indexing)
     desk.rise()
     indexer.dispose(worker, made, copied=True)
-
-
-def place_arrays(writer: Writer) -> None:
-    """Make numpy allocate large arrays in the batch's slot.
-
-    Only on Linux, and where one thread allocates at a time.
-    """
-    if sys.platform == "linux" and HAS_GIL:
-        writer.placement = Placement()
 
 
 def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> None:
