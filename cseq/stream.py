@@ -92,6 +92,9 @@ class Streams:
     timeout : float, optional
         Seconds that an item, or a call, may take before `on_timeout`. A worker may take ten
         times as long to get ready.
+    timed_from : 'item' or 'wait'
+        What these seconds begin with: with the making of an item, or not before a call begins to
+        wait for it. After 'wait', a call that follows an error waits as long again.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int, str or None
@@ -137,6 +140,7 @@ class Streams:
         start_method: str | None = None,
         max_restarts: int = 100,
         timeout: float | None = None,
+        timed_from: Literal["item", "wait"] = "item",
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
         threads: int | None = 1,
@@ -155,6 +159,7 @@ class Streams:
             start_method=choice("start_method", start_method, (None, *start_methods())),
             max_restarts=count("max_restarts", max_restarts, least=0),
             timeout=seconds("timeout", timeout),
+            patient=choice("timed_from", timed_from, ("item", "wait")) == "wait",
             restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
@@ -366,6 +371,7 @@ class StreamPool:
         start_method: str | None,
         max_restarts: int,
         timeout: float | None,
+        patient: bool,
         restart: bool,
         memory_limit: int,
         threads: int | None,
@@ -374,7 +380,7 @@ class StreamPool:
     ) -> None:
         self.num_workers = num_workers
         self._encoded = encoded
-        self._timeout, self._restart = timeout, restart
+        self._timeout, self._patient, self._restart = timeout, patient, restart
         depth = min(prefetch, DEEPEST)
         # One worker may have all keys.
         self.depth = min(prefetch * num_workers, DEEPEST)
@@ -474,6 +480,7 @@ class StreamPool:
         rings = [consumer.ring for consumer, _ in waiting]
         cells = [cell for _, (cell, _) in waiting]
         idle: dict[int, int] = {}
+        begun = now_ns() if self._patient else 0
         while True:
             seen = rings[0].alarms()
             if self._interrupts != generation:
@@ -484,7 +491,7 @@ class StreamPool:
                     return answer
             self._staff.check()
             if self._timeout is not None:
-                working = self._awaited(waiting, idle)
+                working = self._awaited(waiting, idle, begun)
                 self._staff.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
@@ -496,9 +503,9 @@ class StreamPool:
         self._await(waiting, self._began)
 
     def _awaited(
-        self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int]
+        self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int], begun: int
     ) -> list[tuple[int, int, str]]:
-        """Return what some workers work on, and since when.
+        """Return what some workers work on, and since when, but not before `begun`.
 
         `idle`: since when one is ready and has claimed nothing. It may be stopped.
         """
@@ -511,7 +518,7 @@ class StreamPool:
             else:
                 since = idle.setdefault(owner, now_ns())
                 working = [(owner, since, self._place(consumer, cell))]
-            awaited += working
+            awaited += [(owner, max(since, begun), place) for owner, since, place in working]
         return awaited
 
     def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:

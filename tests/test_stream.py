@@ -804,6 +804,32 @@ def test_the_timeout_is_for_an_item() -> None:
         assert s.stats().batches < 100
 
 
+class Held(Numbers):
+    """Items that wait for a file."""
+
+    path = ""
+
+    def item(self, k: int) -> Any:
+        while not os.path.exists(self.path):
+            time.sleep(0.01)
+        return super().item(k)
+
+
+def test_the_timeout_of_a_call_that_waits(tmp_path: Path) -> None:
+    """An item may have been made for longer than that before it was waited for."""
+    held = type("Held", (Held,), {"path": str(tmp_path / "gate")})
+    with streams(held, 1, prefetch=1, timeout=1.0, timed_from="wait") as s:
+        s.begin([2])
+        begun = time.monotonic()
+        for _ in range(2):  # the second waits as long again
+            with pytest.raises(cseq.WorkerTimeout, match="item 0 of worker 0"):
+                s.next(0)
+            assert time.monotonic() - begun > 1.0
+            begun = time.monotonic()
+        Path(held.path).touch()
+        assert len(list(s)) == 2
+
+
 # -- bounds
 
 
