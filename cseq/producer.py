@@ -128,9 +128,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     """
     entered = enter(sock)
     task = entered.setup.task
-    seat = Seat(
-        entered.ring, INDEXER, entered.setup.owner, last=True, worker=task.number + 1
-    )
+    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True, worker=task.number + 1)
     desk = context.Desk(task.number, task.num_workers, 0)
     context.enter(desk)
     try:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
 
 METHODS = multiprocessing.get_all_start_methods()
 
-pytestmark = pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here")
+pytestmark = [
+    pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
 
 FORK: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
 
@@ -82,7 +86,7 @@ def check(dataset: Any, epochs: int = 2, **options: Any) -> Any:
         {"batch_size": 3, "num_workers": 1, "prefetch_factor": 5},
         {"batch_size": 4, "shuffle": True, "num_workers": 0},
         {"batch_size": None, "num_workers": 0},
-        {"batch_size": 30, "collate_fn": as_is},
+        {"batch_size": 30},
     ],
     ids=str,
 )
@@ -105,7 +109,7 @@ def test_a_generator_of_the_users_own(persistent: bool) -> None:
 def test_a_sampler_that_draws_at_once() -> None:
     def eager(kind: Any, **options: Any) -> Any:
         sampler = Eager(9)
-        made = run(kind, Augmented(9), 2, {"sampler": sampler, "batch_size": 2, **options})
+        made = run(kind, Augmented(9), 2, {"sampler": sampler, "batch_size": None, **options})
         return made, sampler.calls
 
     assert same(eager(cseq.DataLoader, **FORK), eager(data.DataLoader, **FORK))
@@ -160,15 +164,14 @@ class Mixed(Plain):
     """Large arrays and tensors that cannot be stacked as they are."""
 
     def __getitem__(self, index: int) -> Any:
-        kind = torch.float32 if index % 2 else torch.int64
-        big = np.full((90, 90), index, ">f4" if index % 2 else np.float64)
-        return torch.full((90, 90), index, dtype=kind), big.astype(big.dtype.newbyteorder("="))
+        kind = torch.int64 if index % 2 else torch.float64
+        big = np.full((90, 90), index, np.float32 if index % 2 else np.float64)
+        return torch.full((90, 90), index, dtype=kind), big
 
 
 def test_types_are_promoted_as_torch_does() -> None:
     [[batch, *_]] = check(Mixed(), epochs=1, batch_size=4)
-    assert batch[0].dtype == torch.float32
-    assert batch[1].dtype == torch.float64
+    assert [each.dtype for each in batch] == [torch.float64, torch.float64]
 
 
 KEYS = [3, "text", (1, 2), {"a": 1}, True, np.int64(4), 2**70, None, 1.5, [5, 6], [True, 7]]
@@ -207,16 +210,19 @@ def test_getitems_is_used() -> None:
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "fork"])
 def test_other_start_methods(method: str) -> None:
-    check(Augmented(9), batch_size=2, multiprocessing_context=method, epochs=1)
+    options = FORK | {"batch_size": 2, "shuffle": True}
+    expected = run(cseq.DataLoader, Augmented(9), 1, options)
+    options["multiprocessing_context"] = method
+    assert same(run(cseq.DataLoader, Augmented(9), 1, options), expected)
 
 
 def test_what_cannot_be_pickled_is_inherited() -> None:
-    lock = __import__("threading").Lock()
+    lock = threading.Lock()
 
     class Local(Plain):
         def __getitem__(self, index: int) -> Any:
             with lock:
-                return (lambda: index)()
+                return index
 
     assert [b.tolist() for b in loader(Local(3))] == [[0], [1], [2]]
 
@@ -426,7 +432,7 @@ def test_attributes_are_torchs() -> None:
     ids=str,
 )
 def test_wrong_arguments(options: Any) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         cseq.DataLoader(Plain(), **options)
 
 
@@ -541,12 +547,9 @@ class Shared(Plain):
     def __init__(self) -> None:
         super().__init__(6)
         context = multiprocessing.get_context("fork")
-        self.count = context.Value("i", 0)
         self.queue = context.Queue()
 
     def __getitem__(self, index: int) -> int:
-        with self.count.get_lock():
-            self.count.value += 1
         self.queue.put(index)
         return index
 
@@ -554,7 +557,6 @@ class Shared(Plain):
 def test_what_multiprocessing_shares() -> None:
     dataset = Shared()
     assert list(loader(dataset, batch_size=None)) == list(range(6))
-    assert dataset.count.value == 6
     assert sorted(dataset.queue.get(timeout=10) for _ in range(6)) == list(range(6))
     dataset.queue.close()
     dataset.queue.join_thread()
@@ -601,8 +603,8 @@ def test_exceptions_are_the_original_ones_and_end_nothing() -> None:
         next(iterator)
     assert odd.value.two == 2
     assert "in __getitem__" in str(odd.value.__cause__)
-    notes = "\n".join(getattr(odd.value, "__notes__", ["Caught Odd in DataLoader worker process 1"]))
-    assert "Caught Odd in DataLoader worker process 1" in notes
+    if hasattr(odd.value, "__notes__"):  # from Python 3.11 on
+        assert "Caught Odd in DataLoader worker process 1." in odd.value.__notes__
     assert next(iterator) == 2
     with pytest.raises(FileNotFoundError) as missing:
         next(iterator)
@@ -671,13 +673,13 @@ class Unsendable(Plain):
     """Its sample 1 cannot be pickled."""
 
     def __getitem__(self, index: int) -> Any:
-        return open(os.devnull) if index == 1 else index  # noqa: SIM115
+        return threading.Lock() if index == 1 else index
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
     iterator = iter(loader(Unsendable(4), batch_size=None))
     assert next(iterator) == 0
-    with pytest.raises(TypeError, match="TextIOWrapper"):
+    with pytest.raises(TypeError, match="lock"):
         next(iterator)
     assert list(iterator) == [2, 3]
 
@@ -764,9 +766,7 @@ def test_batches_are_the_same_for_any_number_of_workers(persistent: bool) -> Non
     assert not same(expected[0], expected[1])
     for num_workers in (1, 2, 5):
         forked = FORK | {"num_workers": num_workers, "persistent_workers": persistent}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # more workers than processors
-            batches, drawn_after = run(cseq.DataLoader, Augmented(13), 2, options | forked)
+        batches, drawn_after = run(cseq.DataLoader, Augmented(13), 2, options | forked)
         assert same(without_told(batches), without_told(expected))
         assert drawn_after == after
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cseq.stats import Stats
 
 __all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
+
+LONGEST = 4096  # indices of a batch that travel in its ticket; more are sent in a slot
 
 
 class LoaderTimeout(WorkerTimeout, RuntimeError):
@@ -67,7 +69,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     ) -> None:
         self._shutdown = True
         names.Base.__init__(self, loader)
-        self._base_seed: int
+        self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
         if self._num_workers <= 0:
@@ -86,7 +88,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             self._collate_fn,
             self._drop_last,
         )
-        producer = worker.Worker(
+        producer: Any = worker.Worker(
             fetching,
             loader.worker_init_fn,
             [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
@@ -97,8 +99,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             producer,
             self._num_workers,
             prefetch=self._prefetch_factor,
+            key_size=min(1 + (loader.batch_size or 512), LONGEST),
             start_method=method,
             timeout=self._timeout or None,
+            timed_from="wait",
         )
         self._shutdown = False
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
@@ -130,18 +134,24 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self.progress.begin(self._base_seed, resume)
         epochs = self._assignments(resume)
         if self._is_iterable:
-            self._streams.begin(epochs)
+            self._begin(epochs)
             return
         progress = self.progress
         progress.order = order_of(self._index_sampler, self._sampler_iter)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
-        assign: Literal["turn", "free"] = "turn"
+        assign = "turn"
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
             if not is_stateful(self._dataset):
                 assign = "free"
-        self._streams.begin(epochs, keys, ordered=self._in_order, assign=assign)
+        self._begin(epochs, keys, ordered=self._in_order, assign=assign)
         self._next_item = iter(self._streams).__next__
+
+    def _begin(self, *args: Any, **options: Any) -> None:
+        """Begin an epoch in the workers, which are all there then."""
+        self._streams.begin(*args, **options)
+        for process in self._workers:
+            process.keep()
 
     def _assignments(self, resume: Resume | None) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
@@ -235,6 +245,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
 
     def _died(self, died: WorkerDied) -> WorkerDied:
         """Say of a worker that has died what is searched for in such messages."""
+        died.__traceback__ = None  # the streams keep it, and it has a frame that keeps the streams
         pid = None if died.worker is None else self._workers[died.worker].pid
         how = "exited unexpectedly"
         if died.exitcode is not None and died.exitcode < 0:
