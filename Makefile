@@ -1,6 +1,8 @@
 # make test     build into .venv and run every test, in JOBS (3) processes
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
+# make conformance-torch  torch's and torchdata's loader tests, with cseq's DataLoader in place, once there
+#                is one (ARGS="--class module:Class --tags must,own -k ..."); tests/conformance/README.md
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
 #                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
@@ -41,7 +43,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test conformance bench measure formats measure-formats gpu measure-gpu frameworks recipes stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -93,6 +95,10 @@ test: build
 conformance: build $(VENV)/.conformance
 	$(PY) tests/conformance/run_returnn.py $(TIMES)
 	$(PY) tests/conformance/run_torchdata.py $(TIMES)
+
+conformance-torch: build $(VENV)/.conformance
+	$(PY) tests/conformance/run_torch.py $(ARGS) $(TIMES)
+	$(PY) tests/conformance/run_torch.py --stateful $(ARGS) $(TIMES)
 
 # In an environment of its own, with the peers at the versions of benchmarks/requirements.txt.
 bench:

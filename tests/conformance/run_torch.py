@@ -1,0 +1,157 @@
+"""Run torch's own tests of `DataLoader` with cseq's class in its place.
+
+    python tests/conformance/run_torch.py [--class module:Class] [--tags must,own] [-k EXPR] [times]
+
+With --stateful: torchdata's tests of `StatefulDataLoader`.
+
+See README.md for the tags, and for where the tests come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from stand_in import ENTERED, STAND_IN
+from suite import BUILD, HERE, run, torchdata
+
+# torch's packages come without its tests; Debian's source package has the whole repository.
+RELEASE = "trixie"
+SOURCE = "pytorch"
+VERSION = "2.6.0"
+SHA256 = "c955067aa66c0d9d74bff7ddabd3f912ab81164e0b133bd12d1debad557215a3"
+TEST = "test_dataloader.py"
+
+# The class of .venv's torchdata, which still has DataLoader2, is older than these tests.
+TORCHDATA = "0.11.0"
+STATEFUL = ["test_state_dict.py", "test_sampler.py", "test_incremental_state.py"]
+
+SECONDS = 900  # that one test may take: test_proper_exit starts 24 programs
+
+
+def apt(folder: Path, *arguments: str, cwd: Path | None = None) -> None:
+    """Run apt-get with a list of sources of its own: the system's lists stay as they are."""
+    options = {
+        "Dir::Etc::SourceList": folder / "sources.list",
+        "Dir::Etc::SourceParts": os.devnull,
+        "Dir::State::Lists": folder / "lists",
+        "Dir::Cache": folder / "cache",
+        "APT::Sandbox::User": "",  # the folder is this user's
+    }
+    command = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    subprocess.run([*command, *arguments], cwd=cwd, check=True)
+
+
+def download(folder: Path) -> bytes:
+    """Return torch's test file out of Debian's source package, by the mirror that apt uses here."""
+    targets = ["--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
+    asked = subprocess.run(
+        ["apt-get", "indextargets", *targets], stdout=subprocess.PIPE, text=True, check=True
+    )
+    if not asked.stdout.strip():
+        raise FileNotFoundError(
+            "apt-get knows no mirror of Debian; `apt-get update` may be missing"
+        )
+    mirror = asked.stdout.split()[0]
+    (folder / "sources.list").write_text(f"deb-src {mirror} {RELEASE} main\n")
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True)
+    apt(folder, "update")
+    apt(folder, "source", "--download-only", "--tar-only", SOURCE, cwd=folder)
+    with tarfile.open(next(folder.glob(f"{SOURCE}_*.orig.tar.*"))) as archive:
+        for member in archive:
+            if member.name.endswith(f"/test/{TEST}"):
+                return archive.extractfile(member).read()
+    raise FileNotFoundError(f"no test/{TEST} in {SOURCE}")
+
+
+def torch_tests() -> Path:
+    """Return a folder with torch's test file: the one TORCH_TESTS names, or one made once."""
+    folder = Path(os.environ.get("TORCH_TESTS", BUILD / f"torch-{VERSION}")).resolve()
+    if not (folder / TEST).is_file():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+                text = download(Path(scratch))
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"{SOURCE} cannot be had: {error}; TORCH_TESTS=folder says where {TEST} is")
+        folder.mkdir(exist_ok=True)
+        (folder / TEST).write_bytes(text)
+    found = hashlib.sha256((folder / TEST).read_bytes()).hexdigest()
+    if found != SHA256:
+        sys.exit(f"{folder / TEST} is not that of torch {VERSION}: its SHA-256 is {found}")
+    return folder
+
+
+def torchdata_package() -> Path:
+    """Return a folder to import torchdata from, at the version of its tests."""
+    folder = BUILD / f"torchdata-package-{TORCHDATA}"
+    if not folder.is_dir():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+            target = ["--no-deps", "--target", f"{scratch}/package", f"torchdata=={TORCHDATA}"]
+            subprocess.run([*pip, *target], check=True)
+            os.rename(f"{scratch}/package", folder)  # all of it, or nothing
+    return folder
+
+
+def main() -> int:
+    """Run the tests as many times as the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("times", type=int, nargs="?", default=1, help="runs in a row")
+    parser.add_argument("--stateful", action="store_true", help="torchdata's tests, not torch's")
+    parser.add_argument(
+        "--class", dest="cls", metavar="MODULE:CLASS", help="what is tested; cseq's class"
+    )
+    parser.add_argument("--tags", help="only the tests with these tags, with commas between")
+    parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that pytest selects by it")
+    asked = parser.parse_args()
+    if asked.stateful:
+        title, library = f"torchdata {TORCHDATA}", "torchdata.stateful_dataloader"
+        cls = asked.cls or "cseq.adapters.torch:StatefulDataLoader"
+        folder = torchdata(f"v{TORCHDATA}", "TORCHDATA_STATEFUL") / "test" / "stateful_dataloader"
+        tests, paths = STATEFUL, [HERE / "site", torchdata_package()]
+    else:
+        title, library = f"torch {VERSION}", "torch"
+        cls = asked.cls or "cseq.adapters.torch:DataLoader"
+        folder, tests, paths = torch_tests(), [TEST], [HERE / "site"]
+    name = "stateful" if asked.stateful else "torch"
+    # Under no settings at all: ours would make warnings errors.
+    options = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        ".",
+        "--timeout",
+        str(SECONDS),
+        "-p",
+        "torch_plugin",
+        "--disable-warnings",
+    ]
+    options += [
+        "--table",
+        str(HERE / "torch_tests.txt"),
+        "--outcomes",
+        str(BUILD / f"{name}-outcomes.txt"),
+    ]
+    options += ["--tags", asked.tags] if asked.tags else []
+    options += ["-k", asked.k] if asked.k else []
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    variables = {
+        STAND_IN: f"{library}={cls}",
+        ENTERED: str(BUILD / f"{name}-entered.txt"),
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [*paths, *given])),  # it runs elsewhere
+        "PYTORCH_TEST_WITH_SLOW": "1",
+    }
+    return run(f"{title} with {cls}", folder, [*options, *tests], asked.times, variables)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

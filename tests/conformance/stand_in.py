@@ -1,0 +1,134 @@
+"""Another class in the place of a library's loader, in each interpreter that a test starts.
+
+`CSEQ_STAND_IN=library=module:Class` names the place and the class, and `CSEQ_ENTERED` a file that
+gets a line each time the library's own multiprocessing engine is entered. `site/sitecustomize.py`
+calls `install` when an interpreter starts; nothing happens in one that never imports the library.
+
+The class is put in place as soon as the library is imported. If the module of the class comes first
+(in the workers of its own engine, say) and imports the library in turn, the class does not exist at
+that moment; it is put in place when its module is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+STAND_IN = "CSEQ_STAND_IN"
+ENTERED = "CSEQ_ENTERED"
+
+STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+
+
+class Library(NamedTuple):
+    places: list[str]  # module:name of the class
+    engines: list[
+        str
+    ]  # module:name of what is called once for each iterator, or worker, of its own
+
+
+LIBRARIES = {
+    "torch": Library(
+        ["torch.utils.data:DataLoader", "torch.utils.data.dataloader:DataLoader"],
+        [
+            "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
+            "torch.utils.data._utils.worker:_worker_loop",
+        ],
+    ),
+    "torchdata.stateful_dataloader": Library(
+        [
+            "torchdata.stateful_dataloader:StatefulDataLoader",
+            STATEFUL + ":StatefulDataLoader",
+        ],
+        [
+            "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
+            STATEFUL + ":_StatefulMultiProcessingDataLoaderIter.__init__",
+        ],
+    ),
+}
+
+
+def owner(path: str) -> tuple[Any, str]:
+    """Return the object that has an attribute, module:name.name, and the attribute's name."""
+    module, _, name = path.partition(":")
+    *outer, name = name.split(".")
+    return functools.reduce(getattr, outer, importlib.import_module(module)), name
+
+
+def count(path: str) -> None:
+    """Have each call of a function write a line to the file: the function, and the test."""
+    where, name = owner(path)
+    old = getattr(where, name)
+
+    @functools.wraps(old)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "no test").partition(" ")[0]
+        with open(
+            os.environ[ENTERED], "a"
+        ) as file:  # one write: lines of several processes do not mix
+            file.write(f"{path} {test}\n")
+        return old(*args, **kwargs)
+
+    setattr(where, name, counted)
+
+
+class Imported:
+    """A finder that calls `act` when one of some modules was executed; it finds nothing."""
+
+    def __init__(self, names: set[str], act: Callable[[], None]) -> None:
+        self.names = names
+        self.act = act
+        self.executing: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self.names:
+            return None
+        self.names.remove(name)  # so that the search that follows passes by
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                self.executing.add(name)
+                execute(module)
+                self.executing.remove(name)
+                self.act()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Put the class in place as soon as it and the library are there."""
+    if STAND_IN not in os.environ:
+        return
+    library, _, path = os.environ[STAND_IN].partition("=")
+    module = path.partition(":")[0]
+
+    def act() -> None:
+        if library not in sys.modules or finder.executing & {library, module}:
+            return
+        cls = getattr(*owner(path))
+        for place in LIBRARIES[library].places:
+            setattr(*owner(place), cls)
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+            for engine in LIBRARIES[library].engines:
+                count(engine)
+
+    finder = Imported({library, module}, act)
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+
+
+def standing() -> type:
+    """Return the class that is in place here."""
+    return getattr(*owner(LIBRARIES[os.environ[STAND_IN].partition("=")[0]].places[0]))

@@ -1,0 +1,152 @@
+"""pytest plugin: every outcome is compared with a table, and the exit status says the result.
+
+A line of the table: tag, outcomes that are right (`passed|skipped`), the test, and after a # the
+reason where `passed` is not the only one. A session is right if each test had such an outcome, if
+it ran every test of the table that has one of the tags (unless -k chose), and if nothing entered
+torch's own multiprocessing engine. Torch's and torchdata's own classes may enter it, of course.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import stand_in
+
+TAGS = ("own", "must", "skew", "internal", "cuda")
+RANK = (
+    "passed",
+    "skipped",
+    "xfailed",
+    "failed",
+)  # a test of several reports has the worst of theirs
+
+
+class Row(NamedTuple):
+    tag: str
+    right: tuple[str, ...]
+    reason: str
+
+
+def read(path: Path) -> dict[str, Row]:
+    """Return the table: a row for each test."""
+    table = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        words, _, reason = line.partition("#")
+        if words.strip():
+            tag, right, name = words.split()
+            outcomes = tuple(right.split("|"))
+            if tag not in TAGS or not set(outcomes) <= set(RANK) or name in table:
+                raise ValueError(f"{path.name}:{number}: {line}")
+            table[name] = Row(tag, outcomes, reason.strip())
+    return table
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("stand-in")
+    group.addoption("--table", type=Path, required=True, help="the expected outcomes")
+    group.addoption(
+        "--outcomes", type=Path, help="file that gets each test's tag, outcome and seconds"
+    )
+    group.addoption("--tags", default=",".join(TAGS), help="which tests: " + ",".join(TAGS))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Judge(config), "stand-in-judge")
+
+
+class Judge:
+    """The outcomes of a session, and what the table says of them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        Path(os.environ[stand_in.ENTERED]).write_text("")
+        if config.option.outcomes:
+            config.option.outcomes.write_text("")
+        self.table = read(config.option.table)
+        self.tags = set(config.option.tags.split(","))
+        if unknown := self.tags - set(TAGS):
+            raise ValueError(f"no such tag: {', '.join(sorted(unknown))}")
+        self.outcomes: dict[str, str] = {}
+        self.seconds: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def tag(self, name: str) -> str:
+        return self.table[name].tag if name in self.table else "new"
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the tests with the tags, and those that the table does not have."""
+        left_out = [
+            item for item in items if self.tag(brief(item.nodeid)) not in {*self.tags, "new"}
+        ]
+        items[:] = [item for item in items if item not in left_out]
+        self.config.hook.pytest_deselected(items=left_out)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Say which tests of the table are not there."""
+        there = {brief(item.nodeid) for item in session.items}
+        files = {name.partition("::")[0] for name in there}
+        if not self.config.option.keyword:
+            for name, row in self.table.items():
+                if row.tag in self.tags and name.partition("::")[0] in files and name not in there:
+                    self.wrong.append(f"{name}: not found")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = brief(report.nodeid)
+        outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
+        self.outcomes[name] = max(self.outcomes.get(name, "passed"), outcome, key=RANK.index)
+        self.seconds[name] += report.duration
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        name = brief(nodeid)
+        if self.config.option.outcomes:
+            with self.config.option.outcomes.open("a") as file:
+                words = (self.tag(name), self.outcomes[name], self.seconds[name], name)
+                file.write("{:9}{:8}{:8.2f}  {}\n".format(*words))
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Compare; a session that pytest itself could not finish stays what it is."""
+        for name, outcome in self.outcomes.items():
+            if name not in self.table:
+                self.wrong.append(f"{name}: {outcome}, and not in the table")
+            elif outcome not in self.table[name].right:
+                self.wrong.append(f"{name}: {outcome}, not {' or '.join(self.table[name].right)}")
+        self.entered = Counter(Path(os.environ[stand_in.ENTERED]).read_text().split("\n")[:-1])
+        cls = stand_in.standing()
+        if not cls.__module__.startswith(("torch.", "torchdata.")):
+            for line, times in self.entered.items():
+                engine, _, test = line.partition(" ")
+                self.wrong.append(
+                    f"{brief(test)}: entered {engine.partition(':')[2]}, {times} times"
+                )
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            session.exitstatus = int(bool(self.wrong))
+        else:
+            self.wrong.append(f"the session ended with {exitstatus!r}")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        write = terminalreporter.write_line
+        cls = stand_in.standing()
+        write(f"in place: {cls.__module__}:{cls.__qualname__}")
+        for tag in (*TAGS, "new"):
+            counts = Counter(
+                outcome for name, outcome in self.outcomes.items() if self.tag(name) == tag
+            )
+            if counts:
+                write(
+                    f"{tag:9}"
+                    + ", ".join(f"{counts[kind]} {kind}" for kind in RANK if counts[kind])
+                )
+        write(f"torch's own engine: entered {sum(self.entered.values())} times")
+        for line in self.wrong:
+            write(f"WRONG {line}")
+        write(f"{len(self.wrong)} not as expected")
+
+
+def brief(nodeid: str) -> str:
+    """Return a test's name without the folders of its file."""
+    path, _, rest = nodeid.partition("::")
+    return f"{path.rpartition('/')[2]}::{rest}"

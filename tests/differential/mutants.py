@@ -1,0 +1,409 @@
+"""Torch's DataLoader with one fault each that another engine may have; all must be found.
+
+`MUTANTS` has for each a case that shows it; `run_differential.py --mutants` looks for others.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import dataloader
+from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessingDataLoaderIter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class NoBaseSeed(DataLoader):
+    """Draws no base seed: the trainer's generator is where it was."""
+
+    def _get_iterator(self) -> Any:
+        generator = self.generator or torch.default_generator
+        state = generator.get_state()
+        iterator = super()._get_iterator()
+        generator.set_state(state)
+        return iterator
+
+
+class BaseSeedOfAnother(DataLoader):
+    """Draws the base seed from the global generator, also if one was given."""
+
+    def _get_iterator(self) -> Any:
+        given, self.generator = self.generator, None
+        try:
+            return super()._get_iterator()
+        finally:
+            self.generator = given
+
+
+def worker_with(**changes: Callable[[Any], Any]) -> Callable:
+    """Return torch's worker loop with some of its arguments changed."""
+    loop = worker._worker_loop
+    names = loop.__code__.co_varnames[: loop.__code__.co_argcount]
+
+    @functools.wraps(loop)
+    def changed(*arguments: Any) -> None:
+        named = dict(zip(names, arguments, strict=True))
+        loop(*(changes.get(name, lambda value: value)(value) for name, value in named.items()))
+
+    return changed
+
+
+class Patched(DataLoader):
+    """Has something of torch's in another form while an iterator is made."""
+
+    place: Any
+    name: str
+
+    def patch(self) -> Any:
+        raise NotImplementedError
+
+    def _get_iterator(self) -> Any:
+        old = getattr(self.place, self.name)
+        setattr(self.place, self.name, self.patch())
+        try:
+            return super()._get_iterator()
+        finally:
+            setattr(self.place, self.name, old)
+
+
+class NextSeed(Patched):
+    """Worker w has the seed of worker w + 1."""
+
+    place, name = worker, "_worker_loop"
+
+    def patch(self) -> Any:
+        return worker_with(base_seed=lambda seed: seed + 1)
+
+
+class NumpyNotSeeded(Patched):
+    """Leaves numpy's generator in the workers as it was in the trainer."""
+
+    place, name = worker, "HAS_NUMPY"
+
+    def patch(self) -> Any:
+        return False
+
+
+class KeepsShortBatch(Patched):
+    """Gives the last short batch of a worker in spite of drop_last, for an IterableDataset."""
+
+    place, name = worker, "_worker_loop"
+
+    def patch(self) -> Any:
+        return worker_with(drop_last=lambda drop: False)
+
+
+class NextWorker(Patched):
+    """Batch k is made by worker k + 1."""
+
+    place, name = dataloader, "itertools"
+
+    def patch(self) -> Any:
+        def cycle(values: Any) -> Iterator[Any]:
+            every = list(values)
+            return old.cycle(every[1:] + every[:1])
+
+        old = dataloader.itertools
+        return types.SimpleNamespace(**{**vars(old), "cycle": cycle})
+
+
+class SameSeeds(Patched):
+    """Every epoch has the seeds of the first one."""
+
+    place, name = dataloader._BaseDataLoaderIter, "__init__"
+
+    def patch(self) -> Any:
+        old = dataloader._BaseDataLoaderIter.__init__
+
+        def init(iterator: Any, loader: Any) -> None:
+            old(iterator, loader)
+            iterator._base_seed = vars(self).setdefault("_first_seed", iterator._base_seed)
+
+        return init
+
+
+class NoInit(DataLoader):
+    """Does not call worker_init_fn."""
+
+    def _get_iterator(self) -> Any:
+        given, self.worker_init_fn = self.worker_init_fn, None
+        try:
+            return super()._get_iterator()
+        finally:
+            self.worker_init_fn = given
+
+
+class FartherAhead(DataLoader):
+    """Takes more from the sampler than torch does."""
+
+    def _get_iterator(self) -> Any:
+        given = self.prefetch_factor
+        if given is not None:
+            self.prefetch_factor = given + 1
+        try:
+            return super()._get_iterator()
+        finally:
+            self.prefetch_factor = given
+
+
+class SeedsTrainer(DataLoader):
+    """Seeds the generators also where there are no workers."""
+
+    def _get_iterator(self) -> Any:
+        iterator = super()._get_iterator()
+        if self.num_workers == 0:
+            random.seed(iterator._base_seed)
+        return iterator
+
+
+class NotReset(DataLoader):
+    """Goes on where a persistent iterator was left, instead of a new epoch."""
+
+    def __iter__(self) -> Any:
+        left = self._iterator
+        if left is not None and left._num_yielded > 0 and left._tasks_outstanding > 0:
+            return left
+        return super().__iter__()
+
+
+class NewWorkers(DataLoader):
+    """Has new workers for each epoch, also if they are to persist."""
+
+    def __iter__(self) -> Any:
+        self._iterator = None
+        return super().__iter__()
+
+
+class OneIterator(DataLoader):
+    """Has one iterator for all that are alive at once."""
+
+    def __iter__(self) -> Any:
+        if vars(self).get("_alive") is None:
+            self._alive = super().__iter__()
+        return self._alive
+
+
+class WrongLen(DataLoader):
+    """Counts a last short batch in spite of drop_last, for an IterableDataset."""
+
+    def __len__(self) -> int:
+        iterable = self._dataset_kind == _DatasetKind.Iterable and self.batch_size
+        return -(-len(self.dataset) // self.batch_size) if iterable else super().__len__()
+
+
+class Changed(DataLoader):
+    """Has an iterator with something changed, if there are workers."""
+
+    iterator: type
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return self.iterator(self)
+
+
+class Silent(Changed):
+    """Warns of nothing."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def __next__(self) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return super().__next__()
+
+
+class LastBatchLost(Changed):
+    """Does not give the last batch."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            if self._tasks_outstanding == 0:
+                raise StopIteration
+            return data
+
+
+class ErrorSwallowed(Changed):
+    """Passes over batches that failed."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def __next__(self) -> Any:
+            while True:
+                try:
+                    return super().__next__()
+                except (ValueError, LookupError, OSError):
+                    continue
+
+
+class ErrorEnds(Changed):
+    """Is at its end after an error."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        failed = False
+
+        def __next__(self) -> Any:
+            if self.failed:
+                raise StopIteration
+            try:
+                return super().__next__()
+            except StopIteration:
+                raise
+            except Exception:
+                self.failed = True
+                raise
+
+
+class ErrorOfAnotherType(Changed):
+    """Raises every error of a worker as a RuntimeError."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def __next__(self) -> Any:
+            try:
+                return super().__next__()
+            except StopIteration:
+                raise
+            except Exception as error:
+                raise RuntimeError(str(error)) from None
+
+
+class KeysChanged(Changed):
+    """Gives the data set Python's integers where the sampler gave numpy's."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def _next_index(self) -> Any:
+            index = super()._next_index()
+            if isinstance(index, list):
+                return [int(key) if isinstance(key, np.integer) else key for key in index]
+            return index
+
+
+class Narrowed(Changed):
+    """Gives float32 for float64."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            return (
+                data.float()
+                if isinstance(data, torch.Tensor) and data.is_floating_point()
+                else data
+            )
+
+
+class TuplesLost(Changed):
+    """Gives lists for tuples."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            return list(data) if isinstance(data, tuple) else data
+
+
+class Swapped(Changed):
+    """Gives two batches in the wrong order."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        kept = None
+
+        def _next_data(self) -> Any:
+            if self.kept is not None:
+                data, self.kept = self.kept, None
+                return data
+            data = super()._next_data()
+            if self._rcvd_idx == 1 and self._tasks_outstanding > 0:
+                self.kept = data
+                return super()._next_data()
+            return data
+
+
+class MemoryReused(Changed):
+    """Gives each batch in the memory of the one before, if it has the same shape."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        memory = None
+
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            if not isinstance(data, torch.Tensor):
+                return data
+            if self.memory is None or self.memory.shape != data.shape:
+                self.memory = data
+            return self.memory.copy_(data)
+
+
+class BeginsAnew(Changed):
+    """Begins anew after the end."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        ended = False
+
+        def __next__(self) -> Any:
+            if self.ended:
+                self.ended = False
+                return self.last
+            try:
+                self.last = super().__next__()
+            except StopIteration:
+                self.ended = hasattr(self, "last")
+                raise
+            return self.last
+
+
+class DrawsInTrainer(Changed):
+    """Draws from the trainer's generator for every batch."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def __next__(self) -> Any:
+            random.random()
+            return super().__next__()
+
+
+FAILING = {"where": "sample", "at": 1, "type": "ValueError"}
+
+MUTANTS: dict[str, dict] = {
+    "NoBaseSeed": {},
+    "BaseSeedOfAnother": {"generator": True},
+    "NextSeed": {"num_workers": 1, "info": True},
+    "NumpyNotSeeded": {"num_workers": 1, "draws": ["numpy"]},
+    "KeepsShortBatch": {"num_workers": 1, "dataset": "stream", "length": 5, "drop_last": True},
+    "NextWorker": {"num_workers": 2, "info": True},
+    "SameSeeds": {"num_workers": 1, "info": True, "steps": ["epoch", "epoch"]},
+    "NoInit": {"num_workers": 1, "init": "seed", "draws": ["random"]},
+    "FartherAhead": {"num_workers": 1, "sampler": "own", "length": 12},
+    "SeedsTrainer": {},
+    "NotReset": {
+        "num_workers": 1,
+        "persistent_workers": True,
+        "length": 12,
+        "steps": ["break 1", "epoch"],
+    },
+    "NewWorkers": {
+        "num_workers": 1,
+        "persistent_workers": True,
+        "info": True,
+        "steps": ["epoch", "epoch"],
+    },
+    "OneIterator": {"steps": ["epoch", "epoch"]},
+    "WrongLen": {"dataset": "counted", "drop_last": True, "steps": ["len"]},
+    "Silent": {"num_workers": 1, "dataset": "counted", "batch_size": 1, "steps": ["len", "epoch"]},
+    "LastBatchLost": {"num_workers": 1},
+    "ErrorSwallowed": {"num_workers": 1, "error": FAILING},
+    "ErrorEnds": {"num_workers": 1, "error": FAILING},
+    "ErrorOfAnotherType": {"num_workers": 1, "error": FAILING},
+    "KeysChanged": {"num_workers": 1, "sampler": "own", "key": "numpy"},
+    "Narrowed": {"num_workers": 1, "item": "double"},
+    "TuplesLost": {"num_workers": 1, "item": "named"},
+    "Swapped": {"num_workers": 1},
+    "MemoryReused": {"num_workers": 1, "item": "tensor"},
+    "BeginsAnew": {"num_workers": 1},
+    "DrawsInTrainer": {"num_workers": 1},
+}

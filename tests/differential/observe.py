@@ -1,0 +1,380 @@
+"""What a trainer sees of a loader, as a list of events that can be compared.
+
+A loader runs in a process of its own: it may hang or crash, and leaves its state there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import importlib
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import tempfile
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import case as cases
+import numpy as np
+import parts
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import BinaryIO
+
+    from case import Case
+
+SECONDS = 90  # that a case may take before it counts as hanging
+MOST = 60  # batches of one epoch: a loader without an end has an end here
+
+Event = list[Any]
+
+
+# -- values
+
+
+def plain(value: Any) -> Any:
+    """Return what a value is, in plain values: its type, its dtype and shape, and all its bits."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+        return [name, str(value.dtype), list(value.shape), value.requires_grad, shown(value), bits]
+    if isinstance(value, (np.ndarray, np.generic)):
+        writeable = isinstance(value, np.generic) or value.flags.writeable
+        return [
+            name,
+            str(value.dtype),
+            list(value.shape),
+            writeable,
+            shown(value),
+            value.tobytes().hex(),
+        ]
+    if isinstance(value, dict):
+        return [name, [[plain(key), plain(each)] for key, each in value.items()]]
+    if isinstance(value, (list, tuple)):
+        return [name, [plain(each) for each in value]]
+    if isinstance(
+        value, (parts.Sampler, parts.Collate, parts.Init, parts.Map, parts.Stream, torch.Generator)
+    ):
+        return [name]
+    return [name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))]
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors(each)
+
+
+def shown(value: Any) -> str:
+    return " ".join(repr(value.tolist()).split())
+
+
+def failure(error: BaseException) -> Event:
+    """Return what is asked of an error: type, first line of the text, and the worker it is from.
+
+    torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
+    in a traceback; others may keep the text and have that line in a note.
+    """
+    text = str(error)
+    worker = [
+        line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")
+    ]
+    if text.startswith("Caught "):
+        name = re.match(r"Caught (\S+)", text).group(1)
+        said = re.findall(rf"^(?:[\w.]+\.)?{re.escape(name)}(?:: (.*))?$", text, re.MULTILINE)
+        text = said[-1] if said else text
+    elif isinstance(error, KeyError):
+        text = str(error)  # quoted, as in a traceback
+    first = text.split("\n")[0]
+    return [
+        f"{type(error).__module__}.{type(error).__qualname__}",
+        first,
+        *(w.split("\n")[0] for w in worker),
+    ]
+
+
+def generators(loader: Any) -> str:
+    """Return a digest of every state that a loader may change in the trainer."""
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    states.append(np.random.get_state())  # noqa: NPY002
+    for holder in (loader, getattr(loader, "sampler", None)):
+        given = getattr(holder, "generator", None)
+        states.append(None if given is None else given.get_state().numpy().tobytes())
+    return " ".join(hashlib.sha256(repr(state).encode()).hexdigest()[:8] for state in states)
+
+
+# -- a trainer
+
+
+class Trainer:
+    """Does the steps of a case, and writes down what it sees."""
+
+    def __init__(self, case: Case, cls: type) -> None:
+        self.case = case
+        self.cls = cls
+        self.events: list[Event] = []
+        self.warned: list[warnings.WarningMessage] = []
+        self.loader: Any = None
+        self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
+
+    def see(self, name: str, *values: Any) -> None:
+        for warning in self.warned:
+            text = str(warning.message).split("\n")[0]
+            if "multi-threaded, use of fork" not in text:
+                text = re.sub(r" at 0x[0-9a-f]+", "", text)
+                self.events.append(["warning", warning.category.__name__, text])
+        self.warned.clear()
+        self.events.append([name, *values])
+
+    @contextlib.contextmanager
+    def seeing(self, name: str) -> Iterator[None]:
+        """Write an error down as an event."""
+        try:
+            yield
+        except StopIteration:
+            self.see(f"{name}: end")
+        except Exception as error:
+            self.see(f"{name}: error", *failure(error))
+
+    def run(self) -> list[Event]:
+        """Make the loader, do the steps, and return the events."""
+        torch.manual_seed(self.case.seed)
+        np.random.seed(self.case.seed)  # noqa: NPY002
+        random.seed(self.case.seed)
+        with warnings.catch_warnings(record=True) as self.warned:
+            warnings.simplefilter("always")
+            with self.seeing("loader"):
+                self.loader = cases.loader(self.case, self.cls)
+                self.see("loader", plain(attributes(self.loader)), generators(self.loader))
+                for step in self.case.steps:
+                    name, _, value = step.partition(" ")
+                    with self.seeing(step):
+                        getattr(self, name)(value)
+                    self.drop()
+                    gc.collect()
+                    self.see(f"after {step}", generators(self.loader))
+                self.see("attributes", plain(attributes(self.loader)))
+        return self.events
+
+    def batch(self, iterator: Any, name: str) -> bool:
+        """Take a batch; false if there is none."""
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            self.see(f"{name}: end", *self.taken())
+            return False
+        except Exception as error:
+            self.see(f"{name}: error", *failure(error))
+            return not self.case.stop
+        was = plain(batch)
+        self.kept.append((was, batch))
+        self.see(name, was, *self.taken())
+        return True
+
+    def drop(self) -> None:
+        """Look at a step's batches again: they must have stayed, and can be written."""
+        self.see("kept", all(plain(batch) == was for was, batch in self.kept))
+        for _, batch in self.kept:
+            for tensor in tensors(batch):
+                tensor.fill_(0)
+        self.kept.clear()
+
+    def taken(self) -> list[Any]:
+        """Return how many keys were taken from a sampler of ours."""
+        samplers = (self.loader.batch_sampler, self.loader.sampler)
+        return [sampler.taken for sampler in samplers if isinstance(sampler, parts.Sampler)]
+
+    def take(self, iterator: Any, name: str, most: int = MOST) -> None:
+        for number in range(most):
+            if not self.batch(iterator, f"{name} {number}"):
+                break
+
+    def begin(self) -> Any:
+        iterator = iter(self.loader)
+        self.see("iter", iterator is iter(iterator), *self.taken())
+        with self.seeing("len of iter"):
+            self.see("len of iter", len(iterator))
+        return iterator
+
+    # the steps
+
+    def epoch(self, value: str) -> None:
+        iterator = self.begin()
+        self.take(iterator, "batch")
+        if not self.case.stop:
+            self.batch(iterator, "again")
+
+    def forever(self, value: str) -> None:
+        """Epochs of which each begins at once where the last one ended."""
+        for _ in range(int(value)):
+            self.take(iter(self.loader), "batch")
+
+    def break_(self, value: str) -> None:
+        self.take(self.begin(), "batch", int(value))
+
+    def two(self, value: str) -> None:
+        """Two iterators in turn, of which the second one is dropped first."""
+        first, second = self.begin(), self.begin()
+        self.see("two", first is second)
+        for number in range(int(value)):
+            self.batch(first, f"first {number}")
+            self.batch(second, f"second {number}")
+        del second
+        self.take(first, "first")
+
+    def len(self, value: str) -> None:
+        self.see("len", len(self.loader))
+
+    def draw(self, value: str) -> None:
+        self.see("draw", plain(parts.drawn(["torch", "numpy", "random"])))
+
+    def pickle(self, value: str) -> None:
+        self.loader = pickle.loads(pickle.dumps(self.loader))
+        self.see("pickle", plain(attributes(self.loader)))
+
+    def num_workers(self, value: str) -> None:
+        self.loader.num_workers = int(value)
+
+    def collate(self, value: str) -> None:
+        self.loader.collate_fn = parts.Collate(value)
+
+    def generator(self, value: str) -> None:
+        self.loader.generator = torch.Generator().manual_seed(9)
+
+
+setattr(Trainer, "break", Trainer.break_)
+
+
+def attributes(loader: Any) -> dict[str, Any]:
+    """Return those attributes of a loader that torch's class has, objects by their type."""
+    own = torch.utils.data.DataLoader(range(1))
+    there = {
+        name: value
+        for name, value in vars(loader).items()
+        if name in vars(own) or name == "_iterator"
+    }
+    for name in (
+        "_iterator",
+        "batch_sampler",
+        "sampler",
+        "dataset",
+        "collate_fn",
+        "worker_init_fn",
+    ):
+        value = there.get(name)
+        there[name] = (
+            None if value is None else "some" if name == "_iterator" else type(value).__qualname__
+        )
+    there["multiprocessing_context"] = type(loader.multiprocessing_context).__name__
+    return dict(sorted(there.items()))
+
+
+# -- in a process of its own
+
+
+class Observation:
+    """A trainer that runs in a process of its own, from now on; `events` waits for its end."""
+
+    def __init__(self, case: Case, path: str) -> None:
+        self.result = tempfile.TemporaryFile()
+        self.stderr = tempfile.TemporaryFile()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                os.dup2(self.stderr.fileno(), 2)
+                self.child(case, path)
+            except BaseException:
+                traceback.print_exc(file=open(2, "w", closefd=False))
+            finally:
+                os._exit(1)  # reached only without a result
+
+    def child(self, case: Case, path: str) -> None:
+        # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.enable(2)
+        faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
+        signal.alarm(SECONDS)
+        module, _, name = path.partition(":")
+        events = Trainer(case, getattr(importlib.import_module(module), name)).run()
+        self.result.write(json.dumps(events).encode())
+        self.result.flush()
+        os._exit(0)
+
+    def events(self) -> list[Event]:
+        _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it has left
+        with self.result, self.stderr:
+            if status == 0:
+                return json.loads(read(self.result))
+            return [["hang or crash", status, read(self.stderr).decode(errors="replace")[:8000]]]
+
+
+def read(file: BinaryIO) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def observe(case: Case, *paths: str) -> list[list[Event]]:
+    """Return the events of a case with each of the classes, which run at the same time."""
+    started = [Observation(case, path) for path in paths]
+    return [each.events() for each in started]
+
+
+# -- comparing
+
+
+def alike(case: Case, events: list[Event]) -> list[Event]:
+    """Return the events in a form that two loaders which keep the contract have in common."""
+    if case.num_workers > 1 and not case.in_order:
+        # Batches that are ready come first: every epoch is sorted.
+        batches = sorted(
+            (event[1:2] for event in events if event[0].startswith("batch ")), key=repr
+        )
+        return [event for event in events if not event[0].startswith("batch ")] + batches
+    return events
+
+
+def difference(case: Case, first: list[Event], second: list[Event]) -> tuple[Any, Any] | None:
+    """Return the first two events that differ, or None."""
+    first, second = alike(case, first), alike(case, second)
+    if case.fails("sampler") and case.num_workers > 0:
+        # Where a sampler fails, torch loses the batch received in that call; others may give it.
+        mine, theirs = (
+            [event[1:2] for event in events if re.match(r"(batch|first|second) \d+$", event[0])]
+            for events in (first, second)
+        )
+        rest = iter(theirs)
+        lost = [batch for batch in mine if batch not in rest]
+        if lost:
+            return lost[0], "not given, or in another order"
+        first, second = (
+            [
+                event
+                for event in events
+                if "error" in event[0] or "after" in event[0] or "loader" in event[0]
+            ]
+            for events in (first, second)
+        )
+        first, second = ([event[1:] for event in events] for events in (first, second))
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            return a, b
+    if len(first) != len(second):
+        return ("the end", *first[len(second) :][:1]), ("the end", *second[len(first) :][:1])
+    return None

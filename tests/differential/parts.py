@@ -1,0 +1,292 @@
+"""What loaders are made of here: data sets, samplers, collate functions, all of them picklable.
+
+Everything depends on its arguments and on the three global generators alone: two loaders that keep
+the same contract give the same.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ERRORS = {
+    "ValueError": lambda: ValueError("no such sample"),
+    "KeyError": lambda: KeyError("no such key"),
+    "OSError": lambda: OSError(2, "no such file"),
+    "IndexError": lambda: IndexError("out of range"),
+    "lines": lambda: RuntimeError("first line\nsecond line"),
+    "empty": ValueError,
+}
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+def drawn(generators: list[str]) -> list[float]:
+    """Draw a number from each of the named global generators."""
+    draw = {
+        "torch": lambda: torch.rand(()).item(),
+        "numpy": np.random.random,
+        "random": random.random,
+    }
+    return [draw[name]() for name in generators]
+
+
+class Items:
+    """Samples of a kind, with what was drawn for them, and where they were made."""
+
+    def __init__(
+        self,
+        kind: str = "tuple",
+        draws: tuple[str, ...] = (),
+        info: bool = False,
+        error: dict | None = None,
+    ) -> None:
+        self.kind = kind
+        self.draws = list(draws)
+        self.info = info
+        self.error = error or {}
+        self.calls = 0
+
+    def item(self, number: int, key: Any = None) -> Any:
+        if self.error.get("where") == "sample" and number == self.error["at"]:
+            raise ERRORS[self.error["type"]]()
+        value = self.plain(number)
+        if self.draws:
+            value = (value, *drawn(self.draws))
+        if self.info:
+            worker = get_worker_info()
+            about = (
+                (worker.id, worker.num_workers, worker.seed) if worker is not None else (-1, -1, -1)
+            )
+            self.calls += 1
+            value = (
+                value,
+                *about,
+                torch.initial_seed() % 2**62,
+                torch.get_num_threads(),
+                self.calls,
+            )
+        if key is not None:
+            value = (value, f"{type(key).__module__}.{type(key).__name__}")
+        return value
+
+    def plain(self, number: int) -> Any:
+        tensor = torch.arange(3, dtype=torch.float32) + number
+        made = {
+            "tuple": lambda: (tensor, number),
+            "tensor": tensor.clone,
+            "double": lambda: tensor.double() / 3,
+            "bool": lambda: tensor > 2,
+            "array": lambda: np.arange(4, dtype=np.int16) + number,
+            "numpy scalar": lambda: np.float32(number / 3),
+            "int": lambda: number,
+            "float": lambda: number / 3,
+            "str": lambda: f"sample {number}",
+            "bytes": lambda: b"%d" % number,
+            "dict": lambda: {"image": tensor, "name": f"{number}", "label": number},
+            "named": lambda: Pair(tensor, number),
+            "nested": lambda: [{"a": (tensor, [number, "x"])}, np.float64(number)],
+            "ragged": lambda: torch.zeros(number % 3),
+            "none": lambda: None,
+            "empty": lambda: torch.zeros(0, 2),
+            "half": tensor.half,
+            "mixed": lambda: tensor if number % 2 else tensor.long(),
+        }
+        return made[self.kind]()
+
+
+def number_of(key: Any) -> int:
+    """Return the number of the sample that a key names."""
+    if isinstance(key, str):
+        return int(key.removeprefix("key "))
+    return int(key[0]) if isinstance(key, tuple) else int(key)
+
+
+class Map(Dataset):
+    def __init__(self, length: int, items: Items, keyed: bool) -> None:
+        self.length = length
+        self.items = items
+        self.keyed = keyed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, list):  # bulk loading: the sampler gives batches, batch_size is None
+            return [self[each] for each in key]
+        number = number_of(key)
+        if not 0 <= number < self.length:
+            raise IndexError("no such number")
+        return self.items.item(number, key if self.keyed else None)
+
+
+class Bulk(Map):
+    """Gives several samples at once, each with the type of the collection of keys."""
+
+    def __getitems__(self, keys: Any) -> list[Any]:
+        return [(self[key], type(keys).__name__) for key in keys]
+
+
+class Stream(IterableDataset):
+    """Samples of which the workers have unequal shares; a generator, which an error ends."""
+
+    def __init__(self, length: int, items: Items) -> None:
+        self.length = length
+        self.items = items
+
+    def numbers(self) -> list[int]:
+        if self.items.error.get("where") == "iter":
+            raise ERRORS[self.items.error["type"]]()
+        worker = get_worker_info()
+        every = range(self.length)
+        if worker is None:
+            return list(every)
+        return [number for number in every if number * number % worker.num_workers == worker.id]
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            yield self.items.item(number)
+
+
+class Counted(Stream):
+    """A stream that knows its length, or says so: what it says is one less."""
+
+    def __len__(self) -> int:
+        return max(0, self.length - 1)
+
+
+class Steps(Stream):
+    """A stream whose iterator goes on behind an error, and draws when it is made."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Step(self.items, self.numbers(), drawn(self.items.draws))
+
+
+class Step:
+    def __init__(self, items: Items, numbers: list[int], start: list[float]) -> None:
+        self.items = items
+        self.numbers = iter(numbers)
+        self.start = start
+
+    def __iter__(self) -> Step:
+        return self
+
+    def __next__(self) -> Any:
+        number = next(self.numbers)
+        item = self.items.item(number)
+        return (item, *self.start) if self.start else item
+
+
+class Sampler:
+    """Keys of a kind, counted as they are taken; `eager` draws their order in `__iter__` itself."""
+
+    def __init__(
+        self,
+        length: int,
+        key: str = "int",
+        eager: bool = False,
+        error: dict | None = None,
+        group: str = "",
+    ) -> None:
+        self.length = length
+        self.key = key
+        self.eager = eager
+        self.error = error or {}
+        self.group = group  # the kind of the batches; none: single keys
+        self.taken = 0
+
+    def __len__(self) -> int:
+        return -(-self.length // 3) if self.group else self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self.length).tolist() if self.eager else list(range(self.length))
+        keys = [keyed(self.key, number) for number in order]
+        if self.group:
+            keys = [
+                grouped(self.group, keys[start : start + 3]) for start in range(0, self.length, 3)
+            ]
+        return self.counted(keys)
+
+    def counted(self, keys: list[Any]) -> Iterator[Any]:
+        for place, key in enumerate(keys):
+            if self.error and place == self.error["at"]:
+                raise ERRORS[self.error["type"]]()
+            self.taken += 1
+            yield key
+
+
+def keyed(kind: str, number: int) -> Any:
+    """Return the key of a kind that names a sample."""
+    return {
+        "int": lambda: number,
+        "str": lambda: f"key {number}",
+        "tuple": lambda: (number, "and more"),
+        "numpy": lambda: np.int32(number),
+        "tensor": lambda: torch.tensor(number),
+        "bool": lambda: bool(number % 2),
+        "big": lambda: number,
+    }[kind]()
+
+
+def grouped(kind: str, keys: list[Any]) -> Any:
+    """Return the keys of a batch as a collection of a kind."""
+    return {
+        "list": list,
+        "tuple": tuple,
+        "dict": dict.fromkeys,
+        "array": np.array,
+        "tensor": lambda some: torch.tensor([number_of(key) for key in some]),
+        "generator": lambda some: range(number_of(some[0]), number_of(some[-1]) + 1),
+    }[kind](keys)
+
+
+class Collate:
+    """A collate function of a kind, which may fail at its n-th call in a process."""
+
+    def __init__(self, kind: str, draws: tuple[str, ...] = (), error: dict | None = None) -> None:
+        self.kind = kind
+        self.draws = list(draws)
+        self.error = error or {}
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        if self.error and self.calls - 1 == self.error["at"]:
+            raise ERRORS[self.error["type"]]()
+        if self.kind == "same":
+            return samples
+        if self.kind == "count":
+            return self.calls, repr(samples)
+        if self.kind == "set":
+            return {"text": {repr(samples)}, "none": None, "whole": 2**70, "class": Pair}
+        batch = default_collate(samples) if isinstance(samples, list) else samples
+        return {"batch": batch, "drawn": drawn(self.draws or ["torch", "numpy", "random"])}
+
+
+class Init:
+    """A worker_init_fn: draws, seeds anew, sets the data set's kind, or fails in one worker."""
+
+    def __init__(self, kind: str, error: dict | None = None) -> None:
+        self.kind = kind
+        self.error = error or {}
+
+    def __call__(self, worker: int) -> None:
+        if self.error and worker == self.error["at"]:
+            raise ERRORS[self.error["type"]]()
+        if self.kind == "draw":
+            drawn(["torch", "numpy", "random"])
+        elif self.kind == "seed":
+            np.random.seed(worker)  # noqa: NPY002
+            random.seed(worker)
+        elif self.kind == "dataset":
+            get_worker_info().dataset.length -= worker

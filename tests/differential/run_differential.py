@@ -1,0 +1,155 @@
+"""Two loader classes, given the same random cases: a trainer must see the same, bit for bit.
+
+    python tests/differential/run_differential.py [--cases 200] [--seed 0] [--class A] [--against B]
+    python tests/differential/run_differential.py --case '{"num_workers": 2}'
+    python tests/differential/run_differential.py --mutants [--cases 200]
+
+The second one compares one case and prints what is seen; the third one looks for a case that shows
+each mutant. A class is module:Class. A case that shows a difference is made smaller, as far as it
+still shows one, and printed as a command. The exit status is 1 if there was a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import sys
+import time
+
+from case import Case, generate, settle, smaller
+from mutants import MUTANTS
+from observe import difference, observe
+
+OWN = "torch.utils.data:DataLoader"
+DEFAULT = "cseq.adapters.torch:DataLoader"
+
+
+def compare(case: Case, first: str, second: str) -> tuple | None:
+    """Return the first two events that differ, or None."""
+    return difference(case, *observe(case, first, second))
+
+
+def shrink(case: Case, first: str, second: str, seconds: float = 120) -> Case:
+    """Return the smallest case that still shows a difference, of those found in the time."""
+    end = time.monotonic() + seconds
+    tried = {json.dumps(case, sort_keys=True)}
+    found = True
+    while found:
+        found = False
+        for candidate in smaller(case):
+            text = json.dumps(candidate, sort_keys=True)
+            if text in tried or len(text) > len(json.dumps(case)):
+                continue
+            if time.monotonic() > end:
+                return case
+            tried.add(text)
+            if compare(candidate, first, second) is not None:
+                case, found = candidate, True
+                break
+    return case
+
+
+def command(case: Case, first: str, second: str) -> str:
+    """Return a line for the shell that compares a case again."""
+    script = os.path.relpath(__file__)
+    text = shlex.quote(json.dumps(case))
+    return f"python {script} --class {first} --against {second} --case {text}"
+
+
+def report(case: Case, first: str, second: str, *, small: bool = True) -> None:
+    """Print a difference, of the smallest case that shows one."""
+    if small:
+        case = shrink(case, first, second)
+    print(f"  {command(case, first, second)}")
+    found = compare(case, first, second)
+    if found is None:
+        print("  (not there when it was run again)")
+    else:
+        for path, event in zip((first, second), found, strict=True):
+            print(f"  {path}: {json.dumps(event)[:1500]}")
+    sys.stdout.flush()
+
+
+def cases(seed: int, number: int, *, methods: bool) -> Case:
+    """Return the case of a number."""
+    return generate(random.Random(f"{seed}/{number}"), methods)
+
+
+def search(seed: int, number: int, first: str, second: str, *, methods: bool, failures: int) -> int:
+    """Compare cases of a seed, and return how many differ; stop after some that do."""
+    began, differ = time.monotonic(), 0
+    for each in range(number):
+        case = cases(seed, each, methods=methods)
+        if compare(case, first, second) is not None:
+            differ += 1
+            print(f"case {each} of seed {seed} differs:", flush=True)
+            report(case, first, second)
+            if differ == failures:
+                break
+        if (each + 1) % 100 == 0:
+            rate = (each + 1) / (time.monotonic() - began)
+            print(f"{each + 1} cases, {differ} differ, {rate:.1f} a second", flush=True)
+    seconds = time.monotonic() - began
+    print(
+        f"{each + 1} cases in {seconds:.0f} s, {(each + 1) / seconds:.1f} a second: {differ} differ"
+    )
+    return int(differ > 0)
+
+
+def hunt(seed: int, number: int) -> int:
+    """Look for a case that shows each mutant; 1 if one was not found."""
+    missed = 0
+    for name in MUTANTS:
+        path = f"mutants:{name}"
+        for each in range(number):
+            case = cases(seed, each, methods=False)
+            if compare(case, OWN, path) is not None:
+                small = shrink(case, OWN, path, 20)
+                print(f"{name}: found by case {each}, {json.dumps(small)}", flush=True)
+                break
+        else:
+            missed += 1
+            print(f"{name}: not found in {number} cases", flush=True)
+    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} mutants found")
+    return int(missed > 0)
+
+
+def main() -> int:
+    """Do what the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--class", dest="cls", metavar="A", default=DEFAULT, help=f"default: {DEFAULT}"
+    )
+    parser.add_argument("--against", metavar="B", default=OWN, help=f"default: {OWN}")
+    parser.add_argument("--case", type=json.loads, help="one case, as a dict in JSON")
+    parser.add_argument("--failures", type=int, default=5, help="end after so many differences (5)")
+    parser.add_argument(
+        "--no-methods", action="store_true", help="no spawn and forkserver, which take seconds"
+    )
+    parser.add_argument(
+        "--mutants", action="store_true", help="find the mutants of mutants.py, B's subclasses"
+    )
+    asked = parser.parse_args()
+    if asked.mutants:
+        return hunt(asked.seed, asked.cases)
+    if asked.case is not None:
+        case = settle(asked.case)
+        seen = observe(case, asked.cls, asked.against)
+        for event in seen[0]:
+            print(json.dumps(event)[:400])
+        found = difference(case, *seen)
+        print("the same" if found is None else f"differ:\n  {found[0]}\n  {found[1]}")
+        return int(found is not None)
+    methods = not asked.no_methods
+    return search(
+        asked.seed, asked.cases, asked.cls, asked.against, methods=methods, failures=asked.failures
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

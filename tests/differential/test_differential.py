@@ -1,0 +1,122 @@
+"""The differential test itself: what it finds, what it passes over, how it shrinks a case."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pytest
+
+pytest.importorskip("torch")
+if not hasattr(os, "fork"):
+    pytest.skip("a loader is observed in a forked process", allow_module_level=True)
+
+import observe
+import run_differential
+from case import DEFAULTS, Case, generate, settle, smaller
+from mutants import MUTANTS
+from run_differential import OWN, cases, compare, shrink
+from torch.utils.data import DataLoader
+
+
+class Hanging(DataLoader):
+    def __iter__(self):
+        while True:
+            pass
+
+
+class Crashing(DataLoader):
+    def __iter__(self):
+        os.abort()
+
+
+# -- what is found
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_found(name):
+    assert compare(Case(MUTANTS[name]), OWN, f"mutants:{name}") is not None
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_torch_is_as_torch(number):
+    assert compare(cases(1, number, methods=False), OWN, OWN) is None
+
+
+@pytest.mark.parametrize("name", ["Hanging", "Crashing"])
+def test_hang_and_crash_are_differences(name, monkeypatch):
+    monkeypatch.setattr(observe, "SECONDS", 2)
+    [events] = observe.observe(Case(), f"test_differential:{name}")
+    assert events[0][0] == "hang or crash"
+    assert name == "Crashing" or "__iter__" in events[0][2]
+
+
+# -- what is the same
+
+
+def test_error_text_of_torch_is_that_of_a_note():
+    torchs = ValueError(
+        "Caught ValueError in DataLoader worker process 1.\nOriginal Traceback (most recent call "
+        'last):\n  File "x.py", line 3, in f\nValueError: no such sample\nmore'
+    )
+    same = ValueError("no such sample\nmore")
+    same.__notes__ = ["Caught ValueError in DataLoader worker process 1."]
+    assert observe.failure(torchs) == observe.failure(same)
+    assert observe.failure(torchs) != observe.failure(ValueError("no such sample"))
+    same.__notes__ = ["Caught ValueError in DataLoader worker process 0."]
+    assert observe.failure(torchs) != observe.failure(same)
+
+
+def test_batches_out_of_order_are_sorted():
+    events = [["iter"], ["batch 0", "a"], ["batch 1", "b"], ["after"]]
+    other = [["iter"], ["batch 0", "b"], ["batch 1", "a"], ["after"]]
+    assert observe.difference(Case(num_workers=2, in_order=False), events, other) is None
+    assert observe.difference(Case(num_workers=2), events, other) is not None
+    other[1][1] = "c"
+    assert observe.difference(Case(num_workers=2, in_order=False), events, other) is not None
+
+
+def test_batch_that_torch_loses_may_be_given():
+    case = Case(num_workers=1, sampler="own", error={"where": "sampler", "at": 5, "type": "empty"})
+    lost = [["batch 0", "a"], ["batch 1: error", "E"], ["batch 2", "c"]]
+    given = [["batch 0", "a"], ["batch 1", "b"], ["batch 2: error", "E"], ["batch 3", "c"]]
+    assert observe.difference(case, lost, given) is None
+    assert observe.difference(case, given, lost) is not None
+    assert observe.difference(case, lost, [given[3], *given[:3]]) is not None
+    assert observe.difference(case, lost, [*given[:2], given[3]]) is not None
+
+
+# -- cases
+
+
+def test_cases_are_plain_and_settled():
+    for number in range(500):
+        case = cases(3, number, methods=True)
+        assert settle(json.loads(json.dumps(case))) == case
+        assert case == cases(3, number, methods=True)
+        assert all(value != DEFAULTS[name] for name, value in case.items())
+
+
+def test_every_option_is_made():
+    made = [generate(random.Random(number)) for number in range(2000)]
+    assert {name for case in made for name in case} == set(DEFAULTS)
+
+
+def test_smaller_cases_are_settled():
+    for number in range(50):
+        for case in smaller(cases(4, number, methods=True)):
+            assert settle(case) == case
+
+
+def test_shrink_leaves_what_matters(monkeypatch):
+    def differ(case, first, second):
+        return ("a", "b") if case.num_workers >= 2 and "numpy" in case.draws else None
+
+    monkeypatch.setattr(run_differential, "compare", differ)
+    found = [
+        case for case in (cases(0, n, methods=True) for n in range(300)) if differ(case, "", "")
+    ]
+    assert len(found) > 10
+    for case in found:
+        assert shrink(case, OWN, OWN) == {"num_workers": 2, "draws": ["numpy"]}
