@@ -351,6 +351,25 @@ def test_an_epoch_that_is_left_is_not_waited_for() -> None:
     assert list(iterator) == list(range(8))
 
 
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
+    """What was made ahead has drawn from them, whether or not anybody takes it."""
+
+    def left(kind: Any, dataset: Any) -> Any:
+        seed_all()
+        made = kind(dataset, batch_size=2, persistent_workers=True, prefetch_factor=3, **FORK)
+        epochs = []
+        for _ in range(3):
+            iterator = iter(made)
+            epochs.append([next(iterator) for _ in range(taken)])
+        epochs.append(list(made))
+        made._iterator = None
+        return epochs
+
+    for dataset in (Augmented(), Sharded(20, 30)):
+        assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
+
+
 def test_data_set_and_workers_are_new_in_each_epoch() -> None:
     dataset = Plain(3)
     made = loader(dataset, batch_size=None)

@@ -28,7 +28,7 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         self._base_seed: int
         self._sampler_iter: Any
         if self._timeout != 0:
-            raise AssertionError("timeout must be 0 where there are no worker processes")
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._is_iterable = self._dataset_kind == names.ITERABLE
         self._is_making = False
         self._desk = context.Desk(0, 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cseq.adapters.torch.state import Resume
     from cseq.stats import Stats
@@ -73,11 +74,17 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
         if self._num_workers <= 0:
-            raise AssertionError("num_workers must be above 0 for worker processes")
+            raise AssertionError(
+                "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
         if self._prefetch_factor <= 0:
-            raise AssertionError("prefetch_factor must be above 0 for worker processes")
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
         self._is_iterable = loader._dataset_kind == names.ITERABLE
         self._snapshot_every = snapshot_every
+        self._first = 0  # batches that were delivered before this epoch was resumed
+        self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
         self._rng = rng
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         method = start_method_of(loader)
@@ -131,8 +138,11 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             self._num_yielded = resume.yielded
             self._base_seed = resume.base_seed
         self._ended = False
+        left = (
+            self._left() if self._rng == "worker" and not first_iter else [()] * self._num_workers
+        )
         self.progress.begin(self._base_seed, resume)
-        epochs = self._assignments(resume)
+        epochs = self._epochs(left)
         if self._is_iterable:
             self._begin(epochs)
             return
@@ -140,6 +150,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         progress.order = order_of(self._index_sampler, self._sampler_iter)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         assign = "turn"
+        self._first = progress.yielded
+        if self._persistent_workers and self._in_order and self._rng == "worker":
+            self._drawn = deque(maxlen=self._prefetch_factor * self._num_workers)
+            keys = self._noted(keys)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
             if not is_stateful(self._dataset):
@@ -153,12 +167,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         for process in self._workers:
             process.keep()
 
-    def _assignments(self, resume: Resume | None) -> list[worker.Epoch]:
+    def _epochs(self, left: list[Any]) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
-        if resume is None:
-            return [worker.Epoch(self._base_seed, snapshot_every=self._snapshot_every)] * (
-                self._num_workers
-            )
         progress = self.progress
         return [
             worker.Epoch(
@@ -166,9 +176,27 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 made=progress.counts[number],
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
+                left=left[number],
             )
             for number in range(self._num_workers)
         ]
+
+    def _left(self) -> list[Any]:
+        """Tell each worker what is left of the epoch that ends; see `Epoch`."""
+        if self._is_iterable:
+            return [self._prefetch_factor + count for count in self.progress.counts]
+        left: list[Any] = [[] for _ in range(self._num_workers)]
+        for number, key in self._drawn:
+            if number >= self.progress.yielded - self._first:
+                turn, chosen = divmod(number, self._num_workers)
+                left[chosen].append((turn, key))
+        return left
+
+    def _noted(self, keys: Iterator[Any]) -> Iterator[Any]:
+        """Yield keys, and note those whose batches may be left at the end of the epoch."""
+        for numbered in enumerate(keys):
+            self._drawn.append(numbered)
+            yield numbered[1]
 
     # -- the next batch
 

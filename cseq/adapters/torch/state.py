@@ -175,17 +175,19 @@ def read(state: State, *, iterable: bool, num_workers: int) -> Resume | None:
             f"num_workers={num_workers}: with {what} both must be the same, since every worker "
             "has a share of its own"
         )
-    counts, turn = state["counts"], state["turn"]
-    if iterable and sum(counts) != yielded:  # the caller has changed the number
+    counts, ended, turn = state["counts"], state["ended"], state["turn"]
+    if not iterable:
+        counts, ended, turn = [], [], 0
+    elif sum(counts) != yielded:  # the caller has changed the number
         counts, turn = _in_turn(yielded, max(1, num_workers)), yielded % max(1, num_workers)
     return Resume(
         yielded=yielded,
         base_seed=state["base_seed"],
         sampler=state["sampler"],
         counts=list(counts),
-        ended=list(state["ended"]),
+        ended=list(ended),
         turn=turn,
-        states=list(workers),
+        states=list(workers) if has_states else [],
     )
 
 

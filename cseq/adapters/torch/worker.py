@@ -106,12 +106,17 @@ class Epoch(NamedTuple):
         Where the data set is to begin, from `Stated`.
     snapshot_every : int
         Send the data set's state behind every so many batches; 0: never.
+    left : list of (int, object), or int
+        Batches of the epoch before that this worker was asked for, and that nobody takes: the keys
+        behind the first so many, or how many there are of an IterableDataset. Torch's workers make
+        them, and what is drawn for them from generators is missing later.
     """
 
     base_seed: int
     made: int = 0
     state: bytes | None = None
     snapshot_every: int = 0
+    left: Any = ()
 
 
 class Batches:
@@ -126,18 +131,20 @@ class Batches:
         self._fetcher: Any = None
         self._broken: bytes | None = None  # the exception that kept it from getting ready
         self._is_set_up = False
+        self._begun: list[Epoch] = []  # and nothing was asked of them yet; the last is the present
         self._made = 0  # batches of the epoch
+        self._asked = 0  # keys of the epoch
         self._state: DatasetState | None = None
         self._seeds: BatchSeeds | None = None
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
-        self._epoch = epoch
-        self._fetcher = self._broken = None
+        self._begun.append(epoch)
 
     def make(self, key: Any) -> Any:
         """Return the batch of a key, or `Raised`."""
         self._get_ready()
+        self._asked += 1
         number = 0
         if self._worker.batch_seeds:
             number, key = (key[0], key[1:]) if type(key) is list else key
@@ -145,8 +152,6 @@ class Batches:
 
     def items(self, start: int) -> Iterator[Any]:
         """Return the batches of an iterable data set; an exception is one, too."""
-        if start:  # in place of a worker that has died
-            self._fetcher = self._broken = None
         self._get_ready()
         if self._broken is not None:
             yield self._raised()
@@ -172,15 +177,18 @@ class Batches:
 
     def _get_ready(self) -> None:
         """Make the fetcher of this epoch, unless it is there; in a new process, set that up."""
-        if self._fetcher is not None or self._broken is not None:
-            return
-        try:
-            if not self._is_set_up:
-                self._is_set_up = True
-                self._set_up()
-            self._begin()
-        except Exception as error:  # noqa: BLE001 - it is raised in the trainer
-            self._broken = failure.pack(error)
+        while self._begun:
+            self._drain(self._begun[0].left)
+            self._epoch = self._begun.pop(0)
+            self._fetcher = self._broken = None
+            self._asked = 0
+            try:
+                if not self._is_set_up:
+                    self._is_set_up = True
+                    self._set_up()
+                self._open()
+            except Exception as error:  # noqa: BLE001 - it is raised in the trainer
+                self._broken = failure.pack(error)
 
     def _set_up(self) -> None:
         """Do what torch does at the beginning of a worker."""
@@ -195,7 +203,20 @@ class Batches:
         if worker.init_fn is not None:
             worker.init_fn(self._number)
 
-    def _begin(self) -> None:
+    def _drain(self, left: Any) -> None:
+        """Make, and drop, what is left of the epoch before."""
+        if self._fetcher is None or not left:
+            return
+        if self._worker.fetching.kind != names.ITERABLE:
+            for number, key in left:
+                if number >= self._asked:
+                    self._next(key, 0)
+            return
+        while self._made < left:
+            if self._next(self._worker.index, 0) is END:
+                return
+
+    def _open(self) -> None:
         """Make the fetcher, where the data set is to begin."""
         epoch = self._epoch
         assert epoch is not None
