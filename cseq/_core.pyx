@@ -2817,6 +2817,9 @@ cdef class StreamConsumer:
         The most tickets that ask for them.
     most : int
         The most items of a ticket.
+    small : tuple, optional
+        ``(mapped, reader, most)``: an item of at most `most` bytes that has a ticket to itself, and a
+        structure that the `Reader` knows, is decoded in C. `mapped` has the `Mapping` of each slot.
 
     Attributes
     ----------
@@ -2834,6 +2837,9 @@ cdef class StreamConsumer:
     cdef readonly uint32_t number
     cdef Slots slots
     cdef object read, extend
+    cdef dict mapped
+    cdef Reader reader
+    cdef uint64_t small
     cdef uint32_t depth
     cdef uint64_t prefetch, most
     # Tickets.
@@ -2861,7 +2867,9 @@ cdef class StreamConsumer:
     cdef readonly uint64_t tickets, items, nbytes
 
     def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
-                  uint64_t prefetch, uint32_t depth, uint64_t most):
+                  uint64_t prefetch, uint32_t depth, uint64_t most, small=None):
+        if small is not None:
+            self.mapped, self.reader, self.small = small
         self.ring, self.slots, self.read, self.extend = ring, slots, read, extend
         self.number, self.prefetch, self.depth, self.most = number, prefetch, depth, most
         self.round = cseq_ring_round(ring.r)
@@ -3079,22 +3087,25 @@ cdef class StreamConsumer:
 
     def begin(self, uint64_t epoch, Request assignment not None, str name not None,
               bint keyed=False):
-        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items, unless
-        they are `keyed`.
+        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+
+        If the epoch is `keyed`, nothing is posted: a worker begins it when it sees a ticket of it.
 
         Returns
         -------
-        tuple of int
-            Cell and number of the ticket whose answer is the worker's.
+        tuple of int or None
+            Cell and number of the ticket whose answer is the worker's, if there is one.
         """
         cdef Py_ssize_t slot = -1
-        while slot < 0:
+        while not keyed and slot < 0:
             slot = self.find_slot()
         cell, ticket = self.next_cell, self.ticket
         self.epoch, self.assignment, self.keyed = epoch, assignment, keyed
         self.start = 0
         self.failed = ""
         self.over = False
+        if keyed:
+            return None
         self.names[cell] = name
         self.append(BEGIN, 0, 0, slot, None)
         self.request(0)
@@ -3192,7 +3203,7 @@ cdef class StreamConsumer:
         if not self.outstanding:
             self.request(0)
             return 0
-        found = self.read(self)
+        found = self.decode_one() or self.read(self)
         if found is None:
             return 0
         token, items, error, failed, ended, nbytes, ns = found
@@ -3201,6 +3212,29 @@ cdef class StreamConsumer:
                 &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
             self.commit(items, error, failed, ended, nbytes, ns)
         return 0
+
+    cdef tuple decode_one(self):
+        """What `read` returns for the oldest ticket, if it has one small item of a known structure."""
+        cdef uint32_t cell = self.cell_before(self.outstanding)
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        cdef uint64_t token = cseq_load_acq_u64(&c.word)
+        cdef uint64_t* f = c.record
+        cdef int64_t* words = cseq_ring_indices(self.ring.r, cell)
+        cdef uint64_t used = f[0] + f[1] + f[2] + f[3]
+        cdef Mapping slot
+        cdef Plan plan
+        if (self.mapped is None or CSEQ_STATE(token) != CSEQ_READY or c.batch != ITEMS or c.count != 1
+                or c.status or words[STREAM_MADE] != 1 << 2 or not f[1] or f[3] or used > self.small
+                or c.capacity > MOST_KEPT):  # the arena counts what is in large slots, to shrink them
+            return None
+        slot = self.mapped.get(c.slot)
+        if slot is None or <uint64_t>slot.size < c.capacity:
+            return None
+        plan = self.reader.find(slot, f)
+        if plan is None:
+            return None
+        item = plan.read(slot, f, True, None, None)
+        return token, [item], None, "", False, used, words[STREAM_NS]
 
     cdef int commit(self, list items, error, str failed, bint ended, uint64_t nbytes,
                     uint64_t ns) except -1:

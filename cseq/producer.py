@@ -2,8 +2,9 @@
 
 Each worker has a ring of its own. A ticket asks for `count` items from the `start`-th of an epoch
 on, or for the item of a key, or for a call of a method. All that a worker needs to answer it is in
-shared memory: if the ticket's epoch or start differs from the worker's (it has replaced a dead
-one), the worker begins the epoch from the assignment that the ticket refers to, and goes to `start`.
+shared memory: if the ticket's epoch or start differs from the worker's (it has replaced a dead one,
+for example), the worker begins the epoch from the assignment that the ticket refers to, and goes to
+`start`.
 
 ::
 
@@ -31,7 +32,7 @@ from cseq.arena import Writer
 from cseq.edge import SlotWriter
 from cseq.keeper import FAILED, READY, send_state
 from cseq.staff import enter
-from cseq.stage import BATCH, INDEXER, run
+from cseq.stage import INDEXER, run
 
 if TYPE_CHECKING:
     import socket
@@ -167,7 +168,7 @@ class Making:
         self._desk = desk
         self._scratch = Scratch()
         self._inlet = SlotWriter(writer, None)
-        self._rooms = [memoryview(ring.indices(cell)) for cell in range(ring.capacity)]
+        self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the one the producer is in; the trainer counts them from 1
         self._over = 0  # the one of which nothing follows
         self._items: Iterator[Any] | None = None

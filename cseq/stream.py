@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cseq import codec, failure, payload
-from cseq._core import ItemIterator, ItemReader, Lease, Request, StreamConsumer, now_ns, wait_any
+from cseq._core import (
+    SMALL,
+    ItemIterator,
+    ItemReader,
+    Lease,
+    Request,
+    StreamConsumer,
+    now_ns,
+    wait_any,
+)
 from cseq.arena import SPARES, Writer, memory_limit_of
 from cseq.check import choice, count, flag, modules, seconds
 from cseq.edge import SlotReader
@@ -84,7 +93,8 @@ class Streams:
         The most items of a worker that are made ahead of what was taken from it. Of an epoch of
         keys: how many keys for each worker are drawn ahead of the items that were taken.
     key_size : int
-        How long a key that is a list of ints may be to travel in the ticket; other keys are pickled.
+        How many ints a key that is a list of ints may have to travel in the ticket; others are
+        pickled.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started; None: forkserver where it exists.
     max_restarts : int
@@ -224,7 +234,8 @@ class Streams:
         Returns
         -------
         list
-            What they returned, in the order of the workers.
+            What they returned, in the order of the workers. With keys nothing is waited for, and
+            this is empty; what a producer's ``begin`` raises is then raised in place of its items.
 
         Raises
         ------
@@ -407,6 +418,7 @@ class StreamPool:
                 prefetch=prefetch,
                 depth=depth,
                 most=max(1, min(MOST, prefetch // 2)),  # two tickets at least: one to work on
+                small=None if encoded else (arena.mapped, codec.reader, SMALL),
             )
             for number, ring in enumerate(staff.rings)
         ]
@@ -607,12 +619,12 @@ class StreamPool:
         name = f"the beginning of epoch {self._epoch}"
         try:
             requests = self._write_all(assignments)
-            posts = [
+            begun = [
                 (consumer, consumer.begin(self._epoch, request, name, keyed))
                 for consumer, request in zip(self.consumers, requests, strict=True)
             ]
             post()
-            replies = [self._reply(*begun, generation) for begun in posts]
+            replies = [self._reply(consumer, at, generation) for consumer, at in begun if at]
         except BaseException:
             self._end()
             raise

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupting import first_hits, interrupted
+from streaming import lost_slots
 
 import cseq
 import cseq.staff
@@ -1407,17 +1408,6 @@ class Reading:
 def delivered(s: Streams, worker: int) -> int:
     """Count the items of a worker that have come out."""
     return s._run.pool.consumers[worker].delivered
-
-
-def lost_slots(s: Streams) -> set[int]:
-    """Slots that are in use for nothing; all of them if any is leased."""
-    pool: Any = s._run.pool
-    slots = pool._arena.slots
-    every = range(slots.capacity)
-    if slots.leased:
-        return set(every)
-    in_use = set().union(*(consumer.taken_slots() for consumer in pool.consumers))
-    return {slot for slot in every if slots.is_taken(slot)} - in_use
 
 
 class Leased(Numbers):

@@ -20,6 +20,7 @@ MODULES = (
     "memory",
     "idle",
     "adapters",
+    "keys",
 )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 from dataclasses import replace
