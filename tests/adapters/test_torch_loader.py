@@ -302,6 +302,19 @@ def test_out_of_order(tmp_path: Path) -> None:
     assert first == [0, 1, 3, 5, 6, 7, 8, 9]  # 2 and 4 are worker 0's
 
 
+@pytest.mark.parametrize("sizes", [(3, 30), (0, 4, 9)], ids=str)
+def test_out_of_order_of_an_iterable_data_set(sizes: Any) -> None:
+    made = loader(Sharded(*sizes), num_workers=len(sizes), batch_size=None, in_order=False)
+    iterator = iter(made)
+    assert {worker.pid for worker in iterator._workers}  # not torch's own
+    samples = [(number, sample) for number, sample, *_ in iterator]
+    assert sorted(samples) == [(n, k) for n, size in enumerate(sizes) for k in range(size)]
+    for number in range(len(sizes)):  # a worker's own are in order
+        assert [k for n, k in samples if n == number] == list(range(sizes[number]))
+    state = made.state_dict()
+    assert state["counts"] == list(sizes)
+
+
 # ── lifetimes ──────────────────────────────────────────────────────────────────────────────
 
 

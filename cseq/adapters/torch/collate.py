@@ -30,30 +30,18 @@ def stack_in_slots() -> None:
 
 
 def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """Stack tensors, as torch's own function for them does."""
+    """Stack tensors, as torch's own function for them does: that raises what is to be raised."""
     first = batch[0]
-    if not all(_is_like(each, first) for each in batch):
-        return names.tensor_entry(batch, collate_fn_map=collate_fn_map)
-    nbytes = first.element_size() * first.numel() * len(batch)
-    if nbytes < IN_PLACE:
-        return torch.stack(batch, 0)
-    room = torch.from_numpy(context.empty(nbytes, np.uint8))
-    out = room.view(first.dtype).view(len(batch), *first.shape)
-    return torch.stack(batch, 0, out=out)
-
-
-def _is_like(tensor: Any, first: Any) -> bool:
-    """Whether stacking it with the first one is nothing but copying."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype == first.dtype
-        and tensor.shape == first.shape
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and not tensor.is_quantized
-        and not tensor.is_nested
-    )
+    if type(first) is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu":
+        nbytes = first.element_size() * first.numel() * len(batch)
+        if nbytes >= IN_PLACE and not first.is_quantized:
+            room = torch.from_numpy(context.empty(nbytes, np.uint8))
+            out = room.view(first.dtype).view(len(batch), *first.shape)
+            return torch.stack(batch, 0, out=out)
+        stacked = torch.stack(batch, 0)
+        if stacked.dtype == first.dtype and not stacked.requires_grad:
+            return stacked
+    return names.tensor_entry(batch, collate_fn_map=collate_fn_map)
 
 
 def collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:

@@ -144,7 +144,9 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self.progress.begin(self._base_seed, resume)
         epochs = self._epochs(left)
         if self._is_iterable:
-            self._begin(epochs)
+            self._begin(epochs, ordered=self._in_order)
+            if not self._in_order:
+                self._next_item = self._next_of_any(iter(self._streams))
             return
         progress = self.progress
         progress.order = order_of(self._index_sampler, self._sampler_iter)
@@ -176,6 +178,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 made=progress.counts[number],
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
+                tagged=self._is_iterable and not self._in_order,
                 left=left[number],
             )
             for number in range(self._num_workers)
@@ -227,7 +230,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         progress.yielded += 1
         kind = type(item)
         if kind is worker.Stated:
-            progress.states[item.worker] = item.state
+            if item.state is not None:
+                progress.states[item.worker] = item.state
             item = item.batch
         elif kind is worker.Raised:
             self._raise(item)
@@ -251,6 +255,16 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                     return item
             progress.turn = (number + 1) % self._num_workers
         raise StopIteration
+
+    def _next_of_any(self, items: Iterator[Any]) -> Callable[[], Any]:
+        """Make what returns the next item of an iterable data set: of any worker that has one."""
+
+        def next_item() -> Any:
+            item = next(items)
+            self.progress.counts[item.worker] += 1
+            return item
+
+        return next_item
 
     def _end(self) -> None:
         """Note that the epoch is over; workers that are not persistent end."""

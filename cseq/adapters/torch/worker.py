@@ -36,11 +36,11 @@ class Raised(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A batch, and the state of the worker's data set behind it."""
+    """A batch, its worker, and the state of the data set there behind it, if that is wanted."""
 
     batch: Any
     worker: int
-    state: bytes
+    state: bytes | None
 
 
 class Fetching(NamedTuple):
@@ -106,6 +106,8 @@ class Epoch(NamedTuple):
         Where the data set is to begin, from `Stated`.
     snapshot_every : int
         Send the data set's state behind every so many batches; 0: never.
+    tagged : bool
+        Send each batch as `Stated`: the trainer has to know the worker.
     left : list of (int, object), or int
         Batches of the epoch before that this worker was asked for, and that nobody takes: the keys
         behind the first so many, or how many there are of an IterableDataset. Torch's workers make
@@ -116,6 +118,7 @@ class Epoch(NamedTuple):
     made: int = 0
     state: bytes | None = None
     snapshot_every: int = 0
+    tagged: bool = False
     left: Any = ()
 
 
@@ -251,9 +254,11 @@ class Batches:
             if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
                 return END
             return Raised(self._number, failure.pack(error), self._place(key))
-        if self._state and not self._made % self._epoch.snapshot_every:  # type: ignore[union-attr]
+        epoch = self._epoch
+        assert epoch is not None
+        if self._state and not self._made % epoch.snapshot_every:
             return Stated(batch, self._number, payload.dumps(self._state.take(self._made)))
-        return batch
+        return Stated(batch, self._number, None) if epoch.tagged else batch
 
     def _raised(self) -> Raised:
         """Return what kept the worker from getting ready, in place of a batch."""
