@@ -403,15 +403,21 @@ def test_the_end_of_the_workers() -> None:
         assert worker.exitcode == 0
 
 
-def test_the_workers_of_a_dropped_iterator_end() -> None:
-    iterator = iter(loader(Plain(100), batch_size=None))
-    assert next(iterator) == 0
-    workers = iterator._workers
-    del iterator
-    gc.collect()
-    for worker in workers:
-        worker.join(10)
-        assert worker.exitcode == 0
+@pytest.mark.parametrize("dataset", [Plain(100), Sharded(9, 9)], ids=["map", "iterable"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_workers_of_a_dropped_iterator_end(dataset: Any, in_order: bool) -> None:
+    """At once: nothing is left for the garbage collector."""
+    gc.disable()
+    try:
+        iterator = iter(loader(dataset, batch_size=None, in_order=in_order))
+        next(iterator)
+        workers = iterator._workers
+        del iterator
+        for worker in workers:
+            worker.join(10)
+            assert worker.exitcode == 0
+    finally:
+        gc.enable()
 
 
 def test_pickles_and_copies() -> None:

@@ -19,7 +19,7 @@ from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from cseq.adapters.torch.state import Resume
     from cseq.stats import Stats
@@ -85,6 +85,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._snapshot_every = snapshot_every
         self._first = 0  # batches that were delivered before this epoch was resumed
         self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
+        self._number = 0  # of the epoch
+        self._left: list[list[tuple[int, Any]]] = [[] for _ in range(self._num_workers)]
         self._rng = rng
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         method = start_method_of(loader)
@@ -113,7 +115,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         )
         self._shutdown = False
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
-        self._next_item: Callable[[], Any] = self._next_of_streams
+        self._items: Iterator[Any] | None = None  # None: workers are asked in turn
         try:
             self._reset(loader, first_iter=True, resume=resume)
         except BaseException:
@@ -127,26 +129,24 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         resume: Resume | None = None,
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
-        if self._rng == "worker":
+        if not first_iter:
+            self._note_left()
+        if self._rng == "worker" or not first_iter:  # torch asks a sampler for two iterators first
             names.Base._reset(self, loader, first_iter)
-        elif not first_iter:  # as if the iterator were a new one: the same for persistent workers
-            names.Base._reset(self, loader, first_iter)
-            self._base_seed = (
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item()
-            )
+        if self._rng == "batch" and not first_iter:  # as a new iterator does it
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            self._base_seed = drawn.item()
         if resume is not None:
             self._num_yielded = resume.yielded
             self._base_seed = resume.base_seed
         self._ended = False
-        left = (
-            self._left() if self._rng == "worker" and not first_iter else [()] * self._num_workers
-        )
+        self._number += 1
         self.progress.begin(self._base_seed, resume)
-        epochs = self._epochs(left)
+        epochs = self._epochs()
         if self._is_iterable:
             self._begin(epochs, ordered=self._in_order)
             if not self._in_order:
-                self._next_item = self._next_of_any(iter(self._streams))
+                self._items = iter(self._streams)
             return
         progress = self.progress
         progress.order = order_of(self._index_sampler, self._sampler_iter)
@@ -161,7 +161,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             if not is_stateful(self._dataset):
                 assign = "free"
         self._begin(epochs, keys, ordered=self._in_order, assign=assign)
-        self._next_item = iter(self._streams).__next__
+        self._items = iter(self._streams)
 
     def _begin(self, *args: Any, **options: Any) -> None:
         """Begin an epoch in the workers, which are all there then."""
@@ -169,7 +169,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         for process in self._workers:
             process.keep()
 
-    def _epochs(self, left: list[Any]) -> list[worker.Epoch]:
+    def _epochs(self) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
         progress = self.progress
         return [
@@ -179,21 +179,29 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
                 tagged=self._is_iterable and not self._in_order,
-                left=left[number],
+                number=self._number,
+                left=tuple(self._left[number]),
             )
             for number in range(self._num_workers)
         ]
 
-    def _left(self) -> list[Any]:
-        """Tell each worker what is left of the epoch that ends; see `Epoch`."""
-        if self._is_iterable:
-            return [self._prefetch_factor + count for count in self.progress.counts]
+    def _note_left(self) -> None:
+        """Note what is left of the epoch that ends; see `Epoch`."""
+        if self._rng == "batch":  # nothing is drawn from what was drawn before
+            return
+        progress = self.progress
+        taken = progress.yielded - self._first
         left: list[Any] = [[] for _ in range(self._num_workers)]
-        for number, key in self._drawn:
-            if number >= self.progress.yielded - self._first:
-                turn, chosen = divmod(number, self._num_workers)
+        if self._is_iterable:
+            left = [self._prefetch_factor + count for count in progress.counts]
+        for at, key in self._drawn:
+            if at >= taken:
+                turn, chosen = divmod(at, self._num_workers)
                 left[chosen].append((turn, key))
-        return left
+        for number, noted in enumerate(self._left):
+            if progress.counts[number] if self._is_iterable else taken > number:
+                noted.clear()  # it has begun this epoch, and so come to the end of those before
+            noted.append((self._number, left[number]))
 
     def _noted(self, keys: Iterator[Any]) -> Iterator[Any]:
         """Yield keys, and note those whose batches may be left at the end of the epoch."""
@@ -216,7 +224,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         if self._ended:
             raise StopIteration
         try:
-            item = self._next_item()
+            item = self._next_in_turn() if self._items is None else next(self._items)
         except StopIteration:
             self._end()
             raise
@@ -228,6 +236,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             raise self._died(died) from None
         progress = self.progress
         progress.yielded += 1
+        if self._is_iterable and not self._in_order:
+            progress.counts[item.worker] += 1
         kind = type(item)
         if kind is worker.Stated:
             if item.state is not None:
@@ -239,7 +249,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             return names.pin(item, self._pin_memory_device)
         return item
 
-    def _next_of_streams(self) -> Any:
+    def _next_in_turn(self) -> Any:
         """Return the next item of an iterable data set: of each worker in turn that has more."""
         progress = self.progress
         while not all(progress.ended):
@@ -255,16 +265,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                     return item
             progress.turn = (number + 1) % self._num_workers
         raise StopIteration
-
-    def _next_of_any(self, items: Iterator[Any]) -> Callable[[], Any]:
-        """Make what returns the next item of an iterable data set: of any worker that has one."""
-
-        def next_item() -> Any:
-            item = next(items)
-            self.progress.counts[item.worker] += 1
-            return item
-
-        return next_item
 
     def _end(self) -> None:
         """Note that the epoch is over; workers that are not persistent end."""

@@ -16,7 +16,7 @@ from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
 from cseq.adapters.torch.stateful import DatasetState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered"]
 
@@ -108,10 +108,13 @@ class Epoch(NamedTuple):
         Send the data set's state behind every so many batches; 0: never.
     tagged : bool
         Send each batch as `Stated`: the trainer has to know the worker.
-    left : list of (int, object), or int
-        Batches of the epoch before that this worker was asked for, and that nobody takes: the keys
-        behind the first so many, or how many there are of an IterableDataset. Torch's workers make
-        them, and what is drawn for them from generators is missing later.
+    number : int
+        Of this epoch; they are counted from 1.
+    left : sequence of tuple
+        What torch's workers would have made in epochs before, though it was not taken: what is
+        drawn for it from generators is missing later. Of each epoch that this worker may not have
+        come to the end of, its number and what it was asked for: pairs of a key and how many keys
+        were before it; or how many batches of an IterableDataset.
     """
 
     base_seed: int
@@ -119,7 +122,8 @@ class Epoch(NamedTuple):
     state: bytes | None = None
     snapshot_every: int = 0
     tagged: bool = False
-    left: Any = ()
+    number: int = 1
+    left: Sequence[tuple[int, Any]] = ()
 
 
 class Batches:
@@ -134,7 +138,7 @@ class Batches:
         self._fetcher: Any = None
         self._broken: bytes | None = None  # the exception that kept it from getting ready
         self._is_set_up = False
-        self._begun: list[Epoch] = []  # and nothing was asked of them yet; the last is the present
+        self._opened = 0  # the epoch of the fetcher
         self._made = 0  # batches of the epoch
         self._asked = 0  # keys of the epoch
         self._state: DatasetState | None = None
@@ -142,7 +146,7 @@ class Batches:
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
-        self._begun.append(epoch)
+        self._epoch = epoch
 
     def make(self, key: Any) -> Any:
         """Return the batch of a key, or `Raised`."""
@@ -180,23 +184,33 @@ class Batches:
 
     def _get_ready(self) -> None:
         """Make the fetcher of this epoch, unless it is there; in a new process, set that up."""
-        while self._begun:
-            self._drain(self._begun[0].left)
-            self._epoch = self._begun.pop(0)
-            self._fetcher = self._broken = None
-            self._asked = 0
-            try:
-                if not self._is_set_up:
-                    self._is_set_up = True
-                    self._set_up()
-                self._open()
-            except Exception as error:  # noqa: BLE001 - it is raised in the trainer
-                self._broken = failure.pack(error)
-
-    def _set_up(self) -> None:
-        """Do what torch does at the beginning of a worker."""
-        worker, epoch = self._worker, self._epoch
+        epoch = self._epoch
         assert epoch is not None
+        if self._opened == epoch.number:
+            return
+        for number, left in epoch.left:
+            if number > self._opened:
+                self._open(epoch._replace(number=number))
+            if number == self._opened:
+                self._drain(left)
+        self._open(epoch)
+
+    def _open(self, epoch: Epoch) -> None:
+        """Make the fetcher of an epoch."""
+        self._opened = epoch.number
+        self._fetcher = self._broken = None
+        self._asked = 0
+        try:
+            if not self._is_set_up:
+                self._is_set_up = True
+                self._set_up(epoch)
+            self._begin(epoch)
+        except Exception as error:  # noqa: BLE001 - it is raised in the trainer
+            self._broken = failure.pack(error)
+
+    def _set_up(self, epoch: Epoch) -> None:
+        """Do what torch does at the beginning of a worker."""
+        worker = self._worker
         _adopt(self._number)
         torch.set_num_threads(1)
         torch.set_grad_enabled(worker.grad)
@@ -207,9 +221,7 @@ class Batches:
             worker.init_fn(self._number)
 
     def _drain(self, left: Any) -> None:
-        """Make, and drop, what is left of the epoch before."""
-        if self._fetcher is None or not left:
-            return
+        """Make, and drop, what is left of an epoch."""
         if self._worker.fetching.kind != names.ITERABLE:
             for number, key in left:
                 if number >= self._asked:
@@ -219,10 +231,8 @@ class Batches:
             if self._next(self._worker.index, 0) is END:
                 return
 
-    def _open(self) -> None:
+    def _begin(self, epoch: Epoch) -> None:
         """Make the fetcher, where the data set is to begin."""
-        epoch = self._epoch
-        assert epoch is not None
         if self._worker.batch_seeds:
             desk = context.here.desk
             assert desk is not None
