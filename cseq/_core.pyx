@@ -3246,7 +3246,7 @@ cdef class StreamConsumer:
         self.asked -= count
         self.start -= count - made
         self.tickets += 1
-        self.items += made
+        self.items += <uint64_t>len(items)
         self.nbytes += nbytes
         if ended:
             self.failed = failed
@@ -3308,21 +3308,22 @@ cdef class StreamConsumer:
 
 cdef Block ints_of(key, Py_ssize_t most):
     """The numbers of an exact list of exact ints within int64, `most` of them at most; else None."""
-    cdef Py_ssize_t count, k
+    cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
     cdef Block block
+    cdef tuple numbers  # another thread may change the list
     if type(key) is not list:
         return None
-    count = PyList_GET_SIZE(key)
-    if count > most:
+    numbers = tuple(key)
+    if PyTuple_GET_SIZE(numbers) > most:
         return None
-    block = Block(8 * count)
+    block = Block(8 * PyTuple_GET_SIZE(numbers))
     words = <int64_t*>block.data
-    for k in range(count):
-        if type(<object>PyList_GET_ITEM(key, k)) is not int:
+    for k in range(PyTuple_GET_SIZE(numbers)):
+        if type(<object>PyTuple_GET_ITEM(numbers, k)) is not int:
             return None
-        words[k] = PyLong_AsLongLongAndOverflow(<object>PyList_GET_ITEM(key, k), &overflow)
+        words[k] = PyLong_AsLongLongAndOverflow(<object>PyTuple_GET_ITEM(numbers, k), &overflow)
         if overflow:
             return None
     return block

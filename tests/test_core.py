@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -532,8 +533,8 @@ def test_what_a_dead_runner_held() -> None:
 class Owned:
     """A ring whose runners own slots, and put their batches into them."""
 
-    def __init__(self) -> None:
-        self.slots = _core.Slots(16)
+    def __init__(self, slots: _core.Slots | None = None) -> None:
+        self.slots = slots or _core.Slots(16)
         self.ring = make_ring(cells=6, runners=9)
         self.ring.arena = self.slots
         self.count = 0
@@ -590,6 +591,23 @@ def test_a_dead_runner_takes_nothing_that_others_own() -> None:
     assert o.ring.bury(3) == []
     o.take(first)
     assert (o.ring.bury(2), o.ring.bury(5)) == ([4], [3])
+
+
+def test_what_a_dead_runner_owned_where_there_are_several_rings() -> None:
+    """The tickets of all rings are entered first, since a slot goes from one to the other."""
+    a = Owned()
+    b = Owned(a.slots)
+    a.grant(0, 2)
+    a.grant(1, 5)
+    for slot in (3, 4):
+        assert a.slots.take(slot)
+    a.publish(2, 3, 0)  # stays in the ring
+    a.take(a.publish(2, 4, 3))
+    assert a.slots.take(3)
+    b.take(b.publish(5, 3, 1))
+    assert b.ring.bury(3, [a.ring]) == []
+    assert b.ring.bury(5, [a.ring]) == [3]
+    assert a.ring.bury(2, [b.ring]) == [4]
 
 
 def test_a_slot_is_given_to_a_runner_before_it_is_settled() -> None:
@@ -740,6 +758,48 @@ def test_a_ring_in_shared_memory() -> None:
     assert (seat.batch, seat.indices().tolist(), seat.ring) == (5, [5], attached)
     seat.publish()
     assert take(ring) == 5
+
+
+def test_rings_in_one_memory() -> None:
+    """Each has its own tickets; the trainer waits for all of them at one gate."""
+    nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
+    memory = Block(3 * nbytes, zero=True)
+    rings = [Ring(memory, 4, 2, 1, at=k * nbytes) for k in range(3)]
+    attached = [Ring(memory, at=k * nbytes) for k in range(3)]
+    cells = [post(ring, k + 1)[0] for k, ring in enumerate(rings)]
+    assert [ring.indices(cell)[0] for ring, cell in zip(attached, cells, strict=True)] == [1, 2, 3]
+    seen = rings[0].alarms()
+    attached[2].alarm()
+    assert {ring.alarms() for ring in rings} == {seen + 1}
+    _core.wait_any(rings, cells, seen)  # it has changed
+    for k in (2, 0, 1):
+        claim(attached[k]).publish()
+        _core.wait_any(rings[k:], cells[k:], rings[0].alarms())
+        assert take(rings[k]) == k + 1
+    for wrong in (lambda: Ring(memory, 4, 2, 1, at=3 * nbytes), lambda: Ring(memory, at=-1)):
+        with pytest.raises((ValueError, IndexError)):
+            wrong()
+    with pytest.raises(IndexError):
+        _core.wait_any(rings, [0, 4, 0], 0)
+
+
+def test_several_tickets_are_waited_for() -> None:
+    """Whoever publishes one of them wakes the sleeper."""
+    nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
+    memory = Block(2 * nbytes, zero=True)
+    rings = [Ring(memory, 4, 2, 1, at=k * nbytes) for k in range(2)]
+    rng = random.Random(4)
+    for _ in range(300):
+        cells = [post(ring, 1)[0] for ring in rings]
+        seats = [claim(ring) for ring in rings]
+        chosen = rng.randrange(2)
+        publisher = threading.Thread(target=seats[chosen].publish)
+        publisher.start()
+        while rings[chosen].depths()[2] == 0:
+            _core.wait_any(rings, cells, rings[0].alarms())
+        publisher.join()
+        seats[1 - chosen].publish()
+        assert [take(ring) for ring in rings] == [1, 1]
 
 
 def test_a_ring_keeps_its_memory() -> None:

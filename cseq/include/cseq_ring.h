@@ -427,7 +427,7 @@ CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint32_t seen, uint64_t 
 }
 
 /* Sleep up to `ns` until one of some cells may be ready, each of a ring of its own; the rings have
- * one output gate. As cseq_ring_doze. */
+ * one output gate. As cseq_ring_doze. SYNC: sleeper seen */
 CSEQ_INLINE void cseq_ring_doze_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
                                     uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(rings[0]);

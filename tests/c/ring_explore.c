@@ -52,35 +52,39 @@ typedef struct {
     uint32_t restarts;    /* a death beyond these is news for the trainer */
     int ordered;
     uint64_t first;       /* ticket */
+    uint32_t queues;      /* 0: one ring; else so many queues with one output gate, a runner each, and
+                             the trainer takes what is ready in any of them */
 } scenario;
 
 static const scenario SMALL[] = {
-    /* stages runners cells tickets deaths wake calls abandon restarts ordered first */
-    {1, 1, 1, 2, 0, 1, 0, 99, 99, 1, 0},
-    {1, 2, 1, 2, 0, 1, 0, 99, 99, 1, 0},
-    {1, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0},
-    {1, 2, 2, 3, 0, 2, 0, 99, 99, 1, 7},
-    {1, 2, 2, 3, 0, 1, 0, 99, 99, 0, 0},
-    {1, 2, 2, 3, 0, 1, 0, 1, 99, 1, 0},
-    {1, 1, 3, 3, 0, 1, 9, 1, 99, 1, 1},
-    {1, 1, 4, 4, 0, 2, 2, 99, 99, 1, 1},
-    {1, 1, 4, 4, 0, 1, 3, 1, 99, 0, 1},
-    {1, 1, 2, 2, 0, 1, 0, 99, 0, 1, 0},
-    {2, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0},
-    {2, 2, 2, 3, 0, 2, 0, 1, 99, 1, 0},
-    {2, 3, 2, 2, 0, 1, 0, 99, 99, 1, ((uint64_t)1 << 40) - 1},
+    /* stages runners cells tickets deaths wake calls abandon restarts ordered first queues */
+    {1, 1, 1, 2, 0, 1, 0, 99, 99, 1, 0, 0},
+    {1, 2, 1, 2, 0, 1, 0, 99, 99, 1, 0, 0},
+    {1, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0, 0},
+    {1, 2, 2, 3, 0, 2, 0, 99, 99, 1, 7, 0},
+    {1, 2, 2, 3, 0, 1, 0, 99, 99, 0, 0, 0},
+    {1, 2, 2, 3, 0, 1, 0, 1, 99, 1, 0, 0},
+    {1, 1, 3, 3, 0, 1, 9, 1, 99, 1, 1, 0},
+    {1, 1, 4, 4, 0, 2, 2, 99, 99, 1, 1, 0},
+    {1, 1, 4, 4, 0, 1, 3, 1, 99, 0, 1, 0},
+    {1, 1, 2, 2, 0, 1, 0, 99, 0, 1, 0, 0},
+    {2, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0, 0},
+    {2, 2, 2, 3, 0, 2, 0, 1, 99, 1, 0, 0},
+    {2, 3, 2, 2, 0, 1, 0, 99, 99, 1, ((uint64_t)1 << 40) - 1, 0},
+    {1, 2, 3, 2, 0, 1, 99, 99, 99, 1, 1, 2},
 };
 
 static fiber fibers[MOST_RUNNERS + 2];
 static uint32_t now, count; /* the fiber that runs; how many there are */
 static jmp_buf outside;     /* back to where the run was started */
 static scenario plan;
-static trainer boss;
+static trainer boss[MOST_RUNNERS]; /* of each ring; they are one party */
 static seat seats[MOST_RUNNERS + 1];
 static uint64_t latest[MOST_RUNNERS + 1];
 static int gone[MOST_RUNNERS + 1], left[MOST_RUNNERS + 1];
 static uint32_t deaths, failed;
-static char memory[1 << 16] __attribute__((aligned(128)));
+enum { ROOM = 1 << 14 }; /* of a ring */
+static char memory[MOST_RUNNERS * ROOM] __attribute__((aligned(128)));
 
 /* What has been chosen, and in the search for all: what to choose, of how many. */
 static struct { uint16_t taken, of; } choice[MOST_CHOICES];
@@ -120,9 +124,9 @@ static void fail(const char *format, ...) {
     vprintf(format, arguments);
     va_end(arguments);
     printf("\n  stages=%u runners=%u cells=%u tickets=%u wake_at=%u call_every=%u abandon_at=%u restarts=%u "
-           "ordered=%d first=%llu; %u deaths, %u steps\n",
-           plan.stages, plan.runners, plan.capacity, plan.tickets, plan.wake_at, plan.call_every,
-           plan.abandon_at, plan.restarts, plan.ordered, (unsigned long long)plan.first, deaths, steps);
+           "ordered=%d first=%llu queues=%u; %u deaths, %u steps\n",
+           plan.stages, plan.runners, plan.capacity, plan.tickets, plan.wake_at, plan.call_every, plan.abandon_at,
+           plan.restarts, plan.ordered, (unsigned long long)plan.first, plan.queues, deaths, steps);
     exit(1);
 }
 
@@ -310,12 +314,12 @@ static void watcher_body(void) {
         wait_for(anybody_gone);
         for (uint32_t f = 1; f <= plan.runners; f++) {
             if (!gone[f]) continue;
-            cseq_ring_repost(boss.ring, f, held);
+            cseq_ring_repost(seats[f].ring, seats[f].owner, held);
             gone[f] = 0;
             if (deaths > plan.restarts) {
                 left[f] = 1;
                 failed = 1;
-                cseq_gate_alarm(&boss.ring->gate[2]);
+                cseq_gate_alarm(cseq_ring_output(boss[0].ring));
             } else {
                 begin_fiber(f, runner_body);
             }
@@ -330,33 +334,67 @@ static int all_left(void) {
 }
 
 static void trainer_body(void) {
-    while (trainer_next(&boss, &failed, 1))
-        if (boss.delivered == plan.abandon_at && !boss.given_up) trainer_abandon(&boss);
-    if (!failed) trainer_check(&boss);
-    cseq_ring_close(boss.ring);
+    while (trainer_next(boss, &failed, 1))
+        if (boss->delivered == plan.abandon_at && !boss->given_up) trainer_abandon(boss);
+    if (!failed) trainer_check(boss);
+    cseq_ring_close(boss->ring);
+    wait_for(all_left);
+}
+
+/* As StreamPool._await, for what is ready in any of several queues. */
+static void trainer_of_several(void) {
+    cseq_ring *rings[MOST_RUNNERS];
+    uint32_t cells[MOST_RUNNERS], waiting = 1;
+    while (waiting) {
+        uint32_t seen = cseq_ring_alarms(boss->ring), taken = 0;
+        if (cseq_load_acq_u32(&failed)) break;
+        waiting = 0;
+        for (trainer *t = boss; t < boss + plan.queues; t++) {
+            trainer_refill(t);
+            if (t->outstanding) {
+                rings[waiting] = t->ring;
+                cells[waiting++] = t->order[t->first];
+                taken |= (uint32_t)trainer_take(t);
+            }
+        }
+        if (taken || !waiting) continue;
+        for (trainer *t = boss; t < boss + plan.queues; t++)
+            if (t->unwoken) trainer_wake(t);
+        cseq_ring_doze_any(rings, cells, waiting, seen, 1);
+    }
+    for (trainer *t = boss; t < boss + plan.queues; t++) {
+        if (!failed) trainer_check(t);
+        cseq_ring_close(t->ring);
+    }
     wait_for(all_left);
 }
 
 /* One run of the plan, from beginning to end. */
 static void play(void) {
     uint32_t last = plan.stages == 2 ? plan.runners : 0; /* the last runner converts */
-    memset(memory, 0, cseq_ring_bytes(plan.capacity, BATCH, plan.runners));
-    cseq_ring *ring = (cseq_ring *)(void *)memory;
-    cseq_ring_init(ring, plan.capacity, BATCH, plan.runners, plan.call_every ? CALLS : 0);
-    trainer_init(&boss, ring, plan.first, plan.tickets);
-    boss.wake_at = plan.wake_at;
-    boss.ordered = plan.ordered;
-    boss.call_every = plan.call_every;
+    for (uint32_t k = 0; k < (plan.queues ? plan.queues : 1); k++) {
+        cseq_ring *ring = (cseq_ring *)(void *)(memory + k * ROOM);
+        memset(ring, 0, ROOM);
+        cseq_ring_init(ring, plan.capacity, BATCH, plan.queues ? 1 : plan.runners, plan.call_every ? CALLS : 0);
+#ifndef M_OWN_GATE
+        ring->output -= k * ROOM;
+#endif
+        trainer_init(&boss[k], ring, plan.first, plan.tickets);
+        boss[k].wake_at = plan.wake_at;
+        boss[k].ordered = plan.ordered;
+        boss[k].call_every = plan.call_every;
+    }
     count = plan.runners + 2;
     choices = steps = deaths = failed = preemptions = 0;
     for (uint32_t f = 1; f <= plan.runners; f++) {
-        seat s = {ring, f == last, f, plan.stages == 1 || f == last, &latest[f], 0};
+        seat s = {boss[plan.queues ? f - 1 : 0].ring, f == last, plan.queues ? 1 : f,
+                  plan.stages == 1 || f == last, &latest[f], 0};
         seats[f] = s;
         latest[f] = 0;
         gone[f] = left[f] = 0;
         begin_fiber(f, runner_body);
     }
-    begin_fiber(TRAINER, trainer_body);
+    begin_fiber(TRAINER, plan.queues ? trainer_of_several : trainer_body);
     begin_fiber(count - 1, watcher_body);
     now = TRAINER;
     switch (_setjmp(outside)) {
@@ -398,6 +436,12 @@ static void random_plan(void) {
         plan.stages = plan.runners = 1;
         plan.capacity += CALLS;
         plan.call_every = below(&rng, 2) ? 99 : 2 + below(&rng, 4);
+    }
+    plan.queues = 0;
+    if (plan.call_every && below(&rng, 2)) { /* several */
+        plan.queues = plan.runners = 2 + below(&rng, 2);
+        plan.tickets = 1 + plan.tickets % 6;
+        plan.ordered = 1;
     }
     plan.abandon_at = below(&rng, 3) ? 99 : below(&rng, plan.tickets);
     plan.first = below(&rng, 2) ? 0 : ((uint64_t)1 << 40) - below(&rng, 6);
