@@ -104,6 +104,8 @@ def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "rng", "batch")
     with installed():
         assert same(batches(), expected)
+        alone = batches(num_workers=0, multiprocessing_context=None)
+        assert same([b["drawn"] for b in alone], [b["drawn"] for b in expected])
 
 
 def test_somebody_elses_change_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import random
-import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import torch
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.inline import InlineIterator
-from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
+from cseq.adapters.torch.fallback import make_iterator
 from cseq.adapters.torch.options import RNGS, defaults
 from cseq.adapters.torch.state import Progress, read
 from cseq.check import choice, count
-from cseq.launcher import start_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cseq.adapters.torch.state import Resume
 
-__all__ = ["DataLoader", "StatefulDataLoader", "reason_against", "workers_iterator"]
+__all__ = ["DataLoader", "StatefulDataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
-
-log = logging.getLogger("cseq")
-
-# What pickling raises; torch's own way knows objects that multiprocessing pickles for its children.
-UNPICKLABLE = (TypeError, AttributeError, RuntimeError, ValueError)
 
 
 class DataLoader(data.DataLoader[T_co]):
@@ -67,22 +53,13 @@ class DataLoader(data.DataLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
-        if isinstance(self.dataset, names.DATAPIPES):
-            return fall_back(self, "its data set is a datapipe", super()._get_iterator)
-        resume = self._resume()
-        rng = self.rng or defaults.rng
-        iterator: Any
-        if self.num_workers == 0:
-            iterator = InlineIterator(self, rng=rng, resume=resume)
-        else:
-            self.check_worker_number_rationality()
-            iterator = workers_iterator(
-                self,
-                super()._get_iterator,
-                rng=rng,
-                resume=resume,
-                snapshot_every=self.snapshot_every_n_steps,
-            )
+        iterator = make_iterator(
+            self,
+            super()._get_iterator,
+            rng=self.rng or defaults.rng,
+            resume=self._resume(),
+            snapshot_every=self.snapshot_every_n_steps,
+        )
         self._progress = getattr(iterator, "progress", None)
         self._loaded = None
         return iterator
@@ -148,62 +125,3 @@ def _signature() -> inspect.Signature:
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 StatefulDataLoader = DataLoader
-
-
-# -- cseq's workers, for any loader ----------------------------------------------------------------
-
-
-def reason_against(loader: data.DataLoader[Any]) -> str | None:
-    """Say why a loader cannot have cseq's workers, if it cannot."""
-    if isinstance(loader.dataset, names.DATAPIPES):
-        return "its data set is a datapipe"
-    try:
-        method = start_method_of(loader)
-    except AttributeError:
-        return f"its multiprocessing_context is {loader.multiprocessing_context!r}"
-    if method not in start_methods():
-        return f"cseq does not start processes by {method!r} here"
-    return None
-
-
-def workers_iterator(
-    loader: data.DataLoader[Any], otherwise: Callable[[], Any], **options: Any
-) -> Any:
-    """Make an iterator with cseq's workers, or torch's own where that cannot be."""
-    reason = reason_against(loader)
-    if reason is not None:
-        return fall_back(loader, reason, otherwise)
-    if start_method_of(loader) == "fork":  # nothing is pickled
-        return WorkersIterator(loader, **options)
-    generators = _save(loader.generator)
-    try:
-        return WorkersIterator(loader, **options)
-    except UNPICKLABLE as error:
-        _restore(generators, loader.generator)
-        return fall_back(loader, f"{type(error).__name__}: {error}", otherwise)
-
-
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def fall_back(loader: data.DataLoader[Any], reason: str, otherwise: Callable[[], Any]) -> Any:
-    """Make torch's own iterator, and log why, once for each loader."""
-    if loader not in _told:
-        _told.add(loader)
-        log.warning("DataLoader: torch's own iterator is used, since %s", reason)
-    return otherwise()
-
-
-def _save(generator: torch.Generator | None) -> tuple[Any, ...]:
-    """Save the generators that the beginning of an iterator may have drawn from."""
-    chosen = generator or torch.default_generator
-    numpy = np.random.get_state()  # noqa: NPY002 - the global one is meant
-    return random.getstate(), numpy, torch.default_generator.get_state(), chosen.get_state()
-
-
-def _restore(saved: tuple[Any, ...], generator: torch.Generator | None) -> None:
-    """Restore them."""
-    random.setstate(saved[0])
-    np.random.set_state(saved[1])  # noqa: NPY002
-    torch.default_generator.set_state(saved[2])
-    (generator or torch.default_generator).set_state(saved[3])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
-from cseq.adapters.torch.loader import workers_iterator
+from cseq.adapters.torch.fallback import make_iterator
 from cseq.adapters.torch.options import defaults
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ _class: Any = data.DataLoader
 
 
 def _get_iterator(self: Any) -> Any:
-    """Make an iterator: with cseq's workers if the loader has any."""
-    assert _original is not None
-    if self.num_workers == 0:
-        return _original(self)
-    self.check_worker_number_rationality()
-    return workers_iterator(self, lambda: _original(self), rng=defaults.rng)
+    """Make an iterator of cseq's; torch's own does without workers, unless batches are seeded."""
+    own = _original
+    assert own is not None
+    if self.num_workers == 0 and defaults.rng == "worker":
+        return own(self)
+    return make_iterator(self, lambda: own(self), rng=defaults.rng)
 
 
 def install() -> None:
