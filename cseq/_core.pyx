@@ -3521,18 +3521,23 @@ cdef class ItemReader:
         """Write the key that was drawn."""
         cdef StreamConsumer first = self.consumers[0]
         cdef Py_ssize_t most = <Py_ssize_t>first.ring.r.batch_size - STREAM_KEYS
-        key, keys, drawn = self.key, self.keys, self.drawn
-        written = ints_of(key, most)
+        cdef list drawn = self.drawn
+        cdef uint64_t number = self.posted + <uint64_t>len(drawn)
+        unwritten = None
+        written = ints_of(self.key, most)
         if written is None:
             try:
-                written = self.write(key, self.posted + <uint64_t>len(drawn))
+                written = self.write(self.key, number)
             except TypeError as error:  # it cannot be pickled
-                if key is self.key and drawn is self.drawn:
-                    self.keys, self.key, self.error = None, UNREAD, error
-                return 0
-        if key is self.key and drawn is self.drawn:
+                unwritten = error
+        # A signal handler may have written it, or begun another epoch.
+        if drawn is not self.drawn or number != self.posted + <uint64_t>len(drawn):
+            return 0
+        if unwritten is None:
             drawn.append(written)
-            self.key = UNREAD
+        else:
+            self.keys, self.error = None, unwritten
+        self.key = UNREAD
         return 0
 
     cdef Py_ssize_t choose(self, bint in_turn) noexcept:

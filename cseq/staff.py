@@ -156,6 +156,8 @@ class Staff:
         Of the arena.
     locks : Locks, optional
         Of the arena.
+    tickets : int, optional
+        The most that are posted at a time, if fewer than there are cells.
 
     Attributes
     ----------
@@ -186,6 +188,7 @@ class Staff:
         locks: Locks | None = None,
         rings: int = 1,
         calls: int = 0,
+        tickets: int | None = None,
     ) -> None:
         if not hasattr(socket, "send_fds"):
             raise OSError(
@@ -201,7 +204,7 @@ class Staff:
             commit(self._segment.fd, offset, size)
             self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
             self.rings[k].spin = look_ns()
-        self.arena = Arena(memory_limit, locks, tickets=rings * capacity)
+        self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
         for ring in self.rings:
             ring.arena = self.arena.slots
         self.deaths = deaths

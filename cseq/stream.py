@@ -396,14 +396,16 @@ class StreamPool:
         # One worker may have all keys.
         self.depth = min(prefetch * num_workers, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
+        besides = 2 + CALLS
         self._staff = staff = Staff(
-            self.depth + 2 + CALLS,
+            self.depth + besides,
             KEYS + key_size,
             1,
             deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
+            tickets=num_workers * (depth + besides),
         )
         self._arena = arena = staff.arena
         self._slots = SlotReader(arena)
@@ -489,12 +491,11 @@ class StreamPool:
 
         None: it is not in the ring any more, since a signal handler has used these streams.
         """
-        rings = [consumer.ring for consumer, _ in waiting]
-        cells = [cell for _, (cell, _) in waiting]
+        ring = waiting[0][0].ring  # the trainer sleeps at one gate for all of them
         idle: dict[int, int] = {}
         begun = now_ns() if self._patient else 0
         while True:
-            seen = rings[0].alarms()
+            seen = ring.alarms()
             if self._interrupts != generation:
                 raise InterruptedError("the epoch was interrupted, or the streams were closed")
             for consumer, post in waiting:
@@ -507,7 +508,8 @@ class StreamPool:
                 self._staff.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
-            wait_any(rings, cells, seen)
+            rings = [consumer.ring for consumer, _ in waiting]
+            wait_any(rings, [cell for _, (cell, _) in waiting], seen)
 
     def await_any(self, consumers: Sequence[StreamConsumer]) -> None:
         """Sleep until the oldest ticket of one of some workers is answered."""

@@ -52,7 +52,9 @@ class KeyEpochs:
 
 
 def cseq_streams(work: Work, *, ordered: bool = True) -> Iterator[Callable[[], float]]:
-    """`Streams` with keys."""
+    """`Streams` with keys; torch is imported before the workers are forked, as it is there."""
+    import torch  # noqa: F401
+
     from cseq.stream import Streams
 
     with Streams(Pairs, work.num_workers, prefetch=PREFETCH, start_method="fork") as streams:
