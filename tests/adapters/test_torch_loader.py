@@ -404,12 +404,14 @@ def test_the_end_of_the_workers() -> None:
 
 
 @pytest.mark.parametrize("dataset", [Plain(100), Sharded(9, 9)], ids=["map", "iterable"])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_the_workers_of_a_dropped_iterator_end(dataset: Any, in_order: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"in_order": False}, {"persistent_workers": True}, {"rng": "batch"}], ids=str
+)
+def test_the_workers_of_a_dropped_iterator_end(dataset: Any, options: Any) -> None:
     """At once: nothing is left for the garbage collector."""
     gc.disable()
     try:
-        iterator = iter(loader(dataset, batch_size=None, in_order=in_order))
+        iterator = iter(loader(dataset, batch_size=None, **options))
         next(iterator)
         workers = iterator._workers
         del iterator

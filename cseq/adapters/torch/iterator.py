@@ -155,7 +155,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._first = progress.yielded
         if self._persistent_workers and self._in_order and self._rng == "worker":
             self._drawn = deque(maxlen=self._prefetch_factor * self._num_workers)
-            keys = self._noted(keys)
+            keys = noted(keys, self._drawn)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
             if not is_stateful(self._dataset):
@@ -202,12 +202,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             if progress.counts[number] if self._is_iterable else taken > number:
                 noted.clear()  # it has begun this epoch, and so come to the end of those before
             noted.append((self._number, left[number]))
-
-    def _noted(self, keys: Iterator[Any]) -> Iterator[Any]:
-        """Yield keys, and note those whose batches may be left at the end of the epoch."""
-        for numbered in enumerate(keys):
-            self._drawn.append(numbered)
-            yield numbered[1]
 
     # -- the next batch
 
@@ -318,3 +312,13 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     def stats(self) -> Stats:
         """Count what was done so far, and where time went; see `cseq.Stats`."""
         return self._streams.stats()
+
+
+def noted(keys: Iterator[Any], drawn: deque[tuple[int, Any]]) -> Iterator[Any]:
+    """Yield keys, and note them with their numbers.
+
+    Not a method: the streams have this generator, and would have the iterator that has them.
+    """
+    for numbered in enumerate(keys):
+        drawn.append(numbered)
+        yield numbered[1]
