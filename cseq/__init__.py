@@ -13,7 +13,8 @@ The modules; imports point down::
 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, count what is held
-    ├── adapters/       other libraries' interfaces: RETURNN's, torchdata's
+    ├── __main__.py     python -m cseq run: a script, with cseq's DataLoader in torch's place
+    ├── adapters/       other libraries' interfaces: torch's, RETURNN's, torchdata's
     ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── checkpoint.py   state_dict and what it must agree with
@@ -58,6 +59,7 @@ The modules; imports point down::
 from __future__ import annotations
 
 import sys
+import typing
 
 try:
     from cseq._core import permutation
@@ -76,6 +78,10 @@ from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, Wor
 from cseq.indexer import Indexer
 from cseq.sequence import MPSequence, MSequence, MTSequence
 from cseq.stats import Stats
+
+if typing.TYPE_CHECKING:
+    from cseq.adapters.torch import DataLoader as DataLoader
+    from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
 
 __version__ = "0.1.0"
 
@@ -97,3 +103,14 @@ __all__ = [
     "rng",
     "worker_info",
 ]
+
+
+if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
+
+    def __getattr__(name: str) -> object:
+        """Import torch's adapter when it is asked for: `import cseq` imports no torch."""
+        if name in ("DataLoader", "StatefulDataLoader"):
+            from cseq.adapters import torch
+
+            return getattr(torch, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

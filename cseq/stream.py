@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq.launcher import Child
     from cseq.segment import Segment
 
     Post = tuple[int, int]  # cell and number of a ticket
@@ -100,6 +101,9 @@ class Streams:
     timeout : float, optional
         Seconds that an item, or a call, may take before `on_timeout`. A worker may take ten
         times as long to get ready.
+    timed_from : 'item' or 'wait'
+        What these seconds begin with: with the making of an item, or not before a call begins to
+        wait for it. After 'wait', a call that follows an error waits as long again.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker and let it try again.
     memory_limit : int, str or None
@@ -145,6 +149,7 @@ class Streams:
         start_method: str | None = None,
         max_restarts: int = 100,
         timeout: float | None = None,
+        timed_from: Literal["item", "wait"] = "item",
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
         threads: int | None = 1,
@@ -163,6 +168,7 @@ class Streams:
             start_method=choice("start_method", start_method, (None, *start_methods())),
             max_restarts=count("max_restarts", max_restarts, least=0),
             timeout=seconds("timeout", timeout),
+            patient=choice("timed_from", timed_from, ("item", "wait")) == "wait",
             restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
@@ -335,6 +341,13 @@ class Streams:
         """Process ids of the workers, in their order; None for one that is just being started."""
         return self._run.pool.pids()
 
+    def children(self) -> list[Child | None]:
+        """Worker processes, in their order; None for one that is just being started, or has ended.
+
+        A process that was returned can be asked for its exit code after its end.
+        """
+        return self._run.pool.children()
+
     def __enter__(self) -> Self:
         return self
 
@@ -368,6 +381,7 @@ class StreamPool:
         start_method: str | None,
         max_restarts: int,
         timeout: float | None,
+        patient: bool,
         restart: bool,
         memory_limit: int,
         threads: int | None,
@@ -376,7 +390,7 @@ class StreamPool:
     ) -> None:
         self.num_workers = num_workers
         self._encoded = encoded
-        self._timeout, self._restart = timeout, restart
+        self._timeout, self._patient, self._restart = timeout, patient, restart
         depth = min(prefetch, DEEPEST)
         # One worker may have all keys.
         self.depth = min(prefetch * num_workers, DEEPEST)
@@ -469,6 +483,7 @@ class StreamPool:
         """
         ring = waiting[0][0].ring  # the trainer sleeps at one gate for all of them
         idle: dict[int, int] = {}
+        begun = now_ns() if self._patient else 0
         while True:
             seen = ring.alarms()
             if self._interrupts != generation:
@@ -479,7 +494,7 @@ class StreamPool:
                     return answer
             self.supervisor.check()
             if self._timeout is not None:
-                working = self._awaited(waiting, idle)
+                working = self._awaited(waiting, idle, begun)
                 self.supervisor.check_time(working, self._timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
@@ -492,9 +507,9 @@ class StreamPool:
         self._await(waiting, self._began)
 
     def _awaited(
-        self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int]
+        self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int], begun: int
     ) -> list[tuple[int, int, str]]:
-        """Return what some workers work on, and since when.
+        """Return what some workers work on, and since when, but not before `begun`.
 
         `idle`: since when one is ready and has claimed nothing. It may be stopped.
         """
@@ -507,7 +522,7 @@ class StreamPool:
             else:
                 since = idle.setdefault(owner, now_ns())
                 working = [(owner, since, self._place(consumer, cell))]
-            awaited += working
+            awaited += [(owner, max(since, begun), place) for owner, since, place in working]
         return awaited
 
     def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:
@@ -691,6 +706,10 @@ class StreamPool:
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
         return [self.supervisor.pid(number + 1) for number in range(self.num_workers)]
+
+    def children(self) -> list[Child | None]:
+        """Processes of the workers."""
+        return [self.supervisor.child(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""

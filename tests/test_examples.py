@@ -27,6 +27,7 @@ PAGES = (
     "README.md",
     "docs/cookbook.md",
     "docs/faq.md",
+    "docs/from-dataloader.md",
     "docs/from-mdnc.md",
     "docs/from-returnn.md",
     "docs/from-torchdata.md",

@@ -665,6 +665,25 @@ def test_death_at_every_labelled_point(
     assert done.stdout.splitlines() == [f"{point} True True True" for point in points]
 
 
+def test_processes_can_be_asked_after_their_end() -> None:
+    """Their exit codes are known then."""
+    with streams() as s:
+        s.begin([2, 2])
+        children = s.children()
+        assert [child.pid for child in children if child is not None] == s.pids()
+        first, second = children
+        assert first is not None
+        assert second is not None
+        assert not first.gone
+        first.kill()
+        assert first.status(10.0) == -signal.SIGKILL
+        assert len(list(s)) == 4
+    assert s.children() == [None, None]
+    assert second.status(10.0) == 0
+    assert first.gone
+    assert second.gone
+
+
 def test_idle_workers_may_die() -> None:
     """A worker that dies with nothing to do is replaced; what `begin` gave it is given again."""
     with streams() as s:
@@ -791,6 +810,32 @@ def test_the_timeout_is_for_an_item() -> None:
         s.begin([206])
         assert len(list(s)) == 206
         assert s.stats().batches < 100
+
+
+class Held(Numbers):
+    """Items that wait for a file."""
+
+    path = ""
+
+    def item(self, k: int) -> Any:
+        while not os.path.exists(self.path):
+            time.sleep(0.01)
+        return super().item(k)
+
+
+def test_the_timeout_of_a_call_that_waits(tmp_path: Path) -> None:
+    """An item may have been made for longer than that before it was waited for."""
+    held = type("Held", (Held,), {"path": str(tmp_path / "gate")})
+    with streams(held, 1, prefetch=1, timeout=1.0, timed_from="wait") as s:
+        s.begin([2])
+        begun = time.monotonic()
+        for _ in range(2):  # the second waits as long again
+            with pytest.raises(cseq.WorkerTimeout, match="item 0 of worker 0"):
+                s.next(0)
+            assert time.monotonic() - begun > 1.0
+            begun = time.monotonic()
+        Path(held.path).touch()
+        assert len(list(s)) == 2
 
 
 # -- bounds

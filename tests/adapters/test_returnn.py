@@ -117,7 +117,7 @@ class Random(Numbers):
     """Sequences of what the global generators draw, and cseq's own."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        drawn = [random.random(), np.random.random(), cseq.rng().random()]  # noqa: NPY002
+        drawn = [random.random(), np.random.random(), cseq.rng().random()]
         return {"data": np.array([drawn]), "name": np.array(["random"])}
 
 

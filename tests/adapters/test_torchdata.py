@@ -130,7 +130,7 @@ def double(item: Any) -> Any:
 
 def draw(item: Any) -> Any:
     """Draw from all generators that a reading service seeds."""
-    numpy = int(np.random.randint(2**31))  # noqa: NPY002 - the one that is seeded
+    numpy = int(np.random.randint(2**31))
     return item, random.random(), numpy, int(torch.randint(2**31, ()))
 
 

@@ -1,0 +1,55 @@
+"""torch's DataLoader, on cseq's engine.
+
+``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose worker processes are those of
+`cseq.stream.Streams`; `install` makes torch's own class use them. docs/from-dataloader.md has both.
+
+::
+
+    trainer                                               worker process
+      loader.DataLoader ─► iterator.WorkersIterator         worker.Batches: seeds, fetches, collates
+        order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
+        state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot
+
+Nothing here imports torch before a name is asked for, so that a worker imports only its own part.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cseq.adapters.torch.iterator import LoaderTimeout
+    from cseq.adapters.torch.loader import DataLoader, StatefulDataLoader
+    from cseq.adapters.torch.options import defaults
+    from cseq.adapters.torch.patch import install, installed, is_installed, uninstall
+
+__all__ = [
+    "DataLoader",
+    "LoaderTimeout",
+    "StatefulDataLoader",
+    "defaults",
+    "install",
+    "installed",
+    "is_installed",
+    "uninstall",
+]
+
+_HOMES = {
+    "DataLoader": "loader",
+    "LoaderTimeout": "iterator",
+    "StatefulDataLoader": "loader",
+    "defaults": "options",
+    "install": "patch",
+    "installed": "patch",
+    "is_installed": "patch",
+    "uninstall": "patch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that has a name."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,100 @@
+"""The iterator of a loader: cseq's, or torch's own where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+import random
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cseq.adapters.torch import names
+from cseq.adapters.torch.inline import InlineIterator
+from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
+from cseq.launcher import start_methods
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils import data
+
+    from cseq.adapters.torch.state import Resume
+
+__all__ = ["make_iterator"]
+
+log = logging.getLogger("cseq")
+
+# What pickling raises; torch's own way knows objects that multiprocessing pickles for its children.
+UNPICKLABLE = (TypeError, AttributeError, RuntimeError, ValueError)
+
+
+def make_iterator(
+    loader: data.DataLoader[Any],
+    otherwise: Callable[[], Any],
+    *,
+    rng: str,
+    resume: Resume | None = None,
+    snapshot_every: int = 0,
+) -> Any:
+    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
+
+    The options are those of `WorkersIterator`.
+    """
+    reason = _reason_against(loader)
+    if reason is not None:
+        return _fall_back(loader, reason, otherwise)
+    if loader.num_workers == 0:
+        return InlineIterator(loader, rng=rng, resume=resume)
+    loader.check_worker_number_rationality()
+    is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
+    generators = None if is_forked else _save(loader.generator)
+    try:
+        return WorkersIterator(loader, rng=rng, resume=resume, snapshot_every=snapshot_every)
+    except UNPICKLABLE as error:
+        if generators is None:
+            raise
+        _restore(generators, loader.generator)
+        return _fall_back(loader, f"{type(error).__name__}: {error}", otherwise)
+
+
+def _reason_against(loader: data.DataLoader[Any]) -> str | None:
+    """Say why a loader cannot have an iterator of cseq's, if it cannot."""
+    if isinstance(loader.dataset, names.DATAPIPES):
+        return "its data set is a datapipe"
+    if loader.num_workers == 0:
+        return None
+    try:
+        method = start_method_of(loader)
+    except AttributeError:
+        return f"its multiprocessing_context is {loader.multiprocessing_context!r}"
+    if method not in start_methods():
+        return f"cseq does not start processes by {method!r} here"
+    return None
+
+
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _fall_back(loader: data.DataLoader[Any], reason: str, otherwise: Callable[[], Any]) -> Any:
+    """Make torch's own iterator, and log why, once for each loader."""
+    if loader not in _told:
+        _told.add(loader)
+        log.warning("DataLoader: torch's own iterator is used, since %s", reason)
+    return otherwise()
+
+
+def _save(generator: torch.Generator | None) -> tuple[Any, ...]:
+    """Save the generators that the beginning of an iterator may have drawn from."""
+    chosen = generator or torch.default_generator
+    numpy = np.random.get_state()  # noqa: NPY002 - the global one is meant
+    return random.getstate(), numpy, torch.default_generator.get_state(), chosen.get_state()
+
+
+def _restore(saved: tuple[Any, ...], generator: torch.Generator | None) -> None:
+    """Restore them."""
+    random.setstate(saved[0])
+    np.random.set_state(saved[1])  # noqa: NPY002
+    torch.default_generator.set_state(saved[2])
+    (generator or torch.default_generator).set_state(saved[3])

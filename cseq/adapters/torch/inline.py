@@ -1,0 +1,114 @@
+"""The iterator over batches that the trainer makes itself: torch's, with a state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cseq import context
+from cseq.adapters.torch import names, worker
+from cseq.adapters.torch.order import order_of
+from cseq.adapters.torch.seeds import BatchSeeds
+from cseq.adapters.torch.state import Progress
+from cseq.adapters.torch.stateful import DatasetState
+
+if TYPE_CHECKING:
+    from cseq.adapters.torch.state import Resume
+
+__all__ = ["InlineIterator"]
+
+
+class InlineIterator(names.Inline):  # type: ignore[misc]
+    """Batches that the trainer makes itself.
+
+    Parameters and attributes are those of `WorkersIterator`.
+    """
+
+    def __init__(self, loader: Any, *, rng: str, resume: Resume | None = None) -> None:
+        names.Base.__init__(self, loader)
+        self._base_seed: int
+        self._sampler_iter: Any
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._is_iterable = self._dataset_kind == names.ITERABLE
+        self._is_making = False
+        self._desk = context.Desk(0, 0, 0)
+        self._seeds = BatchSeeds(self._desk, lambda: self._is_making) if rng == "batch" else None
+        if resume is not None:
+            self._num_yielded, self._base_seed = resume.yielded, resume.base_seed
+        self.progress = Progress(iterable=self._is_iterable, num_workers=0, rng=rng)
+        self.progress.begin(self._base_seed, resume)
+        if self._seeds is not None:
+            self._seeds.begin(self._base_seed)
+        self._open(resume)
+
+    def _open(self, resume: Resume | None) -> None:
+        """Make the fetcher, and the keys, where the epoch begins."""
+        progress = self.progress
+        state = (resume.states[0] if resume and resume.states else None) or {}
+        fetching = worker.Fetching(
+            self._dataset_kind,
+            self._dataset,
+            self._auto_collation,
+            self._collate_fn,
+            self._drop_last,
+        )
+        self._dataset_fetcher = fetching.open(state)
+        progress.inline = DatasetState(self._dataset, self._dataset_fetcher)
+        if self._is_iterable:
+            for number in range(state.get("made", 0), progress.yielded):
+                self._fetch(next(self._sampler_iter), number)
+            return
+        progress.order = order_of(self._index_sampler, self._sampler_iter)
+        keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
+        self._sampler_iter = keys
+
+    def _next_data(self) -> Any:
+        """Return the next batch."""
+        progress = self.progress
+        try:
+            index = self._next_index()
+            batch = self._make(index)
+        except StopIteration:
+            progress.finished = True
+            self._close()
+            raise
+        if self._pin_memory:
+            return names.pin(batch, self._pin_memory_device)
+        return batch
+
+    def _make(self, index: Any) -> Any:
+        """Make a batch; one that raises counts as well."""
+        progress = self.progress
+        try:
+            batch = self._fetch(index, progress.yielded)
+        except StopIteration as stop:
+            if self._is_iterable:
+                raise
+            progress.yielded += 1
+            raise RuntimeError("the data set raised StopIteration") from stop
+        except Exception:
+            progress.yielded += 1
+            raise
+        progress.yielded += 1
+        return batch
+
+    def _fetch(self, index: Any, number: int) -> Any:
+        """Fetch a batch; with rng="batch", from generators of its own."""
+        seeds = self._seeds
+        if seeds is None:
+            batch: Any = self._dataset_fetcher.fetch(index)
+            return batch
+        left = context.enter(self._desk)
+        self._is_making = True
+        try:
+            seeds.borrow(number)
+            return self._dataset_fetcher.fetch(index)
+        finally:
+            self._is_making = False
+            seeds.restore()
+            context.leave(left)
+
+    def _close(self) -> None:
+        """Watch no more for generators that are imported later."""
+        if self._seeds is not None:
+            self._seeds.close()

@@ -1,0 +1,127 @@
+"""`DataLoader`: torch's, with cseq's worker processes, and a state."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.utils import data
+
+from cseq.adapters.torch import names
+from cseq.adapters.torch.fallback import make_iterator
+from cseq.adapters.torch.options import RNGS, defaults
+from cseq.adapters.torch.state import Progress, read
+from cseq.check import choice, count
+
+if TYPE_CHECKING:
+    from cseq.adapters.torch.state import Resume
+
+__all__ = ["DataLoader", "StatefulDataLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(data.DataLoader[T_co]):
+    """torch's DataLoader, with cseq's worker processes.
+
+    All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
+    for the same seed and number of workers, batches are the same, bit for bit. What differs is in
+    docs/from-dataloader.md.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Of torch's DataLoader.
+    rng : {None, 'worker', 'batch'}
+        What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
+        is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
+        are the same for any number of workers, after a worker's death, and after a resume.
+        None: `defaults.rng`, which is 'worker'.
+    snapshot_every_n_steps : int
+        How often a data set that has a state is asked for it: behind every so many batches of a
+        worker. Batches between that and the last one delivered are made again at a resume.
+    """
+
+    def __init__(
+        self, *args: Any, rng: str | None = None, snapshot_every_n_steps: int = 1, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.rng = choice("rng", rng, (None, *RNGS))
+        self.snapshot_every_n_steps = count("snapshot_every_n_steps", snapshot_every_n_steps)
+        self._progress: Progress | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def _get_iterator(self) -> Any:
+        """Make an iterator, or go on where the state that was loaded says."""
+        iterator = make_iterator(
+            self,
+            super()._get_iterator,
+            rng=self.rng or defaults.rng,
+            resume=self._resume(),
+            snapshot_every=self.snapshot_every_n_steps,
+        )
+        self._progress = getattr(iterator, "progress", None)
+        self._loaded = None
+        return iterator
+
+    def _resume(self) -> Resume | None:
+        """Read the state that was loaded."""
+        if self._loaded is None:
+            return None
+        return read(
+            self._loaded,
+            iterable=self._dataset_kind == names.ITERABLE,
+            num_workers=self.num_workers,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest epoch is, behind the last batch that was delivered.
+
+        Nothing is started for it. With torch's own samplers it is of the same size at any place.
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        progress = self._progress
+        if progress is None:
+            progress = Progress(
+                iterable=self._dataset_kind == names.ITERABLE,
+                num_workers=self.num_workers,
+                rng=self.rng or defaults.rng,
+            )
+            return {**progress.as_dict(), "base_seed": None}
+        return progress.as_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next `iter` go on where a state says; states of torchdata's are read, too.
+
+        A state of a finished epoch makes the next one begin anew, and so does an empty one.
+
+        Raises
+        ------
+        ValueError
+            The state does not fit this loader.
+        """
+        if not state_dict:
+            return
+        self._loaded = dict(state_dict)
+        try:
+            self._resume()
+        except BaseException:
+            self._loaded = None
+            raise
+        self._iterator = None
+
+
+def _signature() -> inspect.Signature:
+    """Return the arguments of torch's DataLoader, as this version has them, and those added."""
+    theirs = inspect.signature(data.DataLoader.__init__).parameters
+    ours = inspect.signature(DataLoader.__init__).parameters
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    added = [each for name, each in ours.items() if name != "self" and each.kind not in kinds]
+    return inspect.Signature([*theirs.values(), *added])
+
+
+# Frameworks make a loader again of those of its attributes that are arguments.
+DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+
+StatefulDataLoader = DataLoader

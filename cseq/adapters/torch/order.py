@@ -1,0 +1,175 @@
+"""The order of an epoch: the keys of the index sampler, drawn one by one.
+
+An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
+not batch. What has to be kept of one, so that its keys can be drawn again, depends on its type:
+
+============================================  =====================================================
+torch's RandomSampler                         the seed that it draws at the beginning of an epoch
+torch's RandomSampler with a generator        the generator's state at the beginning
+a sampler, or iterator, with ``state_dict``   its state behind the key of the last batch delivered
+any other                                     nothing: keys are drawn and dropped
+============================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler
+
+from cseq.adapters.torch.stateful import is_stateful
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Order", "order_of"]
+
+State = dict[str, Any]
+
+
+def order_of(index_sampler: Any, iterator: Any) -> Order:
+    """Choose how the keys of a sampler are kept track of; `iterator` is its iterator."""
+    inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    if is_stateful(iterator) or is_stateful(index_sampler) or is_stateful(inner):
+        sampler = index_sampler if is_stateful(index_sampler) else inner
+        return StatefulOrder(index_sampler, iterator, sampler if is_stateful(sampler) else None)
+    if type(inner) is RandomSampler:
+        return RandomOrder(index_sampler, iterator, inner)
+    return Order(index_sampler, iterator)
+
+
+class Order:
+    """An epoch's keys, of a sampler of which nothing is known.
+
+    Parameters
+    ----------
+    index_sampler : iterable
+    iterator : iterator
+        ``iter(index_sampler)``.
+    """
+
+    kind = "any"
+
+    def __init__(self, index_sampler: Any, iterator: Any) -> None:
+        self._index_sampler = index_sampler
+        self._iterator = iterator
+
+    def keys(self, yielded: int, state: State | None) -> Iterator[Any]:
+        """Return the keys from the `yielded`-th on; `state` is that of the run that is resumed."""
+        keys: Iterator[Any] = self._begin(yielded, state or {})
+        return keys
+
+    def _begin(self, yielded: int, state: State) -> Any:  # noqa: ARG002
+        return islice(self._iterator, yielded, None) if yielded else self._iterator
+
+    def state(self, yielded: int) -> State:  # noqa: ARG002
+        """Return what has to be kept, when so many batches of this epoch have been delivered."""
+        return {}
+
+
+class RandomOrder(Order):
+    """An epoch's keys, of torch's own RandomSampler.
+
+    Without a generator it draws a seed from torch's global one, with its first index. That is done
+    here for it, at the same moment, so that the seed is known.
+    """
+
+    kind = "random"
+
+    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
+        super().__init__(index_sampler, iterator)
+        self._sampler = sampler
+        self._state: State = {}
+
+    def _begin(self, yielded: int, state: State) -> Iterator[Any]:
+        keys = self._draw(state)
+        return islice(keys, yielded, None) if yielded else keys
+
+    def _draw(self, state: State) -> Iterator[Any]:
+        """Yield the keys; with the first, the generator is made or noted."""
+        generator = self._sampler.generator
+        given = state.get("generator")
+        if generator is None:
+            generator = torch.Generator()
+            if given is not None:
+                generator.set_state(given)
+                self._state = {"generator": given}
+            else:
+                seed = state.get("seed")
+                if seed is None:
+                    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+                generator.manual_seed(seed)
+                self._state = {"seed": seed}
+            yield from self._with(generator)
+            return
+        if given is not None:
+            generator.set_state(given)
+        self._state = {"generator": generator.get_state()}
+        yield from self._iterator
+
+    def _with(self, generator: torch.Generator) -> Iterator[Any]:
+        """Iterate over the sampler as if it had been given this generator."""
+        sampler = copy.copy(self._sampler)
+        sampler.generator = generator
+        if self._sampler is self._index_sampler:
+            return iter(sampler)
+        batches = copy.copy(self._index_sampler)
+        batches.sampler = sampler
+        return iter(batches)
+
+    def state(self, yielded: int) -> State:  # noqa: ARG002
+        """Return the seed, or the generator's state."""
+        return dict(self._state)
+
+
+class StatefulOrder(Order):
+    """An epoch's keys, of a sampler or an iterator that has a state.
+
+    Keys are drawn ahead of the batches delivered: a state is taken with each, and kept until its
+    batch is delivered.
+    """
+
+    kind = "stateful"
+
+    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
+        super().__init__(index_sampler, iterator)
+        self._sampler = sampler  # the one that has a state, if any
+        self._taken: deque[tuple[int, State]] = deque()  # by the number of keys drawn
+
+    def _begin(self, yielded: int, state: State) -> Iterator[Any]:
+        skip = yielded
+        if state.get("sampler") is not None and self._sampler is not None:
+            self._sampler.load_state_dict(state["sampler"])
+            self._iterator = iter(self._index_sampler)
+            skip = state.get("skip", 0)
+        if state.get("iterator") is not None and is_stateful(self._iterator):
+            self._iterator.load_state_dict(state["iterator"])
+            skip = state.get("skip", 0)
+        self._taken.append((yielded, self._take()))
+        return self._draw(islice(self._iterator, skip, None), yielded)
+
+    def _draw(self, keys: Iterator[Any], drawn: int) -> Iterator[Any]:
+        for key in keys:
+            drawn += 1
+            self._taken.append((drawn, self._take()))
+            yield key
+
+    def _take(self) -> State:
+        """Take the present state."""
+        state: State = {}
+        if self._sampler is not None:
+            state["sampler"] = copy.deepcopy(self._sampler.state_dict())
+        if is_stateful(self._iterator):
+            state["iterator"] = copy.deepcopy(self._iterator.state_dict())
+        return state
+
+    def state(self, yielded: int) -> State:
+        """Return the state behind the key of the last batch delivered; drop earlier ones."""
+        taken = self._taken
+        while len(taken) > 1 and taken[0][0] < yielded:
+            taken.popleft()
+        return copy.deepcopy(taken[0][1])

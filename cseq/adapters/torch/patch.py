@@ -1,0 +1,80 @@
+"""`install`: torch's own DataLoader class with cseq's worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from torch.utils import data
+
+from cseq.adapters.torch.fallback import make_iterator
+from cseq.adapters.torch.options import defaults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["install", "installed", "is_installed", "uninstall"]
+
+_original: Callable[[Any], Any] | None = None
+_class: Any = data.DataLoader
+
+
+def _get_iterator(self: Any) -> Any:
+    """Make an iterator of cseq's; torch's own does without workers, unless batches are seeded."""
+    own = _original
+    assert own is not None
+    if self.num_workers == 0 and defaults.rng == "worker":
+        return own(self)
+    return make_iterator(self, lambda: own(self), rng=defaults.rng)
+
+
+def install() -> None:
+    """Have every DataLoader of torch use cseq's worker processes, from its next `iter` on.
+
+    That includes the loaders of frameworks, which make their own, and of subclasses that do not
+    make their iterators themselves. Twice is fine.
+
+    Raises
+    ------
+    RuntimeError
+        Something else has changed torch's class already.
+    """
+    global _original
+    if is_installed():
+        return
+    found = _class._get_iterator
+    if getattr(found, "__module__", None) != "torch.utils.data.dataloader":
+        raise RuntimeError(
+            f"DataLoader._get_iterator is not torch's own any more, but {found!r}: install cseq "
+            "first, or leave out the other one"
+        )
+    _original = found
+    _class._get_iterator = _get_iterator
+
+
+def uninstall() -> None:
+    """Have torch's DataLoader use its own worker processes again. Iterators go on as they are."""
+    global _original
+    if not is_installed():
+        return
+    if _class._get_iterator is not _get_iterator:
+        raise RuntimeError(f"DataLoader._get_iterator is {_class._get_iterator!r}: undo that first")
+    _class._get_iterator = _original
+    _original = None
+
+
+def is_installed() -> bool:
+    """Whether `install` was called, and not undone."""
+    return _original is not None
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Have every DataLoader of torch use cseq's worker processes inside a `with` statement."""
+    before = is_installed()
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()

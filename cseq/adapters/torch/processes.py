@@ -1,0 +1,77 @@
+"""The worker processes of an iterator, as `multiprocessing.Process` shows its own."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cseq.launcher import Child
+    from cseq.stream import Streams
+
+__all__ = ["WorkerProcess"]
+
+
+class WorkerProcess:
+    """A worker process; it can be asked about its end when the iterator is gone.
+
+    Attributes
+    ----------
+    name : str
+    daemon : bool
+        False: it may have children.
+    """
+
+    daemon = False
+
+    def __init__(self, streams: Streams, number: int) -> None:
+        self.name = f"cseq-w{number}"
+        self._number = number
+        self._streams = weakref.ref(streams)
+        self._child: Child | None = None
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.name!r} pid={self.pid}>"
+
+    def keep(self) -> None:
+        """Note the process; it may be another one than before, which has died."""
+        streams = self._streams()
+        if streams is not None:
+            self._child = streams.children()[self._number] or self._child
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+        self.keep()
+        return None if self._child is None else self._child.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or minus the signal's number; None: it lives."""
+        self.keep()
+        return None if self._child is None else self._child.status(0)
+
+    def is_alive(self) -> bool:
+        """Whether it lives."""
+        self.keep()
+        return self._child is not None and not self._child.gone
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, for so many seconds at most."""
+        self.keep()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and time.monotonic() < deadline:
+            if self._child is not None:
+                self._child.status(min(1.0, deadline - time.monotonic()))
+
+    def terminate(self) -> None:
+        """Kill it: workers ignore SIGTERM. Another one takes its place."""
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it. Another one takes its place."""
+        self.keep()
+        if self._child is not None:
+            self._child.kill()

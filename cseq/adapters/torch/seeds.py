@@ -1,0 +1,87 @@
+"""The generators that a data set draws from: Python's, numpy's, torch's, cseq's.
+
+rng="worker" is torch's way: a worker is seeded once, from the seed of the loader and its own
+number. rng="batch" seeds before each batch, from the seed of the loader and the batch's number, so
+that what is drawn depends neither on the number of workers nor on what they made before.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cseq.adapters.torch import names
+from cseq.seeding import Seeds
+
+if TYPE_CHECKING:
+    from cseq.context import Desk
+
+__all__ = ["BatchSeeds", "seed_worker"]
+
+
+def seed_worker(base_seed: int, number: int) -> int:
+    """Seed a worker's generators as torch does; return the worker's seed."""
+    seed = base_seed + number
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(names.numpy_seed(base_seed, number))  # noqa: NPY002 - the global one is meant
+    return seed
+
+
+class Place(NamedTuple):
+    """The present batch, for `cseq.rng` and the seeds."""
+
+    epoch: int
+    batch: int
+    start: int  # the same as `batch`: the loader knows nothing of samples
+
+
+class BatchSeeds:
+    """Seeds the generators for one batch after another.
+
+    Parameters
+    ----------
+    desk : Desk
+        Of this worker; or one for batches that the trainer makes, to be entered meanwhile.
+    is_making : callable, optional
+        Whether a batch is being made, if this is the trainer; its generators are restored then.
+    """
+
+    def __init__(self, desk: Desk, is_making: Any = None) -> None:
+        self._desk = desk
+        self._is_making = is_making
+        self._seeds: Seeds | None = None
+
+    def begin(self, base_seed: int) -> None:
+        """Begin an epoch, whose batches are seeded from this seed."""
+        self.close()
+        self._desk.seed = base_seed
+        self._seeds = Seeds(self._desk, self._is_making)
+        self._seeds.open()
+
+    def close(self) -> None:
+        """Watch no more for generators that are imported later."""
+        if self._seeds is not None:
+            self._seeds.close()
+            self._seeds = None
+
+    def seed(self, batch: int) -> int:
+        """Seed for a batch; return torch's seed."""
+        assert self._seeds is not None
+        self._desk.sit(Place(0, batch, batch))
+        self._seeds.seed()
+        return torch.default_generator.initial_seed()
+
+    def borrow(self, batch: int) -> None:
+        """Save the trainer's generators, and seed for a batch."""
+        assert self._seeds is not None
+        self._desk.sit(Place(0, batch, batch))
+        self._seeds.begin()
+
+    def restore(self) -> None:
+        """Restore the trainer's generators."""
+        assert self._seeds is not None
+        self._seeds.restore()

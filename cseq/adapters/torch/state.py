@@ -1,0 +1,263 @@
+"""Where a loader is in an epoch: what `state_dict` returns."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cseq.pickling import dumps
+
+if TYPE_CHECKING:
+    from cseq.adapters.torch.order import Order
+    from cseq.adapters.torch.stateful import DatasetState
+
+__all__ = ["VERSION", "Progress", "Resume", "read"]
+
+VERSION = 1
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where an epoch is to go on.
+
+    Attributes
+    ----------
+    yielded : int
+        Batches that were delivered.
+    base_seed : int
+    sampler : dict
+        See `Order.keys`.
+    counts, ended, turn
+        See `Progress`.
+    states : list of (dict or None)
+        Of the data set, in each worker or in the trainer.
+    """
+
+    yielded: int
+    base_seed: int
+    sampler: State
+    counts: list[int]
+    ended: list[bool]
+    turn: int
+    states: list[State | None]
+
+
+class Progress:
+    """How far an epoch is, as of the last batch delivered.
+
+    Parameters
+    ----------
+    iterable : bool
+        Whether the data set is an IterableDataset.
+    num_workers : int
+        0: the trainer makes the batches.
+    rng : str
+
+    Attributes
+    ----------
+    base_seed : int
+    yielded : int
+        Batches delivered.
+    finished : bool
+        Whether the epoch is over.
+    order : Order or Kept, optional
+        Of the keys.
+    counts : list of int
+        Batches delivered of each worker, if the data set is an IterableDataset.
+    ended : list of bool
+        Workers that have no more batches.
+    turn : int
+        The worker whose turn is next.
+    states : list of (bytes or None)
+        Of the data set in each worker, pickled.
+    inline : DatasetState, optional
+        Of the data set, where the trainer makes the batches.
+    """
+
+    def __init__(self, *, iterable: bool, num_workers: int, rng: str) -> None:
+        self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
+        self.begin(0)
+
+    def begin(self, base_seed: int, resume: Resume | None = None) -> None:
+        """Begin an epoch, or go on with one."""
+        several = max(1, self.num_workers)
+        self.base_seed = base_seed
+        self.yielded = resume.yielded if resume else 0
+        self.finished = False
+        self.order: Order | Kept | None = None
+        self.inline: DatasetState | None = None
+        self.counts = list(resume.counts) if resume and resume.counts else [0] * several
+        self.ended = list(resume.ended) if resume and resume.ended else [False] * several
+        self.turn = resume.turn if resume else 0
+        states = resume.states if resume and resume.states else [None] * several
+        self.states = [None if each is None else dumps(each) for each in states]
+
+    def as_dict(self) -> State:
+        """Return it as `state_dict` does: another dict each time."""
+        return {
+            "version": VERSION,
+            "kind": "iterable" if self.iterable else "map",
+            "rng": self.rng,
+            "num_workers": self.num_workers,
+            "base_seed": self.base_seed,
+            "_num_yielded": self.yielded,
+            "_sampler_iter_yielded": self.yielded,
+            "_iterator_finished": self.finished,
+            "sampler": {} if self.order is None else self.order.state(self.yielded),
+            "counts": list(self.counts),
+            "ended": list(self.ended),
+            "turn": self.turn,
+            "workers": self._dataset_states(),
+        }
+
+    def _dataset_states(self) -> list[State | None]:
+        """Return the states of the data set."""
+        if self.inline:
+            return [self.inline.take(self.yielded)]
+        return [None if each is None else pickle.loads(each) for each in self.states]
+
+    def __getstate__(self) -> State:
+        """Return what is pickled, and copied, with a loader: no iterators, no generators."""
+        states = self._dataset_states()
+        return {
+            **vars(self),
+            "order": Kept({} if self.order is None else self.order.state(self.yielded)),
+            "inline": None,
+            "states": [None if each is None else dumps(each) for each in states],
+        }
+
+
+class Kept:
+    """What was kept of the order of an epoch; it gives no keys any more."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state(self, yielded: int) -> State:  # noqa: ARG002 - as of then
+        """Return it."""
+        return copy.deepcopy(self._state)
+
+
+def read(state: State, *, iterable: bool, num_workers: int) -> Resume | None:
+    """Read a state, of this format or torchdata's; None: the next epoch begins anew.
+
+    Raises
+    ------
+    ValueError
+        It is of another kind of data set, of another number of workers where that matters, or of a
+        format that is not known.
+    """
+    if "_snapshot" in state or "fetcher_state" in state:
+        state = _of_torchdata(state, iterable=iterable)
+    version = state.get("version")
+    if version != VERSION:
+        raise ValueError(
+            f"the state has version {version!r}, this loader reads {VERSION}, and the format of "
+            "torchdata's StatefulDataLoader"
+        )
+    kind = "iterable" if iterable else "map"
+    if state["kind"] != kind:
+        raise ValueError(
+            f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
+        )
+    yielded = min(state["_num_yielded"], state["_sampler_iter_yielded"])
+    if state["_iterator_finished"] or state["base_seed"] is None:
+        return None
+    workers = state["workers"]
+    has_states = any(each is not None for each in workers)
+    if (iterable or has_states) and state["num_workers"] != num_workers:
+        what = "an IterableDataset" if iterable else "a data set that has a state"
+        raise ValueError(
+            f"the state is of num_workers={state['num_workers']} and this loader has "
+            f"num_workers={num_workers}: with {what} both must be the same, since every worker "
+            "has a share of its own"
+        )
+    counts, ended, turn = state["counts"], state["ended"], state["turn"]
+    if not iterable:
+        counts, ended, turn = [], [], 0
+    elif sum(counts) != yielded:  # the caller has changed the number
+        counts, turn = _in_turn(yielded, max(1, num_workers)), yielded % max(1, num_workers)
+    return Resume(
+        yielded=yielded,
+        base_seed=state["base_seed"],
+        sampler=state["sampler"],
+        counts=list(counts),
+        ended=list(ended),
+        turn=turn,
+        states=list(workers) if has_states else [],
+    )
+
+
+def _in_turn(yielded: int, num_workers: int) -> list[int]:
+    """Count the batches of each worker, if all of them were asked in turn."""
+    return [len(range(number, yielded, num_workers)) for number in range(num_workers)]
+
+
+def _of_torchdata(state: State, *, iterable: bool) -> State:
+    """Translate a state of torchdata's StatefulDataLoader."""
+    snapshot = state.get("_snapshot")
+    if snapshot is None:
+        main, since = state, 0
+        yielded = state["_num_yielded"]
+        num_workers, turn = 0, 0
+        fetched = {"fetcher_state": state["fetcher_state"], "dataset_state": state["dataset_state"]}
+        workers = [fetched]
+        snapped = yielded
+    else:
+        main, since = snapshot["_main_snapshot"], state["_steps_since_snapshot"]
+        snapped = snapshot["_snapshot_step"]
+        yielded = snapped + since
+        num_workers = main["_num_workers"]
+        turn = (snapshot["_last_yielded_worker_id"] + 1 + since) % num_workers
+        found = snapshot["_worker_snapshots"]
+        workers = [found[f"worker_{number}"] for number in range(num_workers)]
+    several = max(1, num_workers)
+    counts = _in_turn(yielded, several) if iterable else []
+    before = _in_turn(snapped, several)
+    return {
+        "version": VERSION,
+        "kind": "iterable" if iterable else "map",
+        "rng": "worker",
+        "num_workers": num_workers,
+        "base_seed": main.get("_base_seed", 0),
+        "_num_yielded": yielded,
+        "_sampler_iter_yielded": yielded,
+        "_iterator_finished": state["_iterator_finished"],
+        "sampler": _sampler_of_torchdata(main, since),
+        "counts": counts,
+        "ended": [False] * several if iterable else [],
+        "turn": turn,
+        "workers": [
+            _worker_of_torchdata(each, made) for each, made in zip(workers, before, strict=True)
+        ],
+    }
+
+
+def _sampler_of_torchdata(main: State, since: int) -> State:
+    """Translate what it keeps of the samplers."""
+    sampler, iterator = main.get("_index_sampler_state"), main.get("_sampler_iter_state")
+    own = next((each for each in (sampler, iterator) if _is_own(each)), None)
+    if own is not None:  # torchdata's BatchSampler, over its RandomSampler or another one
+        inner = own.get("sampler_iter_state") or {}
+        if "generator" in inner:
+            return {"generator": inner["generator"]}
+        sampler, iterator = own.get("sampler_state"), None
+    return {"sampler": sampler, "iterator": iterator, "skip": since}
+
+
+def _is_own(state: Any) -> bool:
+    """Whether a state is of torchdata's BatchSampler."""
+    return isinstance(state, dict) and "samples_yielded" in state
+
+
+def _worker_of_torchdata(state: State, made: int) -> State | None:
+    """Translate the state of the data set in a worker, if it has one."""
+    fetcher = state.get("fetcher_state") or {}
+    found = {"dataset": state.get("dataset_state"), "iterator": fetcher.get("dataset_iter_state")}
+    if all(each is None for each in found.values()):
+        return None
+    return {**found, "made": made, "ended": fetcher.get("fetcher_ended", False)}

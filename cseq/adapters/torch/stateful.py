@@ -1,0 +1,41 @@
+"""What has a state of its own: samplers, data sets, and their iterators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["DatasetState", "is_stateful"]
+
+State = dict[str, Any]
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether something has a state that can be asked for and set."""
+    return callable(getattr(thing, "state_dict", None)) and callable(
+        getattr(thing, "load_state_dict", None)
+    )
+
+
+class DatasetState:
+    """What has a state in a data set that is being read: itself, and its iterator.
+
+    Parameters
+    ----------
+    dataset : object
+    fetcher : object
+        torch's fetcher of it.
+    """
+
+    def __init__(self, dataset: Any, fetcher: Any) -> None:
+        iterator = getattr(fetcher, "dataset_iter", None)
+        found = {"dataset": dataset, "iterator": None if iterator is dataset else iterator}
+        self._fetcher = fetcher
+        self._stateful = {name: each for name, each in found.items() if is_stateful(each)}
+
+    def __bool__(self) -> bool:
+        return bool(self._stateful)
+
+    def take(self, made: int) -> State:
+        """Return the present state, behind so many batches."""
+        state = {name: each.state_dict() for name, each in self._stateful.items()}
+        return {**state, "made": made, "ended": getattr(self._fetcher, "ended", False)}

@@ -1,0 +1,292 @@
+"""A worker of the loader: is set up as torch's, fetches batches, collates them."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import multiprocessing.util
+import pickle
+import reprlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from cseq import context, failure
+from cseq.adapters.torch import names
+from cseq.adapters.torch.collate import stack_in_slots
+from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
+from cseq.adapters.torch.stateful import DatasetState
+from cseq.pickling import dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered"]
+
+END = object()
+
+# What `multiprocessing.Process` does in a new process has no public name.
+UTIL: Any = multiprocessing.util
+PROCESS: Any = multiprocessing.process
+
+
+class Raised(NamedTuple):
+    """What a batch is where an exception was raised instead: the epoch goes on behind it."""
+
+    worker: int
+    packed: bytes
+    place: str  # names the batch
+
+
+class Stated(NamedTuple):
+    """A batch, its worker, and the state of the data set there behind it, if that is wanted."""
+
+    batch: Any
+    worker: int
+    state: bytes | None
+
+
+class Fetching(NamedTuple):
+    """How a batch is fetched: what is torch's own part of a loader."""
+
+    kind: int
+    dataset: Any
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+
+    def open(self, state: dict[str, Any]) -> Any:
+        """Make what fetches batches, from a state of the data set on (`DatasetState`).
+
+        For an IterableDataset that calls `iter`.
+        """
+        if state.get("dataset") is not None:
+            self.dataset.load_state_dict(state["dataset"])
+        fetcher = names.make_fetcher(
+            self.kind,
+            self.dataset,
+            auto_collation=self.auto_collation,
+            collate_fn=self.collate_fn,
+            drop_last=self.drop_last,
+        )
+        if state.get("iterator") is not None:
+            fetcher.dataset_iter.load_state_dict(state["iterator"])
+        if state.get("ended"):
+            fetcher.ended = True
+        return fetcher
+
+
+def numbered(keys: Iterator[Any], number: int) -> Iterator[Any]:
+    """Yield keys with their numbers: in front, if a key is a list, which may be one of numbers."""
+    for key in keys:
+        yield [number, *key] if type(key) is list else (number, key)
+        number += 1
+
+
+class Worker(NamedTuple):
+    """Makes the producer of a worker, in its process."""
+
+    fetching: Fetching
+    init_fn: Callable[[int], Any] | None
+    index: Any  # what an iterable data set is asked with: one None for each sample
+    batch_seeds: bool
+    grad: bool  # the trainer's torch.is_grad_enabled(), which a forked worker has, too
+
+    def __call__(self, number: int, num_workers: int) -> Batches:
+        """Make it."""
+        return Batches(self, number, num_workers)
+
+
+class Epoch(NamedTuple):
+    """What a worker has to know of an epoch.
+
+    Attributes
+    ----------
+    base_seed : int
+    made : int
+        Batches of this worker that were made before, if that of an IterableDataset is.
+    state : bytes or None
+        Where the data set is to begin, from `Stated`.
+    snapshot_every : int
+        Send the data set's state behind every so many batches; 0: never.
+    tagged : bool
+        Send each batch as `Stated`: the trainer has to know the worker.
+    number : int
+        Of this epoch; they are counted from 1.
+    left : sequence of tuple
+        What torch's workers would have made in epochs before, though it was not taken: what is
+        drawn for it from generators is missing later. Of each epoch that this worker may not have
+        come to the end of, its number and what it was asked for: pairs of a key and how many keys
+        were before it; or how many batches of an IterableDataset.
+    """
+
+    base_seed: int
+    made: int = 0
+    state: bytes | None = None
+    snapshot_every: int = 0
+    tagged: bool = False
+    number: int = 1
+    left: Sequence[tuple[int, Any]] = ()
+
+
+class Batches:
+    """A worker's producer (see `cseq.producer.Producer`)."""
+
+    def __init__(self, worker: Worker, number: int, num_workers: int) -> None:
+        self._worker = worker
+        self._number = number
+        self._num_workers = num_workers
+        self._dataset = worker.fetching.dataset
+        self._epoch: Epoch | None = None
+        self._fetcher: Any = None
+        self._broken: bytes | None = None  # the exception that kept it from getting ready
+        self._is_set_up = False
+        self._opened = 0  # the epoch of the fetcher
+        self._made = 0  # batches of the epoch
+        self._asked = 0  # keys of the epoch
+        self._state: DatasetState | None = None
+        self._seeds: BatchSeeds | None = None
+
+    def begin(self, epoch: Epoch) -> None:
+        """Begin an epoch. What the user has written is called with the first batch of it."""
+        self._epoch = epoch
+
+    def make(self, key: Any) -> Any:
+        """Return the batch of a key, or `Raised`."""
+        self._get_ready()
+        self._asked += 1
+        number = 0
+        if self._worker.batch_seeds:
+            number, key = (key[0], key[1:]) if type(key) is list else key
+        return self._next(key, number)
+
+    def items(self, start: int) -> Iterator[Any]:
+        """Return the batches of an iterable data set; an exception is one, too."""
+        self._get_ready()
+        if self._broken is not None:
+            yield self._raised()
+            return
+        assert self._epoch is not None
+        index = self._worker.index
+        while self._made < self._epoch.made + start:
+            if self._next(index, self._number_of_next()) is END:
+                return
+        while True:
+            item = self._next(index, self._number_of_next())
+            if item is END:
+                return
+            yield item
+            del item  # or it would be there while the next one is made
+
+    def close(self) -> None:
+        """End what multiprocessing has begun here."""
+        if self._is_set_up:
+            UTIL._exit_function()
+
+    # -- getting ready
+
+    def _get_ready(self) -> None:
+        """Make the fetcher of this epoch, unless it is there; in a new process, set that up."""
+        epoch = self._epoch
+        assert epoch is not None
+        if self._opened == epoch.number:
+            return
+        for number, left in epoch.left:
+            if number > self._opened:
+                self._open(epoch._replace(number=number))
+            if number == self._opened:
+                self._drain(left)
+        self._open(epoch)
+
+    def _open(self, epoch: Epoch) -> None:
+        """Make the fetcher of an epoch."""
+        self._opened = epoch.number
+        self._fetcher = self._broken = None
+        self._asked = 0
+        try:
+            if not self._is_set_up:
+                self._is_set_up = True
+                self._set_up(epoch)
+            self._begin(epoch)
+        except Exception as error:  # noqa: BLE001 - it is raised in the trainer
+            self._broken = failure.pack(error)
+
+    def _set_up(self, epoch: Epoch) -> None:
+        """Do what torch does at the beginning of a worker."""
+        worker = self._worker
+        _adopt(self._number)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(worker.grad)
+        seed = seed_worker(epoch.base_seed, self._number)
+        names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
+        stack_in_slots()
+        if worker.init_fn is not None:
+            worker.init_fn(self._number)
+
+    def _drain(self, left: Any) -> None:
+        """Make, and drop, what is left of an epoch."""
+        if self._worker.fetching.kind != names.ITERABLE:
+            for number, key in left:
+                if number >= self._asked:
+                    self._next(key, 0)
+            return
+        while self._made < left:
+            if self._next(self._worker.index, 0) is END:
+                return
+
+    def _begin(self, epoch: Epoch) -> None:
+        """Make the fetcher, where the data set is to begin."""
+        if self._worker.batch_seeds:
+            desk = context.here.desk
+            assert desk is not None
+            if self._seeds is None:
+                self._seeds = BatchSeeds(desk)
+            self._seeds.begin(epoch.base_seed)
+        state = {} if epoch.state is None else pickle.loads(epoch.state)
+        self._made = state.get("made", 0)
+        self._fetcher = self._worker.fetching.open(state)
+        self._state = DatasetState(self._dataset, self._fetcher) if epoch.snapshot_every else None
+
+    # -- making
+
+    def _number_of_next(self) -> int:
+        """Number the next batch of an iterable data set, among those of all workers."""
+        return self._made * self._num_workers + self._number
+
+    def _next(self, key: Any, number: int) -> Any:
+        """Return the next batch, with a state if it is time for one; `Raised`, or END."""
+        if self._broken is not None:
+            return self._raised()
+        if self._seeds is not None:
+            seed = self._seeds.seed(number)
+            names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
+        self._made += 1
+        try:
+            batch = self._fetcher.fetch(key)
+        except Exception as error:  # noqa: BLE001 - it is raised in the trainer
+            if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
+                return END
+            return Raised(self._number, failure.pack(error), self._place(key))
+        epoch = self._epoch
+        assert epoch is not None
+        if self._state and not self._made % epoch.snapshot_every:
+            return Stated(batch, self._number, dumps(self._state.take(self._made)))
+        return Stated(batch, self._number, None) if epoch.tagged else batch
+
+    def _raised(self) -> Raised:
+        """Return what kept the worker from getting ready, in place of a batch."""
+        assert self._broken is not None
+        return Raised(self._number, self._broken, f"its data set ready in worker {self._number}")
+
+    def _place(self, key: Any) -> str:
+        """Name a batch."""
+        if self._worker.fetching.kind == names.ITERABLE:
+            return f"batch {self._made - 1} of worker {self._number}"
+        return f"the batch of {reprlib.repr(key)} in worker {self._number}"
+
+
+def _adopt(number: int) -> None:
+    """Tell multiprocessing that this is a process of its own: queues and proxies begin anew."""
+    PROCESS._current_process = multiprocessing.Process(name=f"DataLoader-{number}")
+    PROCESS._children = set()
+    UTIL._finalizer_registry.clear()
+    UTIL._run_after_forkers()

@@ -1,0 +1,136 @@
+"""`default_collate` in a worker of `cseq.DataLoader`: into the slot, and as torch's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import default_collate  # noqa: E402
+from torch_data import same  # noqa: E402
+
+from cseq import context  # noqa: E402
+from cseq.adapters.torch import collate, names  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Room:
+    """Notes what was allocated in the slot."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        made = np.empty(shape, dtype)
+        self.asked.append(made.nbytes)
+        return made
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    """Collate as in a worker."""
+    before = dict(names.collate_map)
+    desk = context.Desk(0, 1, 0)
+    desk.allocator = room = Room()
+    left = context.enter(desk)
+    collate.stack_in_slots()
+    try:
+        yield room
+    finally:
+        context.leave(left)
+        names.collate_map.clear()
+        names.collate_map.update(before)
+
+
+BIG = (70, 80)
+
+
+class Sub(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+STACKED: list[Any] = [
+    [torch.ones(BIG), torch.zeros(BIG)],
+    [torch.ones(BIG, dtype=torch.bfloat16)] * 3,
+    [torch.ones(80, 70).T, torch.ones(BIG)],
+    [np.ones(BIG), np.zeros(BIG)],
+    [np.ones((80, 70), np.float16).T] * 4,
+]
+SMALL: list[Any] = [
+    [torch.ones(3), torch.zeros(3)],
+    [torch.tensor(1), torch.tensor(2)],
+    [torch.ones(0, 4)],
+    [np.ones(3, np.float32), np.zeros(3, np.float32)],
+    [np.array(1), np.array(2)],
+    [np.ones(3, np.complex64)],
+    [np.array([True, False])],
+    [np.float32(1), np.float32(2)],
+    [1.5, 2.5],
+    ["a", "b"],
+    [{"a": (1, torch.ones(2))}, {"a": (2, torch.zeros(2))}],
+    [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)],
+    [np.ones(3, np.float64), np.ones(3, np.int32)],
+    [torch.ones(2).as_subclass(Sub), torch.zeros(2).as_subclass(Sub)],
+]
+BAD: list[Any] = [
+    [torch.ones(2), torch.ones(3)],
+    [torch.ones(BIG), torch.ones(3)],
+    [np.ones(2), np.ones(3)],
+    [np.ones(BIG), np.ones(3)],
+    [np.array(["a"]), np.array(["b"])],
+    [np.array([object()])],
+    [np.array(["2020-01-01"], "datetime64[s]")],
+    [torch.ones(2).to_sparse()],
+    [None, None],
+    [(1, 2), (1,)],
+]
+
+
+@pytest.mark.parametrize("samples", STACKED, ids=range(len(STACKED)))
+def test_large_ones_are_stacked_into_the_slot(room: Room, samples: Any) -> None:
+    batch = default_collate(samples)
+    assert room.asked == [batch.numel() * batch.element_size()]
+    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
+    assert same(batch, default_collate(samples))
+
+
+@pytest.mark.parametrize("samples", SMALL, ids=range(len(SMALL)))
+def test_all_others_are_as_torchs(room: Room, samples: Any) -> None:
+    batch = default_collate(samples)
+    assert room.asked == []
+    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
+    assert same(batch, default_collate(samples))
+
+
+@pytest.mark.parametrize("samples", BAD, ids=range(len(BAD)))
+def test_errors_are_torchs(room: Room, samples: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as ours:
+        default_collate(samples)
+    names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
+    with pytest.raises(type(ours.value)) as theirs:
+        default_collate(samples)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_what_requires_grad_is_an_error_in_a_worker(room: Room) -> None:
+    names.set_worker_info(0, 1, 0, None)
+    try:
+        for shape in (BIG, (2,)):
+            with pytest.raises(RuntimeError, match="automatic differentiation"):
+                default_collate([torch.ones(shape, requires_grad=True)] * 2)
+    finally:
+        names.worker._worker_info = None
+
+
+def test_the_users_own_functions_stay(room: Room) -> None:
+    def own(batch: Any, *, collate_fn_map: Any = None) -> str:
+        return "own"
+
+    names.collate_map[torch.Tensor] = own
+    collate.stack_in_slots()
+    assert default_collate([torch.ones(BIG)]) == "own"

@@ -1,0 +1,881 @@
+"""`cseq.DataLoader` against torch's own: the same batches, bit for bit, and the same contract."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils import data  # noqa: E402
+from torch_data import (  # noqa: E402
+    Augmented,
+    Counting,
+    Eager,
+    Plain,
+    Sharded,
+    as_is,
+    drawn,
+    same,
+    seed_all,
+)
+
+import cseq  # noqa: E402
+from cseq.adapters.torch import LoaderTimeout  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+METHODS = multiprocessing.get_all_start_methods()
+
+pytestmark = [
+    pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+FORK: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+def loader(dataset: Any, **options: Any) -> Any:
+    """Make a loader of ours with two forked workers."""
+    return cseq.DataLoader(dataset, **(FORK | options))
+
+
+def run(kind: Any, dataset: Any, epochs: int, options: dict[str, Any]) -> Any:
+    """Iterate from the same seeds; return the batches, and what the trainer draws next."""
+    seed_all()
+    made = kind(dataset, **options)
+    batches = [list(made) for _ in range(epochs)]
+    return batches, drawn()
+
+
+def check(dataset: Any, epochs: int = 2, **options: Any) -> Any:
+    """Compare ours with torch's; return the batches."""
+    options = FORK | options
+    if not options["num_workers"]:
+        del options["multiprocessing_context"]
+    ours = run(cseq.DataLoader, dataset, epochs, options)
+    assert same(ours, run(data.DataLoader, dataset, epochs, options))
+    return ours[0]
+
+
+# ── the same batches ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": 4, "shuffle": True},
+        {"batch_size": 4, "shuffle": True, "persistent_workers": True},
+        {"batch_size": 5, "shuffle": True, "drop_last": True, "num_workers": 3},
+        {"batch_size": None},
+        {"batch_size": 3, "num_workers": 1, "prefetch_factor": 5},
+        {"batch_size": 4, "shuffle": True, "num_workers": 0},
+        {"batch_size": None, "num_workers": 0},
+        {"batch_size": 30},
+    ],
+    ids=str,
+)
+def test_batches_are_torchs_bit_for_bit(options: Any) -> None:
+    batches = check(Augmented(), **options)
+    assert all(len(epoch) for epoch in batches)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_generator_of_the_users_own(persistent: bool) -> None:
+    def generated(kind: Any) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        options = FORK | {"shuffle": True, "generator": generator}
+        ours = run(kind, Augmented(), 2, options | {"persistent_workers": persistent})
+        return ours, generator.get_state()
+
+    assert same(generated(cseq.DataLoader), generated(data.DataLoader))
+
+
+def test_a_sampler_that_draws_at_once() -> None:
+    def eager(kind: Any, **options: Any) -> Any:
+        sampler = Eager(9)
+        made = run(kind, Augmented(9), 2, {"sampler": sampler, "batch_size": None, **options})
+        return made, sampler.calls
+
+    assert same(eager(cseq.DataLoader, **FORK), eager(data.DataLoader, **FORK))
+    assert same(eager(cseq.DataLoader), eager(data.DataLoader))
+    assert eager(cseq.DataLoader, **FORK)[1] == 4
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (3, 5), (0, 4, 9), (5, 1, 3, 0, 2)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 2}, {"batch_size": 2, "drop_last": True}, {"batch_size": None}],
+    ids=str,
+)
+def test_iterable_batches_are_torchs(sizes: Any, options: Any) -> None:
+    check(Sharded(*sizes), num_workers=len(sizes), **options)
+
+
+def test_iterable_with_persistent_workers_and_without_any() -> None:
+    check(Sharded(3, 6), batch_size=2, persistent_workers=True)
+    check(Sharded(3, 6), batch_size=2, num_workers=0)
+
+
+class Point(NamedTuple):
+    """A sample."""
+
+    x: Any
+    y: Any
+
+
+class Structured(Plain):
+    """Samples of many types."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (
+            Point(torch.full((2, 3), index), np.int16(index)),
+            {"a": [1.5 * index, index % 2 == 0], "b": b"bytes"},
+            np.full((100, 60), index, np.float32),
+            torch.full((100, 60), index, dtype=torch.bfloat16),
+            np.float64(index),
+            torch.tensor(index),
+            torch.zeros(0),
+        )
+
+
+def test_samples_of_many_types() -> None:
+    [[*batches]] = check(Structured(), epochs=1, batch_size=4)
+    assert isinstance(batches[0][0], Point)
+    assert batches[0][2].shape == (4, 100, 60)
+
+
+class Mixed(Plain):
+    """Large arrays and tensors that cannot be stacked as they are."""
+
+    def __getitem__(self, index: int) -> Any:
+        kind = torch.int64 if index % 2 else torch.float64
+        big = np.full((90, 90), index, np.float32 if index % 2 else np.float64)
+        return torch.full((90, 90), index, dtype=kind), big
+
+
+def test_types_are_promoted_as_torch_does() -> None:
+    [[batch, *_]] = check(Mixed(), epochs=1, batch_size=4)
+    assert [each.dtype for each in batch] == [torch.float64, torch.float64]
+
+
+KEYS = [3, "text", (1, 2), {"a": 1}, True, np.int64(4), 2**70, None, 1.5, [5, 6], [True, 7]]
+
+
+class Typed(data.Dataset[Any]):
+    """Tells the type of a key."""
+
+    def __getitem__(self, key: Any) -> Any:
+        inner = [type(each).__name__ for each in key] if isinstance(key, list) else None
+        return type(key).__name__, repr(key), inner
+
+
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+def test_keys_reach_the_data_set_as_they_are(rng: str) -> None:
+    expected = [Typed()[key] for key in KEYS]
+    made = loader(Typed(), sampler=KEYS, batch_size=None, collate_fn=as_is, rng=rng)
+    assert list(made) == expected
+    made = loader(Typed(), batch_sampler=[KEYS, tuple(KEYS)], collate_fn=as_is, rng=rng)
+    assert list(made) == [expected, expected]
+
+
+class Together(Plain):
+    """Gives a batch of samples at once."""
+
+    def __getitems__(self, keys: list[int]) -> list[int]:
+        assert type(keys) is list
+        return [10 * key for key in keys]
+
+
+def test_getitems_is_used() -> None:
+    assert [b.tolist() for b in loader(Together(5), batch_size=2)] == [[0, 10], [20, 30], [40]]
+    subset = data.Subset(Together(5), [4, 2])
+    assert [b.tolist() for b in loader(subset, batch_size=2)] == [[40, 20]]
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "fork"])
+def test_other_start_methods(method: str) -> None:
+    options = FORK | {"batch_size": 2, "shuffle": True}
+    expected = run(cseq.DataLoader, Augmented(9), 1, options)
+    options["multiprocessing_context"] = method
+    assert same(run(cseq.DataLoader, Augmented(9), 1, options), expected)
+
+
+def test_what_cannot_be_pickled_is_inherited() -> None:
+    lock = threading.Lock()
+
+    class Local(Plain):
+        def __getitem__(self, index: int) -> Any:
+            with lock:
+                return index
+
+    assert [b.tolist() for b in loader(Local(3))] == [[0], [1], [2]]
+
+
+# ── samplers and how far ahead they are asked ──────────────────────────────────────────────
+
+
+def test_one_key_for_each_batch_delivered() -> None:
+    sampler = Counting(range(100))
+    iterator = iter(loader(Plain(100), sampler=sampler, batch_size=None))
+    assert sampler.count == 4
+    for taken in range(1, 6):
+        next(iterator)
+        assert sampler.count == 4 + taken
+
+
+def failing() -> Iterator[int]:
+    """A sampler that raises behind its sixth key."""
+    yield from range(6)
+    raise KeyError("sampler")
+
+
+def test_a_sampler_that_raises_loses_no_batch() -> None:
+    class Failing(Counting):
+        def __iter__(self) -> Iterator[int]:
+            return failing()
+
+    taken = []
+    iterator = iter(loader(Plain(100), sampler=Failing(()), batch_size=None))
+    with pytest.raises(KeyError, match="sampler"):
+        taken.extend(iterator)
+    iterator = iter(loader(Plain(100), sampler=Failing(()), batch_size=None))
+    taken = []
+    with pytest.raises(KeyError):
+        while True:
+            taken.append(next(iterator))
+    assert taken == list(range(6))
+
+
+def test_the_worker_of_a_batch() -> None:
+    batches = list(loader(Augmented(9), num_workers=3, batch_size=1))
+    assert [int(b["told"][0]) for b in batches] == [0, 1, 2] * 3
+
+
+def test_an_infinite_sampler() -> None:
+    def forever() -> Iterator[int]:
+        while True:
+            yield 1
+
+    class Forever(Counting):
+        def __iter__(self) -> Iterator[int]:
+            return forever()
+
+    iterator = iter(loader(Plain(), sampler=Forever(()), batch_size=3))
+    assert [next(iterator).tolist() for _ in range(20)] == [[1, 1, 1]] * 20
+
+
+class Gated(Plain):
+    """Index 2 waits until a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(10)
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        while index == 2 and not self.path.exists():
+            time.sleep(0.01)
+        return index
+
+
+def test_out_of_order(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    iterator = iter(loader(Gated(gate), batch_size=None, in_order=False))
+    first = [next(iterator) for _ in range(8)]
+    gate.touch()
+    assert sorted([*first, *iterator]) == list(range(10))
+    assert first == [0, 1, 3, 5, 6, 7, 8, 9]  # 2 and 4 are worker 0's
+
+
+@pytest.mark.parametrize("sizes", [(3, 30), (0, 4, 9)], ids=str)
+def test_out_of_order_of_an_iterable_data_set(sizes: Any) -> None:
+    made = loader(Sharded(*sizes), num_workers=len(sizes), batch_size=None, in_order=False)
+    iterator = iter(made)
+    assert {worker.pid for worker in iterator._workers}  # not torch's own
+    samples = [(number, sample) for number, sample, *_ in iterator]
+    assert sorted(samples) == [(n, k) for n, size in enumerate(sizes) for k in range(size)]
+    for number in range(len(sizes)):  # a worker's own are in order
+        assert [k for n, k in samples if n == number] == list(range(sizes[number]))
+    state = made.state_dict()
+    assert state["counts"] == list(sizes)
+
+
+# ── lifetimes ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_iterators_at_once() -> None:
+    made = loader(Plain(6), batch_size=None)
+    one, other = iter(made), iter(made)
+    assert one is not other
+    pairs = [(next(one), next(other)) for _ in range(6)]
+    assert pairs == [(k, k) for k in range(6)]
+    assert {w.pid for w in one._workers}.isdisjoint({w.pid for w in other._workers})
+
+
+def test_persistent_workers_stay() -> None:
+    made = loader(Plain(6), batch_size=None, persistent_workers=True)
+    assert made._iterator is None
+    iterator = iter(made)
+    pids = [w.pid for w in iterator._workers]
+    assert list(iterator) == list(range(6))
+    assert list(iterator) == []
+    assert next(iter(made)) == 0
+    assert iter(made) is iterator
+    assert list(iterator) == list(range(6))
+    assert [w.pid for w in iterator._workers] == pids
+    assert made._iterator is iterator
+    iterator._shutdown_workers()
+    assert not any(w.is_alive() for w in iterator._workers)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+class Slow(Plain):
+    """Takes a time for index 1."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            time.sleep(1.0)
+        return index
+
+
+def test_an_epoch_that_is_left_is_not_waited_for() -> None:
+    made = loader(Slow(8), batch_size=None, persistent_workers=True)
+    iterator = iter(made)
+    assert next(iterator) == 0
+    begun = time.monotonic()
+    iter(made)
+    assert time.monotonic() - begun < 10.0
+    assert list(iterator) == list(range(8))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
+    """What was made ahead has drawn from them, whether or not anybody takes it."""
+
+    def left(kind: Any, dataset: Any) -> Any:
+        seed_all()
+        made = kind(dataset, batch_size=2, persistent_workers=True, prefetch_factor=3, **FORK)
+        epochs = []
+        for _ in range(3):
+            iterator = iter(made)
+            epochs.append([next(iterator) for _ in range(taken)])
+        epochs.append(list(made))
+        made._iterator = None
+        return epochs
+
+    for dataset in (Augmented(), Sharded(20, 30)):
+        assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
+
+
+def test_data_set_and_workers_are_new_in_each_epoch() -> None:
+    dataset = Plain(3)
+    made = loader(dataset, batch_size=None)
+    assert list(made) == [0, 1, 2]
+    dataset.length = 5
+    assert list(made) == [0, 1, 2, 3, 4]
+
+
+def test_the_end_of_the_workers() -> None:
+    iterator = iter(loader(Plain(4), batch_size=None))
+    workers = iterator._workers
+    assert all(w.is_alive() and w.exitcode is None for w in workers)
+    assert list(iterator) == [0, 1, 2, 3]
+    assert list(iterator) == []
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+        assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize("dataset", [Plain(100), Sharded(9, 9)], ids=["map", "iterable"])
+@pytest.mark.parametrize(
+    "options", [{}, {"in_order": False}, {"persistent_workers": True}, {"rng": "batch"}], ids=str
+)
+def test_the_workers_of_a_dropped_iterator_end(dataset: Any, options: Any) -> None:
+    """At once: nothing is left for the garbage collector."""
+    gc.disable()
+    try:
+        iterator = iter(loader(dataset, batch_size=None, **options))
+        next(iterator)
+        workers = iterator._workers
+        del iterator
+        for worker in workers:
+            worker.join(10)
+            assert worker.exitcode == 0
+    finally:
+        gc.enable()
+
+
+def test_pickles_and_copies() -> None:
+    made = loader(Plain(4), batch_size=2, multiprocessing_context=None)
+    iterator = iter(made)
+    next(iterator)
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
+        assert type(other) is cseq.DataLoader
+        assert [b.tolist() for b in other] == [[0, 1], [2, 3]]
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(iterator)
+    held = loader(Plain(4), persistent_workers=True)
+    iter(held)
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(held)
+    held._iterator = None
+
+
+# ── attributes and classes ─────────────────────────────────────────────────────────────────
+
+
+def test_attributes_are_torchs() -> None:
+    ours, theirs = loader(Plain()), data.DataLoader(Plain(), **FORK)
+    public = {name for name in vars(theirs) if not name.startswith("_")}
+    added = {name for name in vars(ours) if not name.startswith("_")} - public
+    assert added == {"rng", "snapshot_every_n_steps"}
+    assert isinstance(ours, data.DataLoader)
+    assert len(ours) == len(theirs)
+    assert cseq.DataLoader[int]
+    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"):
+        with pytest.raises(ValueError, match=name):
+            setattr(ours, name, getattr(ours, name))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": -1},
+        {"timeout": -1},
+        {"prefetch_factor": 2},
+        {"persistent_workers": True},
+        {"batch_size": None, "drop_last": True},
+        {"shuffle": True, "sampler": [1]},
+        {"batch_sampler": [[1]], "shuffle": True},
+        {"multiprocessing_context": "fork"},
+        {"num_workers": 1, "multiprocessing_context": "other"},
+        {"rng": "other"},
+        {"snapshot_every_n_steps": 0},
+    ],
+    ids=str,
+)
+def test_wrong_arguments(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        cseq.DataLoader(Plain(), **options)
+
+
+def test_wrong_at_iter() -> None:
+    with pytest.raises(AssertionError):
+        iter(loader(Plain(), prefetch_factor=0))
+    with pytest.raises(AssertionError):
+        iter(cseq.DataLoader(Plain(), timeout=1))
+
+
+def test_what_may_be_set_counts_from_the_next_iter() -> None:
+    made = cseq.DataLoader(Plain(4), batch_size=2)
+    assert [b.tolist() for b in made] == [[0, 1], [2, 3]]
+    made.num_workers, made.prefetch_factor = 2, 2
+    made.multiprocessing_context = "fork"
+    made.collate_fn = as_is
+    assert list(made) == [[0, 1], [2, 3]]
+
+
+def test_recreated_from_its_attributes() -> None:
+    """As Lightning does it."""
+    import inspect
+
+    class Own(cseq.DataLoader[Any]):
+        def __init__(self, extra: int, *args: Any, **kwargs: Any) -> None:
+            self.extra = extra
+            super().__init__(*args, **kwargs)
+
+    made = Own(7, Plain(4), batch_size=2, rng="batch", **FORK)
+    names = inspect.signature(cseq.DataLoader.__init__).parameters
+    given = {name: getattr(made, name) for name in names if hasattr(made, name)}
+    for name in ("batch_size", "shuffle", "drop_last", "batch_sampler"):
+        given.pop(name, None)
+    given["sampler"] = data.SequentialSampler(made.dataset)
+    again = Own(made.extra, batch_size=2, **given)
+    assert again.rng == "batch"
+    assert [b.tolist() for b in again] == [[0, 1], [2, 3]]
+
+
+def test_more_batches_than_len() -> None:
+    class Wrong(Sharded):
+        def __len__(self) -> int:
+            return 2
+
+    made = loader(Wrong(2, 2), batch_size=None)
+    assert len(made) == 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(made)) == 4
+    texts = [str(each.message) for each in caught]
+    assert len([text for text in texts if "was reported to be 2" in text]) == 2
+
+
+def test_more_workers_than_processors() -> None:
+    many = 2 + max(os.cpu_count() or 1, 8)
+    with pytest.warns(UserWarning, match="worker processes in total"):
+        cseq.DataLoader(Plain(), num_workers=many)
+
+
+# ── in a worker ────────────────────────────────────────────────────────────────────────────
+
+
+class Informed(Plain):
+    """Tells what a worker knows."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = data.get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()
+
+
+def test_worker_info() -> None:
+    torch.manual_seed(1)
+    theirs = list(data.DataLoader(Informed(4), batch_size=None, **FORK))
+    torch.manual_seed(1)
+    assert list(loader(Informed(4), batch_size=None)) == theirs
+    assert data.get_worker_info() is None
+
+
+def test_worker_init_fn() -> None:
+    def init(number: int) -> None:
+        info = data.get_worker_info()
+        assert info is not None
+        assert info.id == number
+        info.dataset.length = 100 + number  # type: ignore[attr-defined]
+
+    class Told(Plain):
+        def __getitem__(self, index: int) -> int:
+            return self.length
+
+    made = loader(Told(4), batch_size=None, worker_init_fn=init)
+    assert list(made) == [100, 101, 100, 101]
+
+
+class Nested(Plain):
+    """Has a loader with a worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        inner = cseq.DataLoader(Plain(3), batch_size=None, num_workers=1)
+        return list(inner), multiprocessing.parent_process() is None
+
+
+def test_a_loader_in_a_worker() -> None:
+    made = loader(Nested(2), batch_size=None, num_workers=1)
+    assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
+
+
+class Shared(Plain):
+    """Uses what multiprocessing shares."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        context = multiprocessing.get_context("fork")
+        self.queue = context.Queue()
+
+    def __getitem__(self, index: int) -> int:
+        self.queue.put(index)
+        return index
+
+
+def test_what_multiprocessing_shares() -> None:
+    dataset = Shared()
+    assert list(loader(dataset, batch_size=None)) == list(range(6))
+    assert sorted(dataset.queue.get(timeout=10) for _ in range(6)) == list(range(6))
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+def test_no_grad_is_inherited() -> None:
+    class Graded(Plain):
+        def __getitem__(self, index: int) -> bool:
+            return torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert list(loader(Graded(2), batch_size=None)) == [False, False]
+    assert list(loader(Graded(2), batch_size=None)) == [True, True]
+
+
+# ── errors ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Odd(Exception):
+    """Takes two arguments, and has an attribute."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+        self.two = two
+
+
+class Raising(Plain):
+    """Raises for odd indices."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise Odd(index, 2)
+        if index == 3:
+            raise FileNotFoundError(2, "no such thing", "name")
+        if index == 5:
+            raise StopIteration
+        return index
+
+
+def test_exceptions_are_the_original_ones_and_end_nothing() -> None:
+    iterator = iter(loader(Raising(7), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(Odd, match="1 and 2") as odd:
+        next(iterator)
+    assert odd.value.two == 2
+    assert "in __getitem__" in str(odd.value.__cause__)
+    if hasattr(odd.value, "__notes__"):  # from Python 3.11 on
+        assert "Caught Odd in DataLoader worker process 1." in odd.value.__notes__
+    assert next(iterator) == 2
+    with pytest.raises(FileNotFoundError) as missing:
+        next(iterator)
+    assert missing.value.errno == 2
+    assert missing.value.filename == "name"
+    assert next(iterator) == 4
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    assert next(iterator) == 6
+    assert list(iterator) == []
+
+
+def test_exceptions_without_workers() -> None:
+    iterator = iter(cseq.DataLoader(Raising(7), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(Odd):
+        next(iterator)
+    assert [next(iterator)] == [2]
+    with pytest.raises(FileNotFoundError):
+        next(iterator)
+    assert next(iterator) == 4
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    assert list(iterator) == [6]
+
+
+class Halting(data.IterableDataset[Any]):
+    """An iterator that raises once and goes on."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = -1
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at == 1:
+            raise ValueError("once")
+        if self.at == 4:
+            raise StopIteration
+        return self.at
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterable_that_raised_is_asked_again(num_workers: int) -> None:
+    options = FORK | {"num_workers": num_workers} if num_workers else {}
+    iterator = iter(cseq.DataLoader(Halting(), batch_size=None, **options))
+    assert next(iterator) == 0
+    with pytest.raises(ValueError, match="once"):
+        next(iterator)
+    assert list(iterator) == [2, 3]
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_an_exception_of_worker_init_fn(iterable: bool) -> None:
+    def init(number: int) -> None:
+        raise OSError(5, "init")
+
+    dataset: Any = Sharded(2, 2) if iterable else Plain(3)
+    iterator = iter(loader(dataset, worker_init_fn=init, batch_size=None))
+    with pytest.raises(OSError, match="init") as caught:
+        next(iterator)
+    assert caught.value.errno == 5
+
+
+class Unsendable(Plain):
+    """Its sample 1 cannot be pickled."""
+
+    def __getitem__(self, index: int) -> Any:
+        return threading.Lock() if index == 1 else index
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
+    iterator = iter(loader(Unsendable(4), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(TypeError, match="lock"):
+        next(iterator)
+    assert list(iterator) == [2, 3]
+
+
+class Stuck(Plain):
+    """Waits until a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(3)
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        while not self.path.exists():
+            a_place_to_be_found()
+        return index
+
+
+def a_place_to_be_found() -> None:
+    """Its name is in the stack."""
+    time.sleep(0.05)
+
+
+def test_a_timeout_shows_where_the_worker_is(tmp_path: Path) -> None:
+    path = tmp_path / "gate"
+    iterator = iter(loader(Stuck(path), batch_size=None, timeout=0.5))
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.5 seconds") as late:
+        next(iterator)
+    assert isinstance(late.value, TimeoutError)
+    assert isinstance(late.value, LoaderTimeout)
+    assert "a_place_to_be_found" in str(late.value)
+    path.touch()
+    assert next(iterator) == 0
+    assert list(iterator) == [1, 2]
+
+
+def test_a_killed_worker_is_replaced() -> None:
+    iterator = iter(loader(Plain(200), batch_size=None))
+    taken = [next(iterator) for _ in range(5)]
+    os.kill(iterator._workers[1].pid, signal.SIGKILL)
+    taken += iterator
+    assert taken == list(range(200))
+
+
+class Deadly(Plain):
+    """Ends its process."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
+    iterator = iter(loader(Deadly(4), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(cseq.WorkerDied, match=r"DataLoader worker \(pid \d+\) is killed by signal"):
+        next(iterator)
+
+
+def test_death_in_an_iterable_data_set() -> None:
+    made = loader(Sharded(60, 60), batch_size=2)
+    seed_all()
+    expected = list(made)
+    seed_all()
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(3)]
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    taken += iterator
+    assert same(taken, expected)
+
+
+# ── generators seeded for each batch ───────────────────────────────────────────────────────
+
+
+def without_told(batches: Any) -> Any:
+    """Drop what depends on the worker."""
+    return [[{**batch, "told": None} for batch in epoch] for epoch in batches]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_the_same_for_any_number_of_workers(persistent: bool) -> None:
+    options: Any = {"batch_size": 3, "shuffle": True, "rng": "batch"}
+    expected, after = run(cseq.DataLoader, Augmented(13), 2, options)
+    assert not same(expected[0], expected[1])
+    for num_workers in (1, 2, 5):
+        forked = FORK | {"num_workers": num_workers, "persistent_workers": persistent}
+        batches, drawn_after = run(cseq.DataLoader, Augmented(13), 2, options | forked)
+        assert same(without_told(batches), without_told(expected))
+        assert drawn_after == after
+
+
+def test_a_death_changes_no_batch() -> None:
+    options: Any = FORK | {"batch_size": 3, "shuffle": True, "rng": "batch"}
+    [expected], _ = run(cseq.DataLoader, Augmented(120), 1, options)
+    seed_all()
+    iterator = iter(cseq.DataLoader(Augmented(120), **options))
+    taken = [next(iterator) for _ in range(4)]
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    taken += iterator
+    assert same(without_told([taken]), without_told([expected]))
+
+
+class Derived(Plain):
+    """Draws from the batch's generator."""
+
+    def __getitem__(self, index: int) -> float:
+        return float(cseq.rng().random())
+
+
+def test_cseqs_own_generator() -> None:
+    made = [
+        run(cseq.DataLoader, Derived(6), 1, {"batch_size": 2, "rng": "batch"} | more)[0]
+        for more in ({}, FORK)
+    ]
+    assert same(*made)
+
+
+def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cseq.adapters.torch import defaults
+
+    expected = run(cseq.DataLoader, Augmented(6), 1, {"rng": "batch"})
+    monkeypatch.setattr(defaults, "rng", "batch")
+    assert same(run(cseq.DataLoader, Augmented(6), 1, {}), expected)
+    with pytest.raises(ValueError, match="rng"):
+        defaults.rng = "other"
+
+
+# ── memory ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_batches_that_are_kept_stay_as_they_are() -> None:
+    class Large(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((50, 100), index)
+
+    batches = list(loader(Large(40), batch_size=2))
+    assert all(
+        bool((batch[k] == 2 * n + k).all()) for n, batch in enumerate(batches) for k in range(2)
+    )
+    batches[0] += 1
+    assert int(batches[0][0, 0, 0]) == 1
+    assert int(batches[1][0, 0, 0]) == 2
+
+
+def test_large_samples_are_stacked_where_they_stay() -> None:
+    """What the worker's default_collate made is the very memory that the trainer reads."""
+
+    class Large(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((50, 100), index)
+
+    iterator = iter(loader(Large(8), batch_size=4, num_workers=1))
+    batch = next(iterator)
+    assert batch.shape == (4, 50, 100)
+    stats = iterator.stats()
+    assert stats.copies == 0
+    del batch
+    with contextlib.suppress(StopIteration):
+        next(iterator)

@@ -1,0 +1,235 @@
+"""`install`: torch's own DataLoader class with cseq's workers; `python -m cseq run`."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils import data  # noqa: E402
+from torch_data import Augmented, Plain, same, seed_all  # noqa: E402
+
+import cseq  # noqa: E402
+from cseq.adapters.torch import (  # noqa: E402
+    defaults,
+    install,
+    installed,
+    is_installed,
+    names,
+    uninstall,
+)
+from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+METHODS = multiprocessing.get_all_start_methods()
+FORK: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+pytestmark = pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here")
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    """Leave torch's class as it was."""
+    own = data.DataLoader._get_iterator
+    yield
+    uninstall()
+    assert data.DataLoader._get_iterator is own
+
+
+def batches(kind: Any = data.DataLoader, **options: Any) -> Any:
+    """Return an epoch of augmented samples."""
+    seed_all()
+    return list(kind(Augmented(9), batch_size=2, shuffle=True, **(FORK | options)))
+
+
+def test_torchs_class_has_our_workers() -> None:
+    expected = batches()
+    install()
+    install()
+    assert is_installed()
+    iterator = iter(data.DataLoader(Plain(2), **FORK))
+    assert isinstance(iterator, WorkersIterator)
+    assert "cseq" in repr(iterator)
+    assert len(list(iterator)) == 2
+    assert same(batches(), expected)
+    uninstall()
+    uninstall()
+    assert not is_installed()
+
+
+def test_in_a_with_statement() -> None:
+    with installed():
+        assert is_installed()
+        with installed():
+            pass
+        assert is_installed()
+    assert not is_installed()
+    install()
+    with installed():
+        pass
+    assert is_installed()
+
+
+def test_without_workers_it_is_torchs_iterator() -> None:
+    with installed():
+        assert type(iter(data.DataLoader(Plain(2)))) is names.Inline
+
+
+def test_subclasses() -> None:
+    class Kept(data.DataLoader[Any]):
+        pass
+
+    class Own(data.DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return iter(["own"])
+
+    with installed():
+        assert type(iter(Kept(Plain(2), **FORK))) is WorkersIterator
+        assert next(iter(Own(Plain(2), **FORK))) == "own"
+        assert type(iter(cseq.DataLoader(Plain(2), **FORK))) is WorkersIterator
+
+
+def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = batches(cseq.DataLoader, rng="batch")
+    monkeypatch.setattr(defaults, "rng", "batch")
+    with installed():
+        assert same(batches(), expected)
+        alone = batches(num_workers=0, multiprocessing_context=None)
+        assert same([b["drawn"] for b in alone], [b["drawn"] for b in expected])
+
+
+def test_somebody_elses_change_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(self: Any) -> Any:
+        return None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(data.DataLoader, "_get_iterator", other)
+        with pytest.raises(RuntimeError, match="not torch's own"):
+            install()
+    install()
+    with monkeypatch.context() as patched:
+        patched.setattr(data.DataLoader, "_get_iterator", other)
+        with pytest.raises(RuntimeError, match="undo that first"):
+            uninstall()
+
+
+# ── where it cannot be ─────────────────────────────────────────────────────────────────────
+
+
+class Made(Exception):
+    """torch's own iterator was made."""
+
+
+@pytest.fixture
+def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stop torch's own iterator when it has drawn its seed, which is noted."""
+    drawn: list[int] = []
+
+    def make(self: Any, loader: Any) -> None:
+        names.Base.__init__(self, loader)
+        drawn.append(self._base_seed)
+        self._shutdown = True
+        raise Made
+
+    monkeypatch.setattr(names.Workers, "__init__", make)
+    return drawn
+
+
+def check_fallback(loader: Any, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """Check that an iterator is torch's own, and that one line says why, once."""
+    for _ in range(2):
+        with pytest.raises(Made):
+            iter(loader)
+    [record] = [each for each in caplog.records if each.name == "cseq"]
+    assert record.levelno == logging.WARNING
+    assert "torch's own iterator is used" in record.message
+    assert reason in record.message
+
+
+def test_a_datapipe(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    loader = cseq.DataLoader(IterableWrapper([1, 2]), batch_size=None, **FORK)
+    check_fallback(loader, caplog, "datapipe")
+    assert loader.state_dict()["_num_yielded"] == 0
+
+
+def test_a_context_that_is_not_known(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    class Other(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
+        def get_start_method(self, allow_none: bool = False) -> str:
+            return "other"
+
+    loader = cseq.DataLoader(Plain(2), num_workers=1, multiprocessing_context=Other())
+    check_fallback(loader, caplog, "other")
+
+
+def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """The generators are as if nothing had been tried: torch's own draws the same seed."""
+    options: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    dataset = Plain(4)
+    dataset.lock = threading.Lock()  # type: ignore[attr-defined]
+    seed_all()
+    check_fallback(cseq.DataLoader(dataset, **options), caplog, "lock")
+    seed_all()
+    with pytest.raises(Made):
+        iter(data.DataLoader(dataset, **options))
+    assert seeds[0] == seeds[2]
+
+
+# ── the command ────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = """\
+import sys
+from torch.utils.data import DataLoader
+
+class Numbers:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return index
+
+loader = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork")
+iterator = iter(loader)
+print(__name__, sys.argv[1:], type(iterator).__module__)
+print([batch.tolist() for batch in iterator])
+from cseq.adapters.torch import defaults
+print(defaults.rng)
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_the_command(tmp_path: Path, as_module: bool) -> None:
+    path = tmp_path / "training.py"
+    path.write_text(SCRIPT)
+    what = ["-m", "training"] if as_module else [str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "cseq", "run", "--rng", "batch", *what, "--lr", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "__main__ ['--lr', '3'] cseq.adapters.torch.iterator",
+        "[[0, 1], [2, 3]]",
+        "batch",
+    ]
+
+
+def test_the_command_without_a_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cseq"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "required: command" in done.stderr

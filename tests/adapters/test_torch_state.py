@@ -1,0 +1,441 @@
+"""`cseq.DataLoader`'s state: where an epoch is, and going on from there."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils import data  # noqa: E402
+from torch_data import Augmented, Eager, Plain, Sharded, same, seed_all  # noqa: E402
+
+import cseq  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+METHODS = multiprocessing.get_all_start_methods()
+
+pytestmark = [
+    pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+
+def loader(dataset: Any, num_workers: int = 2, **options: Any) -> Any:
+    """Make a loader of ours."""
+    context = "fork" if num_workers else None
+    return cseq.DataLoader(
+        dataset, num_workers=num_workers, multiprocessing_context=context, **options
+    )
+
+
+def taken(iterator: Iterator[Any], count: int) -> list[Any]:
+    """Take so many batches."""
+    return [next(iterator) for _ in range(count)]
+
+
+def left_and_resumed(make: Any, count: int, again: Any = None) -> tuple[Any, Any, Any]:
+    """Return an epoch's rest, the rest in a new loader, and the state between them."""
+    seed_all()
+    made = make()
+    iterator = iter(made)
+    taken(iterator, count)
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    rest = list(iterator)
+    seed_all(99)  # resumed elsewhere
+    made = (again or make)()
+    made.load_state_dict(state)
+    assert made.state_dict() == state or not isinstance(state["sampler"].get("seed"), int)
+    return rest, list(made), state
+
+
+def indices(batches: Any) -> Any:
+    """Return what does not depend on generators."""
+    return [batch["index"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 8])
+@pytest.mark.parametrize("numbers", [(0, 0), (2, 2), (2, 0), (0, 3)], ids=str)
+def test_the_rest_of_an_epoch(numbers: Any, count: int) -> None:
+    """With another number of workers, too."""
+    first, second = numbers
+    if not first:
+        count = max(count, 1)  # nothing was drawn before the first batch
+    rest, resumed, _ = left_and_resumed(
+        lambda: loader(Augmented(23), first, batch_size=3, shuffle=True),
+        count,
+        lambda: loader(Augmented(23), second, batch_size=3, shuffle=True),
+    )
+    assert len(rest) == 8 - count
+    assert indices(rest) == indices(resumed)
+
+
+@pytest.mark.parametrize("numbers", [(2, 2), (2, 0), (0, 3)], ids=str)
+def test_generators_go_on_with_seeds_for_each_batch(numbers: Any) -> None:
+    options: Any = {"batch_size": 3, "shuffle": True, "rng": "batch"}
+    first, second = numbers
+    rest, resumed, _ = left_and_resumed(
+        lambda: loader(Augmented(23), first, **options),
+        4,
+        lambda: loader(Augmented(23), second, **options),
+    )
+    for batches in (rest, resumed):
+        for batch in batches:
+            del batch["told"]
+    assert same(rest, resumed)
+
+
+class Cycle(data.Sampler[int]):
+    """A sampler that has a state."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.at = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            self.at += 1
+            yield 7 * (self.at - 1) % self.length
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Generated:
+    """A sampler with a generator of its own."""
+
+    def __call__(self) -> Any:
+        generator = torch.Generator().manual_seed(11)
+        return {"sampler": data.RandomSampler(range(23), generator=generator)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dict,
+        Generated(),
+        lambda: {"sampler": data.RandomSampler(range(23), replacement=True, num_samples=20)},
+        lambda: {"sampler": Cycle(23)},
+        lambda: {"sampler": data.DistributedSampler(range(23), 2, 1, seed=3)},
+        lambda: {"sampler": list(range(22, -1, -1))},
+    ],
+    ids=["sequential", "generator", "replacement", "stateful", "distributed", "list"],
+)
+def test_samplers(num_workers: int, sampling: Any) -> None:
+    rest, resumed, _ = left_and_resumed(
+        lambda: loader(Augmented(23), num_workers, batch_size=2, **sampling()), 3
+    )
+    assert len(rest) >= 3
+    assert indices(rest) == indices(resumed)
+
+
+def test_a_sampler_without_batches() -> None:
+    for make in (
+        lambda: loader(Plain(9), batch_size=None, shuffle=True),
+        lambda: loader(Plain(9), batch_size=None, sampler=Cycle(9)),
+    ):
+        rest, resumed, _ = left_and_resumed(make, 4)
+        assert rest == resumed
+        assert len(rest) == 5
+
+
+def test_the_state_is_small_and_of_one_size() -> None:
+    made = loader(Plain(10_000), batch_size=10, shuffle=True)
+    iterator = iter(made)
+    sizes = set()
+    for _ in range(20):
+        next(iterator)
+        state = made.state_dict()
+        sizes.add(len(json.dumps({**state, "_num_yielded": 0, "_sampler_iter_yielded": 0})))
+    assert len(sizes) == 1
+    assert sizes.pop() < 500
+    assert state is not made.state_dict()
+
+
+def test_a_state_starts_nothing_and_is_quick() -> None:
+    made = loader(Plain(100), batch_size=10, shuffle=True)
+    assert made.state_dict()["_num_yielded"] == 0
+    assert made._iterator is None
+    iterator = iter(made)
+    next(iterator)
+    times = []
+    for _ in range(200):
+        begun = time.perf_counter()
+        made.state_dict()
+        times.append(time.perf_counter() - begun)
+    assert min(times) < 200e-6
+
+
+def test_a_state_from_before_the_first_epoch() -> None:
+    made = loader(Plain(6), batch_size=2, shuffle=True)
+    state = made.state_dict()
+    seed_all()
+    expected = list(made)
+    seed_all()
+    made.load_state_dict(state)
+    assert same(list(made), expected)
+
+
+def test_the_end_of_an_epoch() -> None:
+    made = loader(Plain(6), batch_size=2)
+    iterator = iter(made)
+    batches = taken(iterator, 3)
+    almost = made.state_dict()
+    assert list(iterator) == []
+    over = made.state_dict()
+    assert not almost["_iterator_finished"]
+    assert over["_iterator_finished"]
+    made.load_state_dict(almost)
+    assert list(made) == []
+    assert same(list(made), batches)
+    made.load_state_dict(over)
+    assert same(list(made), batches)
+    made.load_state_dict({})
+    assert same(list(made), batches)
+
+
+def test_a_state_outlives_the_iterator() -> None:
+    made = loader(Plain(6), batch_size=2)
+    for _ in made:
+        break
+    state = made.state_dict()
+    assert state["_num_yielded"] == 1
+    assert pickle.loads(pickle.dumps(made)).state_dict() == state
+
+
+def test_exceptions_count() -> None:
+    class Raising(Plain):
+        def __getitem__(self, index: int) -> int:
+            if index == 1:
+                raise ValueError("one")
+            return index
+
+    for num_workers in (0, 2):
+        made = loader(Raising(6), num_workers, batch_size=None)
+        iterator = iter(made)
+        next(iterator)
+        with pytest.raises(ValueError, match="one"):
+            next(iterator)
+        again = loader(Raising(6), num_workers, batch_size=None)
+        again.load_state_dict(made.state_dict())
+        assert list(again) == [2, 3, 4, 5]
+
+
+def test_persistent_workers_go_on_elsewhere() -> None:
+    def make() -> Any:
+        return loader(Plain(12), batch_size=2, shuffle=True, persistent_workers=True)
+
+    rest, resumed, state = left_and_resumed(make, 2)
+    assert same(rest, resumed)
+    made = make()
+    list(made)
+    made.load_state_dict(state)
+    assert same(list(made), rest)
+    assert len(list(made)) == 6
+    made._iterator = None
+
+
+def test_a_lowered_count() -> None:
+    """As accelerate lowers it for what it has taken ahead."""
+    made = loader(Plain(10), batch_size=2)
+    iterator = iter(made)
+    taken(iterator, 3)
+    state = made.state_dict()
+    state["_num_yielded"] -= 1
+    state["_sampler_iter_yielded"] -= 1
+    made.load_state_dict(state)
+    assert [batch.tolist() for batch in made] == [[4, 5], [6, 7], [8, 9]]
+
+
+# ── iterable data sets ─────────────────────────────────────────────────────────────────────
+
+
+class Counted(data.IterableDataset[Any]):
+    """Its iterator has a state; it counts how often a sample was made."""
+
+    def __init__(self, length: int, where: str) -> None:
+        self.length = length
+        self.where = where
+        self.epoch = 0
+
+    def __iter__(self) -> Any:
+        info = data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.where == "iterator":
+            return Walk(first, step, self.length)
+        self.walk = Walk(first, step, self.length)
+        if self.where == "dataset" and getattr(self, "begin", None) is not None:
+            self.walk.load_state_dict(self.begin)
+            self.begin = None
+        return iter(self.walk.__next__, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and self.__dict__.get("where") == "dataset":
+            return {"state_dict": self._state, "load_state_dict": self._load}[name]
+        raise AttributeError(name)
+
+    def _state(self) -> Any:
+        return self.walk.state_dict()
+
+    def _load(self, state: Any) -> None:
+        self.begin = state
+
+
+class Walk:
+    """An iterator over numbers that has a state."""
+
+    def __init__(self, first: int, step: int, length: int) -> None:
+        self.at, self.step, self.length = first, step, length
+        self.made = 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= self.length:
+            raise StopIteration
+        self.at += self.step
+        self.made += 1
+        return self.at - self.step, self.made
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("where", ["iterator", "dataset"])
+def test_a_data_set_with_a_state(where: str, every: int, num_workers: int) -> None:
+    def make() -> Any:
+        return loader(Counted(40, where), num_workers, batch_size=2, snapshot_every_n_steps=every)
+
+    rest, resumed, state = left_and_resumed(make, 8)
+    assert [numbers.tolist() for numbers, _ in resumed] == [numbers.tolist() for numbers, _ in rest]
+    assert len(rest) >= 11
+    made = max(int(made.max()) for _, made in resumed)
+    if every == 1:
+        assert made < 40 // max(1, num_workers)  # what came before was not made again
+    assert state["kind"] == "iterable"
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_a_data_set_without_a_state_is_read_again(count: int) -> None:
+    for sizes in ((3, 9, 5), (6,)):
+
+        def make(sizes: Any = sizes) -> Any:
+            return loader(Sharded(*sizes), len(sizes), batch_size=2)
+
+        rest, resumed, _ = left_and_resumed(make, min(count, 2 * len(sizes)))
+        assert [b[1].tolist() for b in rest] == [b[1].tolist() for b in resumed]
+    rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(14), 0, batch_size=2), count)
+    assert len(rest) == 7 - count
+    assert [b[1].tolist() for b in rest] == [b[1].tolist() for b in resumed]
+
+
+def test_iterable_generators_go_on_with_seeds_for_each_batch() -> None:
+    rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(9, 4), batch_size=2, rng="batch"), 3)
+    assert same(rest, resumed)
+
+
+# ── states that do not fit ─────────────────────────────────────────────────────────────────
+
+
+def test_states_that_do_not_fit() -> None:
+    iterable = loader(Sharded(9, 4), batch_size=2)
+    taken(iter(iterable), 2)
+    state = iterable.state_dict()
+    with pytest.raises(ValueError, match=r"num_workers=2 .* num_workers=1"):
+        loader(Sharded(9), 1, batch_size=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="iterable-style"):
+        loader(Plain()).load_state_dict(state)
+    with pytest.raises(ValueError, match="version 9"):
+        loader(Plain()).load_state_dict({**state, "version": 9})
+    with pytest.raises(ValueError, match="version None"):
+        loader(Plain()).load_state_dict({"epoch": 3})
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    made = loader(Plain(4), batch_size=2)
+    with pytest.raises(ValueError, match="version"):
+        made.load_state_dict({"epoch": 3})
+    assert made.state_dict()["base_seed"] is None
+    assert len(list(made)) == 2
+
+
+def test_an_eager_sampler_draws_again() -> None:
+    """Nothing is known of it but how many keys it gave."""
+    sampler = Eager(8)
+    made = loader(Plain(8), sampler=sampler, batch_size=None)
+    iterator = iter(made)
+    taken(iterator, 3)
+    made.load_state_dict(made.state_dict())
+    assert len(list(made)) == 5
+
+
+# ── torchdata's format ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:Neither dataset nor iter")
+class TestTorchdata:
+    """States of torchdata's StatefulDataLoader."""
+
+    @pytest.fixture(autouse=True)
+    def theirs(self) -> None:
+        pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
+
+    @staticmethod
+    def left(num_workers: int, dataset: Any, count: int, **options: Any) -> tuple[Any, Any]:
+        """Take some batches of theirs; return the state and the rest."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        context = "fork" if num_workers else None
+        made = StatefulDataLoader(
+            dataset, num_workers=num_workers, multiprocessing_context=context, **options
+        )
+        iterator = iter(made)
+        taken(iterator, count)
+        state = made.state_dict()
+        return pickle.loads(pickle.dumps(state)), list(iterator)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"snapshot_every_n_steps": 3}])
+    def test_map(self, num_workers: int, options: Any) -> None:
+        state, rest = self.left(num_workers, Plain(20), 4, batch_size=2, **options)
+        made = loader(Plain(20), 2, batch_size=2, shuffle=options.get("shuffle", False))
+        made.load_state_dict(state)
+        assert same(list(made), rest)
+        assert len(rest) == 6
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_a_sampler_with_a_state(self, num_workers: int) -> None:
+        state, rest = self.left(num_workers, Plain(20), 4, batch_size=2, sampler=Cycle(20))
+        made = loader(Plain(20), 2, batch_size=2, sampler=Cycle(20))
+        made.load_state_dict(state)
+        assert same(list(made), rest)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_iterable(self, num_workers: int, every: int) -> None:
+        dataset = Counted(30, "iterator")
+        state, rest = self.left(num_workers, dataset, 5, batch_size=2, snapshot_every_n_steps=every)
+        made = loader(dataset, num_workers, batch_size=2)
+        made.load_state_dict(state)
+        assert [b[0].tolist() for b in made] == [b[0].tolist() for b in rest]
