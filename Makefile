@@ -144,13 +144,15 @@ sanitize:
 demo: build $(VENV)/.demo
 	$(PY) examples/digits.py
 
+CORE := $(patsubst cseq/%.pyx,cseq.%,$(wildcard cseq/_*.pyx))
+
 lint: build cross $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
 	$(PY) -m pytest tests/test_typing.py
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
-		--allowlist tests/stubtest.txt --ignore-unused-allowlist cseq._core
+		--allowlist tests/stubtest.txt --ignore-unused-allowlist $(CORE)
 
 # -- the C headers, as the compilers of other systems see them
 

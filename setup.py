@@ -1,4 +1,4 @@
-"""The extension module cseq._core; everything else about the package is in pyproject.toml."""
+"""The extension modules of cseq; everything else about the package is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -64,24 +64,30 @@ def of_this_project(extensions: list[Extension]) -> list[Extension]:
     return extensions
 
 
-core = Extension(
-    "cseq._core",
-    sources=["cseq/_core.pyx"],
-    depends=[mode_file(), *map(str, sorted(Path("cseq", "include").glob("*.h")))],
-    include_dirs=["cseq/include", np.get_include()],
-    define_macros=[  # numpy 1.25 is the oldest that pyproject.toml allows at run time
-        ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
-        ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
-    ]
-    + [("CSEQ_DEBUG", "1")] * DEBUG,
-    undef_macros=["NDEBUG"] * DEBUG,
-    libraries=["ws2_32"] if WINDOWS else [],
-    extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
-    extra_link_args=[] if WINDOWS else ["-pthread"],
-)
+# One extension module for each family; a module includes what headers it needs.
+FAMILIES = ["_memory", "_slots", "_placement", "_plan", "_core", "_stream", "_encoder"]
+
+core = [
+    Extension(
+        f"cseq.{name}",
+        sources=[f"cseq/{name}.pyx"],
+        depends=[mode_file(), *map(str, sorted(Path("cseq", "include").glob("*.h")))],
+        include_dirs=["cseq/include", np.get_include()],
+        define_macros=[  # numpy 1.25 is the oldest that pyproject.toml allows at run time
+            ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
+            ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
+        ]
+        + [("CSEQ_DEBUG", "1")] * DEBUG,
+        undef_macros=["NDEBUG"] * DEBUG,
+        libraries=["ws2_32"] if WINDOWS else [],
+        extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
+        extra_link_args=[] if WINDOWS else ["-pthread"],
+    )
+    for name in FAMILIES
+]
 
 modules = cythonize(
-    [core],
+    core,
     build_dir=f"build/{MODE}",
     compiler_directives={
         "language_level": 3,

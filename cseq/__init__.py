@@ -52,7 +52,13 @@ The modules; imports point down::
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        counts, waiting times, and the bottleneck
     ├── check.py        checks of arguments
-    ├── _core.pyx       the core: ring, consumers, plans, slots, placement, shuffle
+    ├── _encoder.pyx    a batch into a slot, by a plan
+    ├── _stream.pyx     the trainer's end of streams: requests, ready queues, turns
+    ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
+    ├── _plan.pyx       plans: the structure that batches have in common
+    ├── _placement.pyx  arrays made in place, by numpy's allocator
+    ├── _slots.pyx      slots: free, taken, leased, a worker's
+    ├── _memory.pyx     memory that arrays are made on
     └── errors.py       every error, drawn as a tree
 """
 

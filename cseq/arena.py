@@ -22,7 +22,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from cseq._core import SMALL, Mapping, Memory, Slots, commit, copy_of
+from cseq._memory import SMALL, Mapping, Memory, commit, copy_of
+from cseq._slots import Slots
 from cseq.memory_limit import memory_limit_of
 from cseq.segment import Segment
 from cseq.slot_size import FIRST, Need

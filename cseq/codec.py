@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq._core import ALIGNMENT, LONG, Plan, Reader
+from cseq._plan import ALIGNMENT, LONG, Plan, Reader
 from cseq.importable import named_here
 from cseq.pickling import dumps
 from cseq.unpicklable import unpicklable
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from mmap import mmap
 
-    from cseq._core import Memory
+    from cseq._memory import Memory
     from cseq.pickling import Pickled
     from cseq.writer import Writer
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq import context
-from cseq._core import SMALL
+from cseq._memory import SMALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

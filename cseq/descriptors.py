@@ -11,7 +11,7 @@ import os
 import socket
 from array import array
 
-from cseq._core import Descriptor
+from cseq._memory import Descriptor
 from cseq.threads import imported
 
 __all__ = ["anonymous_file", "receive"]

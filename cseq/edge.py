@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
-from cseq._core import SMALL
+from cseq._memory import SMALL
 from cseq.stage import BATCH, CONVERTER, RAISED
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import TypedDict
 
-    from cseq._core import Mapping, Memory, Reader, Ring, Seat, Slots
+    from cseq._core import Ring, Seat
+    from cseq._memory import Mapping, Memory
+    from cseq._plan import Reader
+    from cseq._slots import Slots
     from cseq.arena import Arena
     from cseq.writer import Writer
 

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cseq import codec, context, failure, indexer
-from cseq._core import BEGIN, CALL, ITEMS, Block, Seat, copy_of, now_ns
+from cseq._core import Seat, now_ns
+from cseq._memory import Block, copy_of
+from cseq._stream import BEGIN, CALL, ITEMS
 from cseq.edge import SlotWriter
 from cseq.stage import INDEXER, run
 from cseq.worker import FAILED, READY, enter, send_state
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-    from cseq._core import Memory, Ring
+    from cseq._core import Ring
+    from cseq._memory import Memory
 
 __all__ = [
     "ASSIGNED",

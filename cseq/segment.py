@@ -13,7 +13,7 @@ from cseq.descriptors import anonymous_file
 from cseq.threads import imported
 
 if TYPE_CHECKING:
-    from cseq._core import Descriptor
+    from cseq._memory import Descriptor
 
 WIDTH = 1 << 40  # bytes from one slot to the next
 SLOTS = 1 << 22  # so that the file stays below 2^63 bytes

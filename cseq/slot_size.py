@@ -5,7 +5,7 @@ Every `WINDOW` batches, pages are given back far beyond what these batches neede
 
 from __future__ import annotations
 
-from cseq._core import BULKY, SMALL
+from cseq._memory import BULKY, SMALL
 from cseq.memory_limit import MIB
 
 FIRST = SMALL  # bytes; committed when a slot is made, so that an error report always fits

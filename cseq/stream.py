@@ -21,16 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
-from cseq._core import (
-    SMALL,
-    ItemIterator,
-    ItemReader,
-    Lease,
-    Request,
-    StreamConsumer,
-    now_ns,
-    wait_any,
-)
+from cseq._core import now_ns, wait_any
+from cseq._memory import SMALL
+from cseq._slots import Lease
+from cseq._stream import ItemIterator, ItemReader, Request, StreamConsumer
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
 from cseq.edge import SlotReader

@@ -24,7 +24,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
-from cseq._core import Mapping, Ring, commit, ring_bytes
+from cseq._core import Ring, ring_bytes
+from cseq._memory import Mapping, commit
 from cseq.arena import Arena
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit

@@ -27,7 +27,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._core import DEBUG
+from cseq._memory import DEBUG
 from cseq.check import count, seconds
 from cseq.launcher.base import KILL
 

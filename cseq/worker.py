@@ -30,7 +30,9 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq import codec, descriptors
-from cseq._core import Mapping, Ring, arm_fault, exit_on_hangup, keep_freed, now_ns
+from cseq._core import Ring, exit_on_hangup, now_ns
+from cseq._encoder import arm_fault
+from cseq._memory import Mapping, keep_freed
 from cseq.launcher import reading
 from cseq.threads import Latch
 from cseq.writer import Writer
@@ -38,7 +40,7 @@ from cseq.writer import Writer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._core import Descriptor
+    from cseq._memory import Descriptor
     from cseq.launcher import Child
 
 __all__ = [

@@ -16,20 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._core import (
-    ALIGNMENT,
-    HAS_GIL,
-    SMALL,
-    Block,
-    Hand,
-    Mapping,
-    Memory,
-    Placement,
-    Window,
-    address_of,
-    commit,
-    punch,
-)
+from cseq._encoder import Hand
+from cseq._memory import HAS_GIL, SMALL, Block, Mapping, Memory, Window, address_of, commit, punch
+from cseq._placement import Placement
+from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
 from cseq.memory_limit import MIB, check_available
 from cseq.slot_size import FIRST, Need, room_for

@@ -155,7 +155,7 @@ FAULTY = """
 import sys, time
 import numpy as np
 import cseq
-from cseq import _core, deaths, testing
+from cseq import _memory, deaths, testing
 from cseq.converter import output
 
 if sys.argv[2] == "cuda":
@@ -171,7 +171,7 @@ class Worker:
 def stream(m):
     return [(a.tolist(), int(b[0]), bool((b == a[0]).all())) for a, b in m]
 
-assert _core.DEBUG
+assert _memory.DEBUG
 m = cseq.MPSequence(Worker, 800, batch_size=4, num_workers=3, num_converters=2, dtype=None,
                     out_type=sys.argv[2], seed=1, max_restarts=1000, buffer=int(sys.argv[1]),
                     start_method="fork" if sys.argv[2] == "cuda" else None)
@@ -1140,7 +1140,7 @@ LIFETIMES = """
 import pickle, random, sys
 import numpy as np
 import cseq
-from cseq import _core
+from cseq import _memory
 try:
     import torch
 except ImportError:
@@ -1165,7 +1165,7 @@ def derive(rng, value):
         return value  # this way is closed to this layout
 
 rng = random.Random(int(sys.argv[1]))
-assert _core.DEBUG
+assert _memory.DEBUG
 m = cseq.MPSequence(Worker, 400, batch_size=4, num_workers=2, out_type="null", seed=1, buffer=4)
 held = []
 with m.start():

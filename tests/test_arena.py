@@ -20,7 +20,8 @@ from slots import filled, linux, whole, writer_of
 
 from cseq import arena as arena_module
 from cseq import writer as writer_module
-from cseq._core import SMALL, Block, Lease, Mapping
+from cseq._memory import SMALL, Block, Mapping
+from cseq._slots import Lease
 from cseq.arena import Arena
 from cseq.memory_limit import MIB
 from cseq.slot_size import FIRST, WINDOW

@@ -22,7 +22,8 @@ from hypothesis.extra import numpy as npst
 from slots import writer_of
 
 from cseq import codec
-from cseq._core import REMEMBERED, Block
+from cseq._memory import Block
+from cseq._plan import REMEMBERED
 from cseq.arena import Arena
 from cseq.codec import Record, castable, decode, encode, map_leaves, used
 from cseq.writer import Writer

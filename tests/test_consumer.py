@@ -12,18 +12,9 @@ import numpy as np
 import pytest
 
 from cseq import codec
-from cseq._core import (
-    BatchIterator,
-    Block,
-    Consumer,
-    Lease,
-    Mapping,
-    Order,
-    Ring,
-    Seat,
-    Slots,
-    ring_bytes,
-)
+from cseq._core import BatchIterator, Consumer, Order, Ring, Seat, ring_bytes
+from cseq._memory import Block, Mapping
+from cseq._slots import Lease, Slots
 from cseq.producer import Scratch
 
 if TYPE_CHECKING:

@@ -24,26 +24,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cseq import _core
-from cseq._core import (
-    FIELDS,
-    PARK_NS,
-    Block,
-    Descriptor,
-    Hand,
-    Lease,
-    Mapping,
-    Memory,
-    Plan,
-    Ring,
-    Seat,
-    Slots,
-    Window,
-    address_of,
-    commit,
-    copy_of,
-    ring_bytes,
-)
+from cseq import _core, _memory, _slots
+from cseq._core import FIELDS, PARK_NS, Ring, Seat, ring_bytes
+from cseq._encoder import Hand
+from cseq._memory import Block, Descriptor, Mapping, Memory, Window, address_of, commit, copy_of
+from cseq._plan import Plan
+from cseq._slots import Lease, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -533,8 +519,8 @@ def test_what_a_dead_runner_held() -> None:
 class Owned:
     """A ring whose runners own slots, and put their batches into them."""
 
-    def __init__(self, slots: _core.Slots | None = None) -> None:
-        self.slots = slots or _core.Slots(16)
+    def __init__(self, slots: _slots.Slots | None = None) -> None:
+        self.slots = slots or _slots.Slots(16)
         self.ring = make_ring(cells=6, runners=9)
         self.ring.arena = self.slots
         self.count = 0
@@ -855,7 +841,7 @@ def alternate(ring: Ring, turns: int) -> None:
             assert ring.ticket(taken[0])[1] == batch
 
 
-@pytest.mark.skipif(not _core.HAS_GIL, reason="nothing to take turns at")
+@pytest.mark.skipif(not _memory.HAS_GIL, reason="nothing to take turns at")
 def test_threads_take_turns_awake() -> None:
     """Trainer and runner hand the GIL over without going to sleep, and without being woken."""
     ring = make_ring(runners=1)
@@ -866,7 +852,7 @@ def test_threads_take_turns_awake() -> None:
         assert ring.alarms() == 0
 
 
-@pytest.mark.skipif(not _core.HAS_GIL, reason="nothing to take turns at")
+@pytest.mark.skipif(not _memory.HAS_GIL, reason="nothing to take turns at")
 def test_a_turn_begins_when_the_other_one_waits() -> None:
     """A runner that looks leaves tickets alone while the trainer has something else to do.
 

@@ -10,7 +10,8 @@ import pytest
 
 import cseq
 from cseq import failure
-from cseq._core import SMALL, Block, Consumer, Order, Ring, Seat, ring_bytes
+from cseq._core import Consumer, Order, Ring, Seat, ring_bytes
+from cseq._memory import SMALL, Block
 from cseq.arena import Arena
 from cseq.edge import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.slot_size import FIRST

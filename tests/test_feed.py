@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupting import interrupted
 
-from cseq._core import Block, Ring, Seat, now_ns, ring_bytes
+from cseq._core import Ring, Seat, now_ns, ring_bytes
+from cseq._memory import Block
 from cseq.edge import Objects
 from cseq.feed import Feed, wake_at
 from cseq.sampler import Sampler

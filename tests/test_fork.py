@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cseq._core import Mapping, Slots, Window
+from cseq._memory import Mapping, Window
+from cseq._slots import Slots
 from cseq.memory_limit import MIB
 from cseq.segment import Segment
 
@@ -130,7 +131,8 @@ def test_a_window_is_private_in_a_child() -> None:
 LIMITED = """
 import mmap, os, resource, sys
 import numpy as np
-from cseq._core import Mapping, Slots
+from cseq._memory import Mapping
+from cseq._slots import Slots
 from cseq.memory_limit import MIB
 from cseq.segment import Segment
 

@@ -12,7 +12,8 @@ from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, INLINE, Kind, by_name
 
 from cseq import context, indexer
-from cseq._core import Block, Ring, Seat, ring_bytes
+from cseq._core import Ring, Seat, ring_bytes
+from cseq._memory import Block
 from cseq.converter.output import Output
 from cseq.edge import Objects
 from cseq.stage import BATCH, INDEXER, RAISED

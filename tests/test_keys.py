@@ -21,7 +21,7 @@ from streaming import lost_slots
 
 import cseq
 import cseq.deaths
-from cseq._core import Lease
+from cseq._slots import Lease
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
@@ -747,7 +747,7 @@ def test_workers_killed_at_any_time(
 FAULTY = """
 import sys
 import cseq
-from cseq import _core
+from cseq import _memory
 from cseq.stream import Streams
 
 class Producer:
@@ -760,7 +760,7 @@ class Producer:
         self.kept = [*self.kept[-1:], array]
         return k, array
 
-assert _core.DEBUG
+assert _memory.DEBUG
 ordered = sys.argv[1] == "ordered"
 s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
 for length in (300, 200):

@@ -15,7 +15,9 @@ import pytest
 
 from cseq import MPSequence, codec, empty, failure
 from cseq import writer as writer_module
-from cseq._core import Block, Mapping, Placement, Ring, Seat, ring_bytes
+from cseq._core import Ring, Seat, ring_bytes
+from cseq._memory import Block, Mapping
+from cseq._placement import Placement
 from cseq.arena import Arena
 from cseq.edge import SlotWriter
 from cseq.writer import SPARES, Writer
@@ -532,7 +534,7 @@ KEEPING = """
 import time
 import numpy as np
 import cseq
-from cseq import _core, deaths, testing
+from cseq import _memory, deaths, testing
 from cseq.writer import SPARES
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
@@ -548,7 +550,7 @@ class Worker:
         self.kept = [*self.kept[-1:], (made[len(self.kept) % 2], indices[0])]
         return made
 
-assert _core.DEBUG
+assert _memory.DEBUG
 m = cseq.MPSequence(Worker, 300, batch_size=1, num_workers=2, buffer=6, out_type="null",
                     shuffle=False, max_restarts=1000)
 with m.start() as batches:

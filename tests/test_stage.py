@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cseq._core import Block, Ring, Seat, ring_bytes
+from cseq._core import Ring, Seat, ring_bytes
+from cseq._memory import Block
 from cseq.stage import CONVERTER, INDEXER, LOOK_NS, look_ns, run
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cseq
-from cseq._core import HAS_GIL
+from cseq._memory import HAS_GIL
 from cseq.stats import Stats
 
 

@@ -26,7 +26,8 @@ from streaming import lost_slots
 import cseq
 import cseq.deaths
 from cseq import testing
-from cseq._core import Lease, Request, Slots
+from cseq._slots import Lease, Slots
+from cseq._stream import Request
 from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:
@@ -624,7 +625,7 @@ def test_workers_killed_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTY = """
 import sys, time
 import numpy as np
-from cseq import _core, testing
+from cseq import _memory, testing
 from cseq.stream import EncodedItem, Streams
 
 class Producer:
@@ -636,7 +637,7 @@ class Producer:
             time.sleep(self.seconds)
             yield self.number, k, np.full((3, 5000)[k % 9 == 8], k)
 
-assert _core.DEBUG
+assert _memory.DEBUG
 for point in sys.argv[2:]:
     # It knocks only where the trainer sleeps, which it does for an item that takes so long.
     Producer.seconds = 0.002 if point == "knock" else 0

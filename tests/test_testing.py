@@ -16,7 +16,7 @@ import pytest
 
 import cseq
 from cseq import testing
-from cseq._core import DEBUG
+from cseq._memory import DEBUG
 from cseq.stream import Streams
 
 if TYPE_CHECKING:

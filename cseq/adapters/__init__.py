@@ -1,5 +1,6 @@
 """Other libraries' interfaces, a folder for each, on cseq's engine.
 
+``torch``      `DataLoader`: torch's loader, its workers run by cseq
 ``returnn``    `MultiProcDataset`: a RETURNN dataset whose sequences are loaded by workers
 ``torchdata``  `MultiProcessingReadingService`: DataLoader2's data pipes, run by workers
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cseq.converter.output import say_once
 
 if TYPE_CHECKING:
-    from cseq._core import Memory
+    from cseq._memory import Memory
 
 logger = logging.getLogger("cseq")
 

@@ -7,6 +7,13 @@
 #ifndef CSEQ_FAULT_H
 #define CSEQ_FAULT_H
 
+/* Whether memory that is no longer in use is overwritten. */
+#ifdef CSEQ_DEBUG
+#define CSEQ_POISON 1
+#else
+#define CSEQ_POISON 0
+#endif
+
 #if defined(CSEQ_DEBUG) && !defined(_WIN32)
 
 #include <signal.h>

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
-from cseq._core import HAS_GIL, Block, Ring, Seat, now_ns, ring_bytes
+from cseq._core import Ring, Seat, now_ns, ring_bytes
+from cseq._memory import HAS_GIL, Block
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.host import Converter
 from cseq.edge import Objects

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as npst
 
 pytest.importorskip("returnn", reason="the package cseq.adapters.returnn needs it")
 
-from cseq._core import SMALL
+from cseq._memory import SMALL
 from cseq.adapters.returnn.packing import pack, unpack
 
 DTYPES = st.one_of(npst.integer_dtypes(), npst.floating_dtypes(), npst.boolean_dtypes())

@@ -205,7 +205,7 @@ def test_page_locking(check: Callable[[str], None]) -> None:
     """Mapped memory is copied from where it lies while it is registered."""
     check(
         """
-        from cseq._core import Mapping, commit
+        from cseq._memory import Mapping, commit
 
         fd = os.memfd_create("test")
         os.ftruncate(fd, 1 << 30)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._core import SMALL
+from cseq._memory import SMALL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
 
 from cseq import codec, descriptors, failure
-from cseq._core import Block, copy_of
+from cseq._memory import Block, copy_of
 from cseq.adapters.torchdata.library import (
     Epoch,
     IterDataPipe,

@@ -1,0 +1,41 @@
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self, disjoint_base
+
+from cseq._core import Seat
+from cseq._memory import Mapping, Memory
+from cseq._placement import Placement
+from cseq._plan import Plan
+
+@disjoint_base
+class Hand:
+    memory: Memory
+    used: int
+    capacity: int
+    loaned: bool
+    watched: bool
+    placement: Placement | None
+    aimed: Mapping | None
+    mapped: dict[int, Mapping]
+    older: list[Memory]
+    slot: int
+    cast: np.dtype[Any] | None
+    plans: Final[list[Plan]]
+    def __new__(cls, *args: Any) -> Self: ...
+    def remember(self, plan: Plan) -> None: ...
+    def match(
+        self, batch: Any, cast: np.dtype[Any] | None
+    ) -> tuple[Plan, list[NDArray[Any]], list[Any] | None] | None: ...
+    def lay(
+        self,
+        plan: Plan,
+        arrays: list[NDArray[Any]],
+        pickled: bytes | None = None,
+        buffers: list[memoryview] | None = None,
+    ) -> tuple[int, int, int, int]: ...
+    def turn(self, seat: Seat) -> None: ...
+    def give(self, seat: Seat, batch: Any) -> bool: ...
+
+def arm_fault(worker: int) -> None: ...

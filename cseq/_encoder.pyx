@@ -1,0 +1,316 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Writing batches into slots, by plans."""
+
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from libc.string cimport memcpy
+from libc.stdint cimport int64_t, uint64_t
+
+cimport numpy as cnp
+
+from cseq._core cimport Seat
+from cseq._core cimport arm as arm_core
+from cseq._headers cimport *
+from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
+from cseq._memory cimport arm as arm_memory
+from cseq._plan cimport RECENT, Leaf, Plan, aligned
+
+cnp.import_array()
+
+cdef extern from "numpy/arrayobject.h":
+    int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
+
+cdef class Hand:
+    """The part of a writer that is in C: its state for the present ticket, and writing by plans.
+
+    `give` writes and publishes a batch that has the structure of one of the last four, in one call.
+    `writer.Writer` has the rest.
+
+    Attributes
+    ----------
+    memory : Memory
+        The slot, from its beginning to `capacity`; another object when it has grown.
+    used : int
+        Bytes of the slot that are given out.
+    capacity : int
+        Bytes of the slot that are committed; the trainer has to learn it.
+    loaned : bool
+        Whether arrays in this slot may have been given out: whether `find` can find anything.
+    watched : bool
+        Whether large arrays were made for this batch: whether `learn` can learn anything.
+    placement : Placement or None
+        Makes numpy allocate large arrays of the indexer in the slot.
+    aimed : Mapping or None
+        Where numpy may place arrays of this ticket. Only while the worker has a spare, in case some
+        are kept.
+    mapped : dict of int to Mapping
+        Slots' mappings. Every one made is kept for the slot's next ticket.
+    older : list of Memory
+        Mappings of the slot that were replaced during this ticket.
+    slot : int
+    cast : numpy.dtype or None
+        What `give` casts numbers to.
+    plans : list of Plan
+        Those of the last batches, the latest first.
+    """
+
+    cdef public Memory memory
+    cdef public Py_ssize_t used
+    cdef public Py_ssize_t capacity
+    cdef public bint loaned
+    cdef public bint watched
+    cdef public object placement
+    cdef public object aimed
+    cdef public dict mapped
+    cdef public list older
+    cdef public int64_t slot
+    cdef public object cast
+    cdef readonly list plans  # of the last batches of different structure, the latest first
+    cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
+    cdef list objects
+    cdef int64_t* words  # room for a layout
+    cdef Py_ssize_t room
+    cdef uint64_t fields[4]  # the record of what was laid down last
+
+    def __cinit__(self, *args):
+        self.memory = Block(0)
+        self.mapped = {}
+        self.older = []
+        self.slot = -1
+        self.plans = []
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.words)
+
+    def remember(self, Plan plan not None):
+        """Add a plan to those that `match` tries."""
+        self.plans = [plan, *self.plans[:RECENT - 1]]
+
+    cdef Plan find_plan(self, batch, cast, bint pickled):
+        """The plan of a batch, its leaves then in `arrays` and `objects`; None: no plan fits.
+
+        Plans with leaves that go by pickle are tried only if `pickled`.
+        """
+        cdef list plans = self.plans
+        cdef list arrays = self.arrays
+        cdef list objects = None
+        cdef Plan plan
+        cdef Py_ssize_t k
+        for k in range(PyList_GET_SIZE(plans)):
+            plan = <Plan>PyList_GET_ITEM(plans, k)
+            if plan.cast is not cast or not plan.fits or (plan.objects and not pickled):
+                continue
+            if arrays is None or PyList_GET_SIZE(arrays) != plan.leaf_count:
+                arrays = self.arrays = [None] * plan.leaf_count
+            if plan.objects:
+                objects = self.objects = []
+            if plan.match(batch, arrays, objects):
+                if k:
+                    plans.insert(0, plans.pop(k))
+                return plan
+            self.objects = objects = None
+        return None
+
+    cdef inline void forget(self) noexcept:
+        """Drop the leaves of a batch."""
+        cdef list arrays = self.arrays
+        cdef Py_ssize_t k
+        if arrays is not None:
+            for k in range(PyList_GET_SIZE(arrays)):
+                arrays[k] = None
+
+    def match(self, batch, cast):
+        """Find the plan of a batch.
+
+        Returns
+        -------
+        tuple or None
+            (plan, arrays, objects): the leaves of the batch, `objects` None if there are none. Or None
+            if no plan fits.
+        """
+        cdef Plan plan
+        try:
+            plan = self.find_plan(batch, cast, True)
+            return None if plan is None else (plan, self.arrays, self.objects)
+        finally:
+            self.arrays = self.objects = None
+
+    cdef Py_ssize_t stay(self, int k, list arrays, Py_ssize_t base) except -2:
+        """Where in the slot an array lies already, unless an earlier array does; else -1."""
+        cdef Py_ssize_t at = self.find(arrays[k])
+        cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(<cnp.ndarray>arrays[k])
+        cdef Py_ssize_t other
+        cdef int j
+        cdef int64_t* word = self.words
+        for j in range(k if at >= 0 else 0):
+            other = word[0]
+            word += 1 + cnp.PyArray_NDIM(<cnp.ndarray>arrays[j])
+            if (other < base and at < other + cnp.PyArray_NBYTES(<cnp.ndarray>arrays[j])
+                    and at + nbytes > other):
+                return -1
+        return at
+
+    cdef int reserve(self, Py_ssize_t count) except -1:
+        cdef int64_t* words
+        if count > self.room:
+            words = <int64_t*>PyMem_RawCalloc(count, 8)
+            if words == NULL:
+                raise MemoryError(f"no memory for a layout of {count} numbers")
+            PyMem_RawFree(self.words)
+            self.words, self.room = words, count
+        return 0
+
+    def lay(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
+        """Write a batch into the slot: what `match` has returned.
+
+        Parameters
+        ----------
+        plan : Plan
+        arrays : list of numpy.ndarray
+            Its arrays, and what other leaves consist of. Those in this slot are not copied.
+        pickled : bytes, optional
+            Its other leaves.
+        buffers : list of memoryview, optional
+            Those of their bytes that are not in the pickle.
+
+        Returns
+        -------
+        tuple of int
+            See `codec.Record`.
+
+        Raises
+        ------
+        MemoryError
+            There is no room for it.
+        """
+        cdef uint64_t* f = self.fields
+        self.lay_down(plan, arrays, pickled, buffers)
+        return f[0], f[1], f[2], f[3]
+
+    cdef int lay_down(self, Plan plan, list arrays, bytes pickled, list buffers) except -1:
+        """`lay`; the record is in `fields`."""
+        cdef Py_ssize_t base = self.place(0) if self.aimed is not None else aligned(self.used)
+        cdef Py_ssize_t end = base
+        cdef Py_ssize_t structure = plan.text_bytes
+        cdef Py_ssize_t count = 0 if buffers is None else len(buffers)
+        cdef Py_ssize_t layout = 8 * plan.words
+        cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + 8 * (2 * count + 1)
+        cdef Py_ssize_t at, nbytes, size
+        cdef int64_t* word
+        cdef int64_t* table
+        cdef int k, i
+        cdef Leaf* leaf
+        cdef cnp.ndarray array
+        cdef Memory memory
+        self.reserve(plan.words + 2 * count + 1)
+        word = self.words
+        for k in range(plan.leaf_count):
+            leaf = &plan.leaf[k]
+            array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
+            size = leaf.itemsize
+            for i in range(leaf.nd):
+                set_word(&word[1 + i], cnp.PyArray_DIM(array, i))
+                size *= word[1 + i]
+            at = -1
+            if self.loaned and not leaf.casts and (
+                    cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
+                at = self.stay(k, arrays, base)
+            if at < 0:
+                at = end
+                end += aligned(size)
+            set_word(&word[0], at)
+            word += 1 + leaf.nd
+        table = word
+        for k in range(<int>count):
+            nbytes = buffers[k].nbytes
+            word[0], word[1] = end, nbytes
+            word += 2
+            end += aligned(nbytes)
+        word[0] = count
+        nbytes = end + structure + layout + objects
+        if self.aimed is None and nbytes <= self.capacity and nbytes <= self.memory.size:
+            self.used = nbytes
+        else:
+            self.place(nbytes - base)
+        memory = self.memory
+        memory.inside(0, nbytes)
+        word = self.words
+        for k in range(plan.leaf_count):
+            leaf = &plan.leaf[k]
+            if word[0] >= base:
+                write_array(memory, word, leaf, <cnp.ndarray>PyList_GET_ITEM(arrays, k))
+            word += 1 + leaf.nd
+        for k in range(<int>count):
+            memory.store_bytes(table[2 * k], buffers[k])
+        memcpy(memory.data + end, plan.text, structure)
+        memcpy(memory.data + end + structure, self.words, layout)
+        if pickled is not None:
+            memory.put(end + structure + layout, <const char*>pickled, len(pickled))
+            memory.put(nbytes - 8 * (2 * count + 1), <const char*>table, 8 * (2 * count + 1))
+        self.fields[0], self.fields[1], self.fields[2], self.fields[3] = (
+            end, structure, layout, objects)
+        return 0
+
+    def turn(self, Seat seat not None):
+        """Make the slot of the present ticket the present one."""
+        cdef cseq_cell* c = seat.held()
+        cdef Mapping mapping = self.mapped.get(c.slot)
+        if (mapping is None or <uint64_t>mapping.size < c.capacity or self.aimed is not None
+                or self.loaned or self.older or (self.placement is not None and mapping.size > MOST_COPIED)):
+            self.begin(c.slot, c.capacity)
+            return
+        self.slot = c.slot
+        self.memory = mapping
+        self.capacity = <Py_ssize_t>c.capacity
+        self.used = 0
+        self.watched = False
+
+    def give(self, Seat seat not None, batch):
+        """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
+        cdef cseq_cell* c
+        cdef int k
+        cdef Plan plan
+        CSEQ_POINT("index")
+        if self.aimed is not None or self.loaned:
+            return False
+        try:
+            plan = self.find_plan(batch, self.cast, False)
+            if plan is None:
+                return False
+            self.lay_down(plan, self.arrays, None, None)
+        finally:
+            self.forget()
+        c = seat.held()
+        for k in range(4):
+            c.record[k] = self.fields[k]
+        seat.deliver(c, 0, self.capacity)
+        return True
+
+
+cdef inline void set_word(int64_t* word, int64_t value) noexcept:
+    """Store what differs from the last batch: to copy two words at once right after they were stored
+    would wait for both stores."""
+    if word[0] != value:
+        word[0] = value
+
+
+cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
+    """Copy an array to where its layout says, and cast it."""
+    cdef cnp.npy_intp dims[MAX_DIMS]
+    cdef int i
+    if not leaf.casts and (leaf.fortran or cnp.PyArray_IS_C_CONTIGUOUS(array)):
+        return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+    for i in range(leaf.nd):
+        dims[i] = word[1 + i]
+    memory.inside(word[0], leaf.itemsize * cnp.PyArray_SIZE(array))
+    PyArray_CopyInto(
+        array_at(memory, word[0], <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran), array)
+    return 0
+
+
+def arm_fault(long worker):
+    """Make this process, of a worker, die where ``CSEQ_FAULT=point:n`` or ``point:n:worker`` says,
+    if this is a debug build."""
+    arm_memory(worker)
+    arm_core(worker)
+    cseq_fault_arm(worker)

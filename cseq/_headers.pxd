@@ -1,0 +1,188 @@
+"""The functions and structs of the headers in `include/`, for every module of the core."""
+
+cimport cython
+from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "cseq_atomic.h" nogil:
+    uint8_t cseq_load_acq_u8(const uint8_t* p) noexcept
+    int cseq_cas_sc_u32(uint32_t* p, uint32_t expected, uint32_t desired) noexcept
+    int cseq_cas_sc_u64(uint64_t* p, uint64_t expected, uint64_t desired) noexcept
+    void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
+    int cseq_cas_sc_u8(uint8_t* p, uint8_t expected, uint8_t desired) noexcept
+    void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
+    uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
+    void cseq_store_rel_u8(uint8_t* p, uint8_t v) noexcept
+    uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
+    uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
+
+
+cdef extern from "cseq_wait.h" nogil:
+    int cseq_wait_nap
+    void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns) noexcept
+    uint64_t cseq_now_ns() noexcept
+
+
+cdef extern from "cseq_fault.h" nogil:
+    void cseq_fault_arm(long worker) noexcept
+    void CSEQ_POINT(const char* name) noexcept
+
+
+cdef extern from "cseq_ring.h" nogil:
+    enum:
+        CSEQ_FIELDS
+        CSEQ_FREE
+        CSEQ_POSTED
+        CSEQ_INDEXING
+        CSEQ_INDEXED
+        CSEQ_CONVERTING
+        CSEQ_READY
+        CSEQ_NONE
+        CSEQ_CLOSED
+
+    ctypedef struct cseq_gate:
+        pass
+
+    ctypedef struct cseq_runner:
+        uint64_t batches
+        uint64_t idle_ns
+
+    ctypedef struct cseq_cell:
+        uint64_t word
+        uint64_t epoch
+        uint64_t batch
+        uint64_t start       # position of its first sample in the order of the epoch
+        uint32_t count       # samples
+        uint32_t slot
+        uint64_t capacity    # bytes of the slot that are committed
+        uint32_t home        # the slot it was posted with
+        uint32_t by          # who put the batch into another slot
+        uint64_t started_ns  # when it was claimed; 0 before
+        uint32_t stage       # which record was written last
+        uint32_t status
+        uint64_t* record
+        uint64_t* converted
+
+    ctypedef struct cseq_ring:
+        uint32_t capacity    # cells
+        uint32_t batch_size  # samples
+        uint32_t runners
+        uint32_t calls       # cells of a queue that are not in its round
+        uint32_t closed
+        uint32_t spin        # ns that a runner looks at the ring before it sleeps
+        int64_t output       # bytes from the ring to the gate that the trainer sleeps at
+        cseq_gate* gate
+
+    uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
+    void cseq_ring_init(cseq_ring* r, uint32_t capacity, uint32_t batch_size, uint32_t runners,
+                        uint32_t calls) noexcept
+    uint32_t cseq_ring_round(const cseq_ring* r) noexcept
+    int cseq_ring_fits(const cseq_ring* r, uint64_t nbytes) noexcept
+    cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
+    cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
+    int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
+    void cseq_gate_alarm(cseq_gate* g) noexcept
+    void cseq_gate_knock(cseq_gate* g) noexcept
+    int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
+    void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
+    void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
+    void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_closed(const cseq_ring* r) noexcept
+    void cseq_ring_set_spin(cseq_ring* r, uint32_t ns) noexcept
+    int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_retract(cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
+    void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
+    uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
+    uint32_t cseq_ring_alarms(const cseq_ring* r) noexcept
+    cseq_gate* cseq_ring_output(cseq_ring* r) noexcept
+    void cseq_ring_doze_any(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t seen,
+                            uint64_t ns) noexcept
+    void cseq_ring_close(cseq_ring* r) noexcept
+    int CSEQ_STATE(uint64_t word) noexcept
+    uint32_t CSEQ_OWNER(uint64_t word) noexcept
+    uint64_t CSEQ_TICKET(uint64_t word) noexcept
+
+
+cdef extern from "cseq_turn.h" nogil:
+    ctypedef struct cseq_turn:
+        uint32_t ns
+
+    int cseq_turn_await(cseq_turn* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
+    int cseq_turn_seen(const cseq_turn* t) noexcept
+    void cseq_turn_doze(cseq_turn* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
+                        uint32_t* unwoken) noexcept
+
+
+cdef extern from "cseq_shuffle.h" nogil:
+    enum:
+        CSEQ_PURPOSE_SHUFFLE
+
+    ctypedef struct cseq_order:
+        uint64_t n           # samples
+        uint64_t position    # positions below are final
+        uint64_t generation
+
+    void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
+    uint32_t cseq_table_width(uint64_t n) noexcept
+    uint64_t cseq_table_pages(uint64_t n, uint32_t width) noexcept
+    void cseq_order_init(cseq_order* order, uint64_t n, uint32_t width, void* table, uint32_t* tags) noexcept
+    void cseq_order_begin(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept
+    uint64_t cseq_order_advance(cseq_order* order, uint64_t upto, uint64_t most) noexcept
+    void cseq_order_read(const cseq_order* order, uint64_t start, uint64_t count, int64_t* out) noexcept
+    void cseq_permute(void* result, uint32_t width, uint64_t n, uint64_t start, uint64_t end, uint64_t* state) noexcept
+
+
+cdef extern from "cseq_map.h" nogil:
+    void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate) noexcept
+    void cseq_unmap(void* p, uint64_t nbytes) noexcept
+    void cseq_close(int fd) noexcept
+    int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept
+    int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) noexcept
+    void cseq_await_hangup(intptr_t socket) noexcept
+
+
+cdef extern from "cseq_fork.h" nogil:
+    ctypedef struct cseq_span:
+        pass
+
+    ctypedef struct cseq_spans:
+        pass
+
+    void cseq_span_add(cseq_spans* s, cseq_span* span, void* base, uint64_t size) noexcept
+    void cseq_span_remove(cseq_spans* s, cseq_span* span) noexcept
+
+
+cdef extern from "cseq_place.h":
+    enum:
+        LINE "CSEQ_PLACE_ALIGN"  # bytes
+
+    ctypedef struct cseq_region:
+        char* base
+        uint64_t size        # bytes
+        uint64_t live        # pieces that were not given back
+        void* owner
+
+    ctypedef struct cseq_place:
+        void* ctx
+        void* (*malloc)(void* ctx, size_t size) noexcept
+        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
+        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
+        void (*free)(void* ctx, void* p, size_t size) noexcept
+        void (*release)(void* owner) noexcept
+        int aimed
+        cseq_region at
+        uint64_t used        # bytes
+        uint32_t count       # large allocations of this ticket
+        uint64_t wanted      # bit k: number k was part of the last batch
+        uint32_t retired_count
+
+    void* cseq_place_malloc(void* ctx, size_t size) noexcept
+    void* cseq_place_calloc(void* ctx, size_t count, size_t size) noexcept
+    void* cseq_place_realloc(void* ctx, void* p, size_t size) noexcept
+    void cseq_place_free(void* ctx, void* p, size_t size) noexcept
+    int cseq_place_aim(cseq_place* p, void* base, uint64_t size, void* owner) noexcept
+    uint64_t cseq_place_leave(cseq_place* p) noexcept
+    int cseq_place_holds(const cseq_place* p, const void* base) noexcept
+    void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept

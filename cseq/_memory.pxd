@@ -1,0 +1,44 @@
+"""Memory that arrays are made on."""
+
+from libc.stdint cimport uint64_t
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._headers cimport cseq_place, cseq_span, cseq_spans
+
+
+cdef enum:
+    MAX_DIMS = 64
+    LARGE = 65536  # bytes; copies from here on let the GIL go
+    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which C leaves to the arena
+    MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
+
+cdef cseq_spans* in_use   # leases and windows, which a fork copies
+cdef cseq_place* place_here  # where numpy allocates; one for the process: arrays outlive everything
+
+cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
+                     bint fortran)
+cdef void arm(long worker) noexcept
+
+
+cdef class Memory:
+    cdef char* data
+    cdef Py_ssize_t size  # bytes
+    @cython.final
+    cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1
+    @cython.final
+    cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1
+
+
+@cython.final
+@cython.no_gc
+cdef class Block(Memory):
+    cdef void* raw
+    cpdef copy_from(self, Memory source, Py_ssize_t offset=*)
+
+
+@cython.final
+@cython.no_gc
+cdef class Mapping(Memory):
+    pass

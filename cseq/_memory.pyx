@@ -1,0 +1,387 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Memory that arrays are made on, private or shared, and what a fork copies."""
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.ref cimport Py_INCREF
+from libc.errno cimport errno
+from libc.string cimport memcmp, memcpy
+from libc.stdint cimport uint64_t, uintptr_t
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._headers cimport *
+
+import os
+import sys
+
+cnp.import_array()
+
+cdef extern from "Python.h":
+    ctypedef struct PyTypeObject:
+        pass
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(
+        PyTypeObject* subtype, cnp.dtype descr, int nd, cnp.npy_intp* dims,
+        cnp.npy_intp* strides, void* data, int flags, void* obj)
+    int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
+
+cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
+
+cdef extern from *:
+    """
+    #include <stdlib.h> /* defines __GLIBC__ */
+    #ifdef __GLIBC__
+    #include <malloc.h>
+    static int cseq_keep_freed(void) {
+        return mallopt(M_MMAP_MAX, 0) && mallopt(M_TRIM_THRESHOLD, -1);
+    }
+    #else
+    static int cseq_keep_freed(void) { return 0; }
+    #endif
+    """
+    int cseq_keep_freed() noexcept nogil
+
+cdef extern from "cseq_fault.h":
+    int CSEQ_POISON
+
+
+cdef extern from *:
+    """
+    static cseq_spans cseq_in_use; /* leases and windows */
+    static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
+
+    #ifdef _WIN32
+    static int cseq_fork_install(void) { return 0; }
+    #else
+    #include <pthread.h>
+    static void cseq_at_prepare(void) {
+        cseq_spans_prepare(&cseq_in_use);
+        cseq_place_prepare(&cseq_placed);
+    }
+    static void cseq_at_parent(void) {
+        cseq_place_parent(&cseq_placed);
+        cseq_spans_parent(&cseq_in_use);
+    }
+    static void cseq_at_child(void) {
+        cseq_place_child(&cseq_placed);
+        cseq_spans_child(&cseq_in_use);
+    }
+    static int cseq_fork_install(void) {
+        return pthread_atfork(cseq_at_prepare, cseq_at_parent, cseq_at_child);
+    }
+    #endif
+    """
+    cseq_spans cseq_in_use
+    cseq_place cseq_placed
+    int cseq_fork_install() noexcept
+
+
+if cseq_fork_install():
+    raise MemoryError("no memory for a handler of forks")
+in_use = &cseq_in_use
+place_here = &cseq_placed
+
+
+DEBUG = bool(CSEQ_POISON)
+
+
+# Whether one thread at a time runs Python.
+HAS_GIL = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+SMALL = MOST_COPIED
+BULKY = MOST_KEPT
+
+
+cdef class Memory:
+    """Bytes that arrays are made on. They live until the last of those arrays is gone.
+
+    Exports the buffer protocol (writable, format 'B').
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.data = NULL
+        self.size = 0
+
+    @property
+    def address(self):
+        return <uintptr_t>self.data
+
+    @property
+    def nbytes(self):
+        return self.size
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.data, self.size, 0, flags)
+
+    @cython.final
+    cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1:
+        if offset < 0 or nbytes < 0 or offset > self.size or nbytes > self.size - offset:
+            raise IndexError(
+                f"bytes [{offset}, {offset + nbytes}) are outside a memory of {self.size} bytes")
+        return 0
+
+    def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape, bint fortran=False):
+        """An array on these bytes, not a copy; it keeps them alive.
+
+        Parameters
+        ----------
+        offset : int
+            Where the array begins, in bytes.
+        dtype : numpy.dtype
+            Type of the elements, without Python objects in it.
+        shape : tuple of int
+        fortran : bool
+            Column-major order.
+        """
+        cdef cnp.npy_intp dims[MAX_DIMS]
+        cdef int nd = <int>len(shape)
+        cdef int i
+        cdef Py_ssize_t nbytes = dtype.itemsize
+        if nd > MAX_DIMS:
+            raise ValueError(f"shape has {nd} dimensions, at most {MAX_DIMS} are possible")
+        if dtype.hasobject:
+            raise ValueError(f"dtype {dtype} holds Python objects; these cannot lie in raw memory")
+        for i in range(nd):
+            dims[i] = shape[i]
+            if dims[i] < 0:
+                raise ValueError(f"shape {shape} is negative")
+            if dims[i] and nbytes > PY_SSIZE_T_MAX // dims[i]:
+                raise ValueError(f"shape {shape} of {dtype} is too large")
+            nbytes *= dims[i]
+        self.inside(offset, nbytes)
+        Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
+        array = PyArray_NewFromDescr(
+            <PyTypeObject*>cnp.ndarray, dtype, nd, dims, NULL, self.data + offset,
+            cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY, NULL)
+        Py_INCREF(self)  # PyArray_SetBaseObject takes it over
+        PyArray_SetBaseObject(array, self)
+        return array
+
+    @cython.final
+    cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
+        """Copy to `offset`; without the GIL if it is much."""
+        self.inside(offset, nbytes)
+        CSEQ_POINT("encode")
+        if nbytes < LARGE:
+            memcpy(self.data + offset, source, nbytes)
+        else:
+            with nogil:
+                memcpy(self.data + offset, source, nbytes)
+        return 0
+
+    def store(self, Py_ssize_t offset, cnp.ndarray array not None):
+        """Copy the bytes of a C- or Fortran-contiguous array, in their order in memory, to `offset`."""
+        if not (cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
+            raise ValueError("array is not contiguous; copy it with numpy.copyto on a view instead")
+        self.put(offset, <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+
+    def store_bytes(self, Py_ssize_t offset, source not None):
+        """Copy bytes to `offset`."""
+        cdef const unsigned char[::1] view
+        if type(source) is bytes:  # no memoryview: one of these goes with every batch
+            self.put(offset, <const char*><bytes>source, len(<bytes>source))
+            return
+        view = source
+        if view.shape[0]:
+            self.put(offset, <const char*>&view[0], view.shape[0])
+        else:
+            self.inside(offset, 0)
+
+    def store_from(self, Py_ssize_t offset, Memory source not None, Py_ssize_t nbytes):
+        """Copy the first `nbytes` of another memory to `offset`."""
+        source.inside(0, nbytes)
+        self.put(offset, source.data, nbytes)
+
+    def load_bytes(self, Py_ssize_t offset, Py_ssize_t nbytes):
+        """A copy of the bytes [offset, offset + nbytes)."""
+        self.inside(offset, nbytes)
+        return self.data[offset:offset + nbytes]
+
+    def equals(self, Py_ssize_t offset, bytes expected not None):
+        """Whether `expected` stands at `offset`."""
+        cdef Py_ssize_t nbytes = len(expected)
+        self.inside(offset, nbytes)
+        return memcmp(self.data + offset, <const char*>expected, nbytes) == 0
+
+
+@cython.final
+@cython.no_gc
+cdef class Block(Memory):
+    """Private memory, 128-byte aligned; zeroed if asked for."""
+
+    def __cinit__(self, Py_ssize_t nbytes, *, bint zero=False):
+        if nbytes < 0:
+            raise ValueError(f"nbytes={nbytes} is negative")
+        self.raw = PyMem_RawCalloc(nbytes + 128, 1) if zero else PyMem_RawMalloc(nbytes + 128)
+        if self.raw == NULL:
+            raise MemoryError(f"no memory for {nbytes} bytes")
+        self.data = <char*>((<uintptr_t>self.raw + 127) & ~<uintptr_t>127)
+        self.size = nbytes
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.raw)
+
+    cpdef copy_from(self, Memory source, Py_ssize_t offset=0):
+        """Copy as many bytes as this block holds from `source`, beginning at `offset`."""
+        cdef char* bytes_from = source.data + offset
+        source.inside(offset, self.size)
+        if self.size < LARGE:
+            memcpy(self.data, bytes_from, self.size)
+        else:
+            with nogil:
+                memcpy(self.data, bytes_from, self.size)
+
+
+def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
+    """The bytes [offset, offset + nbytes) of a memory as a `Block` of their own."""
+    cdef Block block = Block(nbytes)
+    block.copy_from(source, offset)
+    return block
+
+
+cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
+                     bint fortran):
+    """An array on a memory, which it keeps alive."""
+    Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
+    array = PyArray_NewFromDescr(
+        <PyTypeObject*>cnp.ndarray, dtype, nd, dims, NULL, memory.data + offset,
+        cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY, NULL)
+    Py_INCREF(memory)  # PyArray_SetBaseObject takes it over
+    PyArray_SetBaseObject(array, memory)
+    return array
+
+
+@cython.final
+@cython.no_gc
+cdef class Window(Memory):
+    """Another memory's first bytes under a name of its own, known to weak references and to forks.
+
+    Parameters
+    ----------
+    whole : Memory
+    nbytes : int
+        -1: all of it.
+    """
+
+    cdef Memory whole
+    cdef cseq_span span
+    cdef object __weakref__
+
+    def __cinit__(self, Memory whole not None, Py_ssize_t nbytes=-1):
+        whole.inside(0, max(nbytes, 0))
+        self.whole = whole
+        self.data = whole.data
+        self.size = whole.size if nbytes < 0 else nbytes
+        if isinstance(whole, Mapping) and self.size:
+            cseq_span_add(in_use, &self.span, self.data, self.size)
+
+    def __dealloc__(self):
+        cseq_span_remove(in_use, &self.span)
+
+
+@cython.final
+@cython.no_gc
+cdef class Mapping(Memory):
+    """A shared mapping of a part of a file; unmapped when the last array on it is gone.
+
+    Parameters
+    ----------
+    fd : int
+        The file. May be closed afterwards.
+    offset, nbytes : int
+        The part, in bytes; `offset` a multiple of the page size.
+    populate : bool
+        Make the page tables now. The pages should be committed (`commit`).
+    """
+
+    def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint populate=False):
+        cdef void* p
+        if nbytes == 0 or nbytes > <uint64_t>PY_SSIZE_T_MAX:
+            raise ValueError(f"nbytes={nbytes} cannot be mapped")
+        with nogil:
+            p = cseq_map(fd, offset, nbytes, populate)
+        if p == NULL:
+            raise MemoryError(f"cannot map {nbytes} bytes: {os.strerror(errno)}")
+        self.data = <char*>p
+        self.size = <Py_ssize_t>nbytes
+
+    def __dealloc__(self):
+        if self.data != NULL:
+            cseq_unmap(self.data, self.size)
+
+
+@cython.final
+@cython.no_gc
+cdef class Descriptor:
+    """A file descriptor that is closed with the last reference to this.
+
+    Parameters
+    ----------
+    opener : callable
+        A function of `os` that returns one: no signal handler runs between that and this.
+    *args
+        Its arguments.
+    """
+
+    cdef readonly int fd
+
+    def __cinit__(self, opener, *args):
+        self.fd = -1
+        self.fd = opener(*args)
+
+    def close(self):
+        """Close it. Twice is fine."""
+        cdef int fd = self.fd
+        self.fd = -1
+        if fd >= 0:
+            cseq_close(fd)
+
+    def __dealloc__(self):
+        if self.fd >= 0:
+            cseq_close(self.fd)
+
+
+def commit(int fd, uint64_t offset, uint64_t nbytes):
+    """Allocate the pages of a part of a file, so that writing to them cannot fail.
+
+    Raises
+    ------
+    MemoryError
+        There is no room for them.
+    """
+    cdef int error
+    with nogil:
+        error = cseq_commit(fd, offset, nbytes)
+    if error:
+        raise MemoryError(f"no room for {nbytes} bytes of shared memory: {os.strerror(error)}")
+
+
+def punch(int fd, uint64_t offset, uint64_t nbytes):
+    """Give the pages of a part of a file back; False: this system cannot do that.
+
+    They read as zeros, and must be committed before they are written again.
+    """
+    cdef int error
+    with nogil:
+        error = cseq_punch(fd, offset, nbytes)
+    return error == 0
+
+
+def address_of(cnp.ndarray array not None):
+    """Where an array's data begins."""
+    return <uintptr_t>cnp.PyArray_DATA(array)
+
+
+def keep_freed():
+    """Make this process's malloc keep freed blocks, of any size, instead of unmapping them: the
+    system clears the pages of new ones. Return whether it can (glibc)."""
+    return bool(cseq_keep_freed())
+
+
+cdef void arm(long worker) noexcept:
+    """Arm the fault points of this module."""
+    cseq_fault_arm(worker)

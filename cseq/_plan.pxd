@@ -1,0 +1,105 @@
+"""Plans: what batches of one structure have in common."""
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport uint64_t
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._headers cimport LINE
+from cseq._memory cimport Memory
+
+
+cdef enum:
+    MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
+    MOST_KNOWN = 64  # structures that a reader remembers
+    RECENT = 4       # of them, and of a writer's: those that are compared one by one
+    MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
+
+    # Kinds of nodes.
+    ARRAY = 0
+    RAW = 1
+    OBJECT = 2
+    TUPLE = 3
+    LIST = 4
+    DICT = 5
+    OTHER = 6
+
+cdef struct Leaf:
+    int nd
+    bint fortran
+    bint casts            # its type differs from its source's
+    Py_ssize_t itemsize
+    PyObject* dtype       # in the slot
+    PyObject* source      # of what is written; NULL in a reader
+
+cdef struct Node:
+    int kind
+    int count             # children
+    int leaf              # of ARRAY and RAW; of a container that has arrays only: the first; else -1
+    bint loose            # the first of its objects is no child
+    bint tensor
+    PyObject* cls
+    PyObject* fixed
+    PyObject* open
+    PyObject* close
+
+cdef struct Cursor:
+    int node
+    Py_ssize_t object
+
+
+cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
+    """Round up to whole cache lines."""
+    return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
+
+
+cdef inline bint is_fortran(cnp.ndarray array) noexcept:
+    """Whether an array is column-major and not row-major as well."""
+    return not cnp.PyArray_IS_C_CONTIGUOUS(array) and cnp.PyArray_IS_F_CONTIGUOUS(array)
+
+
+@cython.final
+cdef class Plan:
+    cdef readonly bytes structure
+    cdef const char* text       # its bytes
+    cdef Py_ssize_t text_bytes
+    cdef readonly object token
+    cdef readonly object cast
+    cdef readonly list leaves
+    cdef readonly list sources
+    cdef readonly list casts
+    cdef readonly bint fits
+    cdef bint is_array  # the batch is one array
+    cdef object tag
+    cdef Leaf* leaf
+    cdef Node* nodes
+    cdef int leaf_count, node_count, room, split, objects
+    cdef int made_arrays, made_raws
+    cdef Py_ssize_t words  # of a layout
+    cdef list kept         # what nodes and leaves point to
+    cdef PyObject* keep(self, object value)
+    cdef int add(self, token, dict containers, raw) except -1
+    cdef bint match(self, object batch, list arrays, list objects) except -1
+    cdef bint is_object(self, object value, int depth, bint plain) except -1
+    cdef bint match_array(self, int k, object value, list arrays) except -1
+    cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1
+    cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
+                          list objects) except -1
+    cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
+                     list converters)
+    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied)
+    cdef object build_leaf(self, Node* n, int k, list arrays, list converters)
+    cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
+                            list converters)
+    cdef object build_node(self, Cursor* at, list arrays, list objects, list converters)
+
+
+@cython.final
+cdef class Reader:
+    cdef object parse, load
+    cdef readonly dict plans  # by structure
+    cdef list recent
+    cdef Plan find(self, Memory memory, uint64_t* record)
+    cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1
+    cdef Plan learn(self, bytes structure)

@@ -1,0 +1,48 @@
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+from typing_extensions import Self
+
+from cseq._memory import Memory
+
+ALIGNMENT: Final[int]
+LONG: Final[int]
+REMEMBERED: Final[int]
+
+@final
+class Plan:
+    structure: Final[bytes]
+    token: Final[Any]
+    leaves: Final[list[tuple[np.dtype[Any], int, bool]]]
+    sources: Final[list[np.dtype[Any]] | None]
+    cast: Final[np.dtype[Any] | None]
+    casts: Final[list[bool]]
+    fits: Final[bool]
+    def __new__(
+        cls,
+        structure: bytes,
+        token: Any,
+        split: int,
+        leaves: list[tuple[np.dtype[Any], int, bool]],
+        containers: dict[str, Any],
+        tag: Callable[[type], str],
+        raw: Callable[[Any, np.dtype[Any]], tuple[Any, Any, Any, bool]] | None,
+        cast: np.dtype[Any] | None = None,
+        sources: list[np.dtype[Any]] | None = None,
+    ) -> Self: ...
+    def converters(
+        self,
+        leaf_for: Callable[[np.dtype[Any] | None], Any],
+        convert: Callable[[Any], Any] | None,
+    ) -> list[Any]: ...
+
+@final
+class Reader:
+    plans: Final[dict[bytes, Plan]]
+    def __new__(
+        cls,
+        parse: Callable[[bytes], Plan],
+        load: Callable[[Memory, int, int], list[Any]],
+    ) -> Self: ...
+    def decode(self, memory: Memory, record: Sequence[int], copied: bool = False) -> Any: ...

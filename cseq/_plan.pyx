@@ -1,0 +1,526 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Plans: what batches of one structure have in common, and how they are read."""
+
+from cpython.dict cimport PyDict_Next, PyDict_SetItem
+from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
+from cpython.ref cimport Py_INCREF, PyObject
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.string cimport memcmp, memcpy, memset
+from libc.stdint cimport int64_t, uint64_t
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._headers cimport LINE
+from cseq._memory cimport MAX_DIMS, Memory, array_at
+
+import numpy
+
+from cseq._memory import HAS_GIL, copy_of
+
+cnp.import_array()
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_Empty(int nd, cnp.npy_intp* dims, cnp.dtype descr, int fortran)
+    bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
+
+cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
+cdef bint GIL = HAS_GIL
+
+ALIGNMENT = LINE
+LONG = MOST_PICKLED
+REMEMBERED = MOST_KNOWN
+cdef object MEMMAP = numpy.memmap
+cdef dict CONTAINERS = {"tuple": TUPLE, "list": LIST, "dict": DICT}
+
+
+@cython.final
+cdef class Plan:
+    """The structure that batches have in common: k arrays in containers. Surveyed once for all of them.
+
+    Parameters
+    ----------
+    structure : bytes
+        The tree, `split` and `leaves`, pickled: what stands for this plan in a slot.
+    token : str or tuple
+        The tree of containers and leaves: see `codec`.
+    split : int
+        How many leaves are arrays of the batch. Those that other leaves consist of (raws) follow.
+    leaves : list of tuple
+        (dtype, dimensions, Fortran order) of each.
+    containers : dict
+        By tag: how a container is opened and closed.
+    tag : callable
+        ``tag(type)`` is ``"object"`` for types that always go by pickle.
+    raw : callable
+        ``raw(token, dtype)`` → (type, function from it to an array or None, function from an array
+        to it, whether it is a tensor).
+    cast : numpy.dtype, optional
+        What numbers are cast to.
+    sources : list of numpy.dtype, optional
+        The arrays' types before the cast. Without them, the plan is a reader's.
+
+    Attributes
+    ----------
+    structure, token, leaves, cast, sources
+        As given.
+    casts : list of bool
+        Which leaves are cast.
+    fits : bool
+        Whether `match` can tell that a batch is like this.
+    """
+
+    def __cinit__(self, bytes structure not None, token, int split, list leaves not None,
+                  dict containers not None, tag, raw, cast=None, list sources=None):
+        cdef int k
+        cdef Leaf* leaf
+        self.structure, self.token, self.split, self.cast = structure, token, split, cast
+        self.text, self.text_bytes = <const char*>structure, len(structure)
+        self.leaves, self.tag = list(leaves), tag
+        self.sources = None if sources is None else list(sources)
+        self.kept = []
+        self.leaf_count = <int>len(leaves)
+        self.leaf = <Leaf*>PyMem_RawCalloc(self.leaf_count + 1, sizeof(Leaf))
+        if self.leaf == NULL:
+            raise MemoryError(f"no memory for {len(leaves)} leaves")
+        for k in range(self.leaf_count):
+            leaf = &self.leaf[k]
+            dtype, leaf.nd, leaf.fortran = leaves[k]
+            if not isinstance(dtype, cnp.dtype) or dtype.hasobject or not 0 <= leaf.nd <= MAX_DIMS:
+                raise ValueError(f"leaf {leaves[k]!r} cannot lie in raw memory")
+            leaf.dtype = <PyObject*>dtype
+            leaf.itemsize = dtype.itemsize
+            self.words += 1 + leaf.nd
+            if sources is not None:
+                leaf.source = <PyObject*>sources[k]
+                leaf.casts = sources[k] is not dtype
+        self.casts = [self.leaf[k].casts for k in range(self.leaf_count)]
+        self.fits = sources is not None
+        self.add(token, containers, raw)
+        self.is_array = self.node_count == 1 and self.nodes[0].kind == ARRAY
+        if self.made_arrays != split or self.made_arrays + self.made_raws != self.leaf_count:
+            raise ValueError(f"a tree of {self.made_arrays} arrays and {self.made_raws} raws "
+                             f"does not fit {split} of {self.leaf_count} leaves")
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.leaf)
+        PyMem_RawFree(self.nodes)
+
+    cdef PyObject* keep(self, object value):
+        self.kept.append(value)
+        return <PyObject*>value
+
+    cdef int add(self, token, dict containers, raw) except -1:
+        """Append the nodes of a tree."""
+        cdef Node* n
+        cdef Node node
+        cdef int first
+        memset(&node, 0, sizeof(node))
+        node.leaf = -1
+        tag = token if isinstance(token, str) else token[0]
+        children = ()
+        if tag == "array":
+            node.kind = ARRAY
+            node.leaf = self.made_arrays
+            self.made_arrays += 1
+        elif tag == "object":
+            node.kind = OBJECT
+            self.objects += 1
+        elif tag in containers:
+            _, cls, fixed, node.loose, children = token
+            opener, closer = containers[tag]
+            node.kind = CONTAINERS.get(tag, OTHER)
+            if node.kind == DICT and fixed is None:
+                node.kind = OTHER  # keys that are not texts
+            node.cls, node.fixed = self.keep(cls), self.keep(fixed)
+            node.open, node.close = self.keep(opener), self.keep(closer)
+            if node.loose:
+                self.objects += 1
+                self.fits = False
+            if isinstance(children, int):
+                node.count, node.leaf = children, self.made_arrays
+                self.made_arrays += node.count
+                children = ()
+            else:
+                node.count = <int>len(children)
+        else:
+            node.kind = RAW
+            node.leaf = self.split + self.made_raws
+            if node.leaf >= self.leaf_count:
+                raise ValueError("a tree has more arrays than its layout")
+            cls, opener, closer, node.tensor = raw(token, <object>self.leaf[node.leaf].dtype)
+            self.made_raws += 1
+            node.cls, node.open, node.close = self.keep(cls), self.keep(opener), self.keep(closer)
+            if opener is None:
+                self.fits = False
+        if node.leaf >= 0 and node.leaf + max(node.count, <int>(node.kind == ARRAY)) > self.leaf_count:
+            raise ValueError("a tree has more arrays than its layout")
+        if self.node_count == self.room:
+            self.room = 2 * self.room + 4
+            n = <Node*>PyMem_RawRealloc(self.nodes, self.room * sizeof(Node))
+            if n == NULL:
+                raise MemoryError(f"no memory for {self.room} nodes")
+            self.nodes = n
+        self.nodes[self.node_count] = node
+        self.node_count += 1
+        for child in children:
+            self.add(child, containers, raw)
+        return 0
+
+    # -- writing
+
+    cdef bint match(self, object batch, list arrays, list objects) except -1:
+        """Whether a batch is like this; then its leaves are in `arrays` and `objects`."""
+        cdef int node = 0
+        if self.is_array:
+            return self.match_array(0, batch, arrays)
+        return self.match_node(&node, batch, arrays, objects)
+
+    cdef bint is_object(self, object value, int depth, bint plain) except -1:
+        """Whether a value is always pickled, for any contents.
+
+        At most `depth` containers inside one another are searched. If `plain`, only numbers and
+        texts are told for sure.
+        """
+        cdef Py_ssize_t k = 0
+        cdef PyObject* key
+        cdef PyObject* child
+        cls = type(value)
+        if cls is str or cls is int or cls is float or value is None or cls is bool:
+            return True
+        if cls is bytes:
+            return len(<bytes>value) < MOST_PICKLED
+        if cls is not list and cls is not tuple and cls is not dict:
+            return not plain and self.tag(cls) == "object"
+        if not depth:
+            return False
+        if cls is tuple:
+            for k in range(PyTuple_GET_SIZE(value)):
+                if not self.is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
+                    return False
+            return True
+        with cython.critical_section(value):
+            if cls is list:
+                while k < PyList_GET_SIZE(value):
+                    if not self.is_object(<object>PyList_GET_ITEM(value, k), depth - 1, plain):
+                        return False
+                    k += 1
+            else:
+                while PyDict_Next(value, &k, &key, &child):
+                    if not self.is_object(<object>child, depth - 1, plain):
+                        return False
+        return True
+
+    cdef bint match_array(self, int k, object value, list arrays) except -1:
+        cdef Leaf* leaf = &self.leaf[k]
+        cdef cnp.ndarray array
+        if type(value) is not cnp.ndarray and type(value) is not MEMMAP:
+            return False
+        array = <cnp.ndarray>value
+        if cnp.PyArray_NDIM(array) != leaf.nd or is_fortran(array) != leaf.fortran:
+            return False
+        if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
+                cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
+                or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
+            return False
+        arrays[k] = value
+        return True
+
+    cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1:
+        cdef Node* n = &self.nodes[at[0]]
+        cdef Py_ssize_t k = 0, place = 0
+        cdef PyObject* key
+        cdef PyObject* child
+        at[0] += 1
+        if n.kind == ARRAY:
+            return self.match_array(n.leaf, value, arrays)
+        if n.kind == OBJECT:
+            if not self.is_object(value, MOST_SEARCHED, False):
+                return False
+            objects.append(value)
+            return True
+        if type(value) is not <object>n.cls:
+            return False
+        if n.kind == RAW:
+            try:
+                array = (<object>n.open)(value)
+            except (RuntimeError, TypeError):
+                return False  # `codec.encode` surveys it
+            return self.match_array(n.leaf, array, arrays)
+        if n.kind == TUPLE:
+            if PyTuple_GET_SIZE(value) != n.count:
+                return False
+            for k in range(n.count):
+                if not self.match_child(n, at, k, <object>PyTuple_GET_ITEM(value, k), arrays, objects):
+                    return False
+            return True
+        if n.kind == LIST:
+            with cython.critical_section(value):
+                if PyList_GET_SIZE(value) != n.count:
+                    return False
+                for k in range(n.count):
+                    if k >= PyList_GET_SIZE(value) or not self.match_child(
+                            n, at, k, <object>PyList_GET_ITEM(value, k), arrays, objects):
+                        return False
+            return True
+        if n.kind == DICT:
+            with cython.critical_section(value):
+                if len(<dict>value) != n.count:
+                    return False
+                while PyDict_Next(value, &place, &key, &child):
+                    if k >= n.count or not is_text(<object>key, (<tuple>n.fixed)[k]):
+                        return False
+                    if not self.match_child(n, at, k, <object>child, arrays, objects):
+                        return False
+                    k += 1
+            return k == n.count
+        opened = (<object>n.open)(value)
+        if opened is None:
+            return False
+        fixed, loose, children = opened
+        children = tuple(children)
+        if loose is not None or fixed != <object>n.fixed or len(<tuple>children) != n.count:
+            return False
+        for k in range(n.count):
+            if not self.match_child(n, at, k, (<tuple>children)[k], arrays, objects):
+                return False
+        return True
+
+    cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
+                          list objects) except -1:
+        if n.leaf >= 0:
+            return self.match_array(n.leaf + <int>k, value, arrays)
+        return self.match_node(at, value, arrays, objects)
+
+    # -- reading
+
+    cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
+                     list converters):
+        """Make a batch: its arrays are copies, or views that keep the memory alive.
+
+        Parameters
+        ----------
+        record : uint64_t[4]
+        objects : list or None
+            What was pickled.
+        converters : list or None
+            What `converters` has returned.
+        """
+        cdef Cursor at
+        cdef list arrays
+        cdef int k
+        cdef char* word
+        if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size:
+            memory.inside(record[0], record[1])
+        memory.inside(<Py_ssize_t>(record[0] + record[1]), <Py_ssize_t>record[2])
+        if record[2] != <uint64_t>(8 * self.words):
+            raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
+                             f"{8 * self.words}")
+        word = memory.data + record[0] + record[1]
+        if self.is_array:
+            array = self.read_array(0, memory, &word, record[0], copied)
+            return array if converters is None or converters[0] is None else converters[0](array)
+        # All of them first: no Python code runs while the memory is read.
+        arrays = [None] * self.leaf_count
+        for k in range(self.leaf_count):
+            arrays[k] = self.read_array(k, memory, &word, record[0], copied)
+        at.node = 0
+        at.object = 0
+        return self.build_node(&at, arrays, objects, converters)
+
+    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied):
+        """Make the array that the layout describes from `word` on; `word` is then behind that."""
+        cdef Leaf* leaf = &self.leaf[k]
+        cdef int i
+        cdef int64_t offset, size
+        cdef uint64_t nbytes = <uint64_t>leaf.itemsize
+        cdef cnp.npy_intp dims[MAX_DIMS]
+        memcpy(&offset, word[0], 8)
+        word[0] += 8
+        for i in range(leaf.nd):
+            memcpy(&size, word[0], 8)
+            word[0] += 8
+            if size < 0 or (size and nbytes > <uint64_t>PY_SSIZE_T_MAX // <uint64_t>size):
+                raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
+            nbytes *= <uint64_t>size
+            dims[i] = <cnp.npy_intp>size
+        if offset < 0 or <uint64_t>offset > end or nbytes > end - <uint64_t>offset:
+            raise IndexError(f"array {k} of a batch is outside its {end} bytes")
+        if not copied:
+            return array_at(memory, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
+        Py_INCREF(<object>leaf.dtype)  # PyArray_Empty takes it over
+        array = PyArray_Empty(leaf.nd, dims, <cnp.dtype>leaf.dtype, leaf.fortran)
+        memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + offset, nbytes)
+        return array
+
+    cdef object build_leaf(self, Node* n, int k, list arrays, list converters):
+        cdef object value = <object>PyList_GET_ITEM(arrays, k)
+        if n.kind == RAW:
+            value = (<object>n.close)(value)
+        if converters is None:
+            return value
+        convert = <object>PyList_GET_ITEM(converters, k)
+        return value if convert is None else convert(value)
+
+    cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
+                            list converters):
+        if n.leaf >= 0:
+            return self.build_leaf(n, n.leaf + k, arrays, converters)
+        return self.build_node(at, arrays, objects, converters)
+
+    cdef object build_node(self, Cursor* at, list arrays, list objects, list converters):
+        cdef Node* n = &self.nodes[at.node]
+        cdef int k
+        cdef list children
+        cdef dict mapping
+        at.node += 1
+        if n.kind <= RAW:
+            return self.build_leaf(n, n.leaf, arrays, converters)
+        if n.kind == OBJECT:
+            at.object += 1
+            loose = objects[at.object - 1]
+            if converters is None or self.is_object(loose, MOST_SEARCHED, True):
+                return loose
+            return (<object>PyList_GET_ITEM(converters, self.leaf_count))(loose)
+        loose = None
+        if n.loose:
+            at.object += 1
+            loose = objects[at.object - 1]
+        if n.kind == DICT:
+            mapping = {}
+            for k in range(n.count):
+                child = self.build_child(n, at, k, arrays, objects, converters)
+                PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.fixed, k), child)
+            return mapping
+        children = [None] * n.count
+        for k in range(n.count):
+            children[k] = self.build_child(n, at, k, arrays, objects, converters)
+        if n.kind == LIST:
+            return children
+        if n.kind == TUPLE:
+            return PyList_AsTuple(children)
+        return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
+
+    def converters(self, leaf_for, convert):
+        """List the functions to be applied to each leaf, and after these to the pickled leaves.
+
+        Parameters
+        ----------
+        leaf_for : callable
+            ``leaf_for(dtype)`` is a function of a fresh array of that type, ``leaf_for(None)`` one
+            of a tensor; or None, where they stay as they are.
+        convert : callable
+            Converts any batch.
+        """
+        cdef Node* n
+        cdef int k, i
+        cdef list result = [None] * self.leaf_count
+        for k in range(self.node_count):
+            n = &self.nodes[k]
+            if n.kind == RAW:
+                if n.tensor:
+                    result[n.leaf] = leaf_for(None)
+            elif n.leaf >= 0:
+                for i in range(n.leaf, n.leaf + max(n.count, <int>(n.kind == ARRAY))):
+                    result[i] = leaf_for(<object>self.leaf[i].dtype)
+        result.append(convert)
+        return result
+
+
+cdef bint is_text(object key, object expected):
+    """Whether a key is a text that is known."""
+    return key is expected or (type(key) is str and key == expected)
+
+
+@cython.final
+cdef class Reader:
+    """Reads batches of any structure, and remembers the structures.
+
+    Parameters
+    ----------
+    parse : callable
+        ``parse(structure)`` → Plan.
+    load : callable
+        ``load(memory, offset, nbytes)`` → list: the objects that went by pickle.
+    """
+
+    def __cinit__(self, parse, load):
+        self.parse, self.load = parse, load
+        self.plans = {}
+        self.recent = []
+
+    cdef Plan find(self, Memory memory, uint64_t* record):
+        """The plan of the batch in a memory, if its structure is known."""
+        cdef Py_ssize_t k
+        cdef Plan plan
+        cdef bytes structure
+        cdef list recent = self.recent
+        cdef char* at = memory.data + record[0]
+        if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size - record[0]:
+            memory.inside(<Py_ssize_t>min(record[0], <uint64_t>PY_SSIZE_T_MAX),
+                          <Py_ssize_t>min(record[1], <uint64_t>PY_SSIZE_T_MAX))
+        if GIL:
+            for k in range(PyList_GET_SIZE(recent)):
+                plan = <Plan>PyList_GET_ITEM(recent, k)
+                if (<uint64_t>plan.text_bytes == record[1]
+                        and memcmp(plan.text, at, record[1]) == 0):
+                    if k:
+                        recent.insert(0, recent.pop(k))
+                    return plan
+        structure = at[:record[1]]
+        plan = self.plans.get(structure)
+        if GIL and plan is not None:
+            self.recent = [plan, *recent[:RECENT - 1]]
+        return plan
+
+    cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1:
+        """Whether the objects of a batch are a pickle and nothing else."""
+        cdef uint64_t count
+        cdef uint64_t end = record[0] + record[1] + record[2] + record[3]
+        memory.inside(<Py_ssize_t>end - 8, 8)
+        memcpy(&count, memory.data + end - 8, 8)
+        return count == 0
+
+    cdef Plan learn(self, bytes structure):
+        """Make the plan of a structure, and remember it."""
+        cdef Plan plan = self.parse(structure)
+        if len(self.plans) >= MOST_KNOWN:
+            self.plans.clear()
+        self.plans[structure] = plan
+        return plan
+
+    def decode(self, Memory memory not None, record, bint copied=False):
+        """Read a batch.
+
+        Parameters
+        ----------
+        memory : Memory
+        record : sequence of int
+            See `codec.Record`.
+        copied : bool
+            Arrays are copies, not views of `memory`.
+
+        Raises
+        ------
+        IndexError
+            If the record does not fit the memory.
+        """
+        cdef uint64_t f[4]
+        cdef int k
+        cdef Plan plan
+        for k in range(4):
+            word = record[k]
+            if word < 0 or word > memory.size:
+                raise IndexError(f"record {record!r} is outside a memory of {memory.size} bytes")
+            f[k] = word
+        memory.inside(0, f[0] + f[1] + f[2] + f[3])
+        if not f[1]:
+            return bytearray(memory.data[f[0]:f[0] + f[3]])
+        if copied and f[3]:
+            return self.decode(copy_of(memory, f[0] + f[1] + f[2] + f[3]), record)
+        plan = self.find(memory, f)
+        if plan is None:
+            plan = self.learn(memory.data[f[0]:f[0] + f[1]])
+        objects = self.load(memory, f[0] + f[1] + f[2], f[3]) if f[3] else None
+        return plan.read(memory, f, copied, objects, None)

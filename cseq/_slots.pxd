@@ -1,0 +1,62 @@
+"""Slots of shared memory, and who has them."""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+cimport cython
+
+from cseq._headers cimport cseq_cell, cseq_ring, cseq_span
+from cseq._memory cimport Mapping, Memory
+
+
+cdef enum:
+    FREE = 0
+    TAKEN = 1
+    LEASED = 2
+    CHUNK = 1024    # slots
+    CHUNKS = 4096
+
+cdef enum:
+    NO_SLOT = 0xFFFFFFFF  # of a ticket whose batch lies in no slot
+
+cdef struct slot_entry:
+    uint64_t nbytes   # committed, as far as the trainer knows
+    int64_t owned     # the number of the worker that owns it, as far as is entered; 0: the trainer's
+    uint8_t state
+
+
+@cython.final
+@cython.no_gc
+cdef class Slots:
+    cdef slot_entry* chunk[CHUNKS]
+    cdef Py_ssize_t made
+    cdef uint32_t lock
+    cdef uint64_t held        # leases alive
+    cdef uint64_t held_bytes  # their slots' bytes
+    cdef dict lent            # by slot: leases of tickets that are still in the ring
+    # What the arena asks of a free slot before it is used again: bytes committed, at least and at most.
+    cdef public uint64_t least
+    cdef public uint64_t most
+    cdef public Py_ssize_t top  # the highest slot taken since the arena has set it
+    cdef inline slot_entry* at(self, Py_ssize_t slot) noexcept nogil:
+        return self.chunk[slot // CHUNK] + slot % CHUNK
+    cdef int check(self, Py_ssize_t slot) except -1
+    cdef Py_ssize_t find_free(self) noexcept
+    cdef bint is_fit(self, Py_ssize_t slot) noexcept
+    cdef Py_ssize_t find_fit(self) noexcept
+    cdef bint occupy(self, Py_ssize_t slot) noexcept
+    cpdef int release(self, Py_ssize_t slot) except -1
+    cpdef bint vacate(self, Py_ssize_t slot) except -1
+    cdef void seize(self) noexcept nogil
+    cdef void settle(self, cseq_cell* c) noexcept nogil
+    cdef void book(self, cseq_cell* c) noexcept nogil
+    cdef Py_ssize_t bury(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
+                         Py_ssize_t* taken) noexcept nogil
+
+
+@cython.final
+@cython.no_gc
+cdef class Lease(Memory):
+    cdef Mapping mapping
+    cdef Slots slots  # None: the slot still belongs to its ticket
+    cdef Py_ssize_t slot
+    cdef cseq_span span

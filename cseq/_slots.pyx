@@ -1,0 +1,312 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Slots of shared memory: their states, owners and sizes."""
+
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from libc.string cimport memset
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+cimport cython
+
+from cseq._headers cimport *
+from cseq._memory cimport Mapping, Memory, in_use
+
+cdef extern from "cseq_fault.h":
+    int CSEQ_POISON
+
+@cython.final
+@cython.no_gc
+cdef class Slots:
+    """Which slots are free, taken or leased, which a worker owns, and how large they are.
+
+    In private memory of the trainer. FREE → TAKEN and TAKEN → LEASED or FREE are the trainer's;
+    LEASED → FREE is the lease's, which may be dropped by any thread, also inside garbage
+    collection: a store, no lock. The entries lie in chunks that never move.
+
+    A slot that a worker owns is TAKEN. If a worker has published a ticket in a slot that it owned,
+    `settle` changes the owners: it adds the worker's number to `owned` of the ticket's slot at the post,
+    and subtracts it from that of the other slot. So tickets may be settled in any order; until all are,
+    `owned` is a partial sum, which names no worker and can be negative. `owned`, and the `home` of a
+    published ticket, are written under `lock`: a spin lock, under which nothing is allocated and no
+    Python code runs.
+    """
+
+    def __cinit__(self, Py_ssize_t capacity=0):
+        memset(self.chunk, 0, sizeof(self.chunk))
+        self.made = 0
+        self.held = self.held_bytes = 0
+        self.lent = {}
+        self.least, self.most, self.top = 0, <uint64_t>-1, -1
+        self.extend(capacity)
+
+    def __dealloc__(self):
+        for i in range(CHUNKS):
+            PyMem_RawFree(self.chunk[i])
+
+    cdef int check(self, Py_ssize_t slot) except -1:
+        if slot < 0 or slot >= self.made:
+            raise IndexError(f"slot {slot} is not one of {self.made}")
+        return 0
+
+    @property
+    def capacity(self):
+        """Slots made so far."""
+        return self.made
+
+    @property
+    def leased(self):
+        """Leases alive."""
+        return cseq_load_acq_u64(&self.held)
+
+    @property
+    def leased_bytes(self):
+        """Bytes of the slots under lease."""
+        return cseq_load_acq_u64(&self.held_bytes)
+
+    def nbytes(self, Py_ssize_t slot):
+        """Bytes of a slot that are committed."""
+        self.check(slot)
+        return self.at(slot).nbytes
+
+    def resize(self, Py_ssize_t slot, uint64_t nbytes):
+        """Note how many bytes of a slot are committed."""
+        self.check(slot)
+        self.at(slot).nbytes = nbytes
+
+    def extend(self, Py_ssize_t count):
+        """Make `count` more slots, free."""
+        cdef Py_ssize_t upto = self.made + count
+        cdef Py_ssize_t i
+        if count < 0 or upto > CHUNK * CHUNKS:
+            raise ValueError(f"cannot make {count} slots more than {self.made}: "
+                             f"at most {CHUNK * CHUNKS} are possible")
+        for i in range((upto + CHUNK - 1) // CHUNK):
+            if self.chunk[i] == NULL:
+                self.chunk[i] = <slot_entry*>PyMem_RawCalloc(CHUNK, sizeof(slot_entry))
+                if self.chunk[i] == NULL:
+                    raise MemoryError("no memory for the table of slots")
+        self.made = upto
+
+    # -- free and taken
+
+    cdef Py_ssize_t find_free(self) noexcept:
+        """The lowest free slot, or -1 when none is free."""
+        cdef Py_ssize_t slot
+        for slot in range(self.made):
+            if cseq_load_acq_u8(&self.at(slot).state) == FREE:  # SYNC: last view of slot is gone
+                return slot
+        return -1
+
+    cdef bint is_fit(self, Py_ssize_t slot) noexcept:
+        """Whether a slot can be used as it is; else the arena has to make it fit (`acquire`)."""
+        return self.least <= self.at(slot).nbytes <= self.most
+
+    cdef Py_ssize_t find_fit(self) noexcept:
+        """The lowest free slot, or -1 when none is free or it cannot be used as it is."""
+        cdef Py_ssize_t slot = self.find_free()
+        return slot if slot >= 0 and self.is_fit(slot) else -1
+
+    cdef bint occupy(self, Py_ssize_t slot) noexcept:
+        """Take a slot if it is still free: where there is no GIL, another thread may have taken it."""
+        if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
+            return False
+        self.top = max(self.top, slot)
+        return True
+
+    def acquire(self):
+        """Take the lowest free slot: its number, or -1 when none is free."""
+        cdef Py_ssize_t slot = self.find_free()
+        while slot >= 0 and not self.occupy(slot):
+            slot = self.find_free()
+        return slot
+
+    def take(self, Py_ssize_t slot):
+        """Take a given slot if it is free; return whether it was."""
+        self.check(slot)
+        return bool(cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN))
+
+    def lowest(self):
+        """The lowest free slot, or -1 when none is free; it stays free."""
+        return self.find_free()
+
+    def shrink(self, Py_ssize_t slot, uint64_t nbytes, int fd, uint64_t width):
+        """Give the pages of a free slot back but for the first `nbytes`.
+
+        They read as zeros, and must be committed before they are written again.
+
+        Parameters
+        ----------
+        slot : int
+        nbytes : int
+        fd : int
+            The file that the slots lie in.
+        width : int
+            Bytes from one slot to the next.
+
+        Returns
+        -------
+        bool
+            False: it is not free, or no larger, or the system cannot do that.
+        """
+        cdef int error
+        self.check(slot)
+        if self.at(slot).nbytes <= nbytes:
+            return False
+        if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
+            return False
+        with nogil:
+            error = cseq_punch(fd, slot * width + nbytes, width - nbytes)
+        if not error:
+            self.at(slot).nbytes = nbytes
+        cseq_store_rel_u8(&self.at(slot).state, FREE)
+        return not error
+
+    def free(self):
+        """The free slots, in their order."""
+        return [slot for slot in range(self.made) if cseq_load_acq_u8(&self.at(slot).state) == FREE]
+
+    def is_taken(self, Py_ssize_t slot):
+        """Whether a slot is neither free nor leased nor a worker's."""
+        self.check(slot)
+        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and self.at(slot).owned <= 0
+
+    cpdef int release(self, Py_ssize_t slot) except -1:
+        """Free a taken slot."""
+        self.check(slot)
+        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
+            raise RuntimeError(f"slot {slot} is not taken")
+        cseq_store_rel_u8(&self.at(slot).state, FREE)
+        return 0
+
+    # -- leased
+
+    def lend(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
+        """The memory of a taken slot, for a batch that is being decoded.
+
+        Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
+        one share it. `used` bytes of it are given to a forked process as
+        a copy; -1: all of it.
+        """
+        cdef uint64_t nbytes
+        cdef Lease lease
+        self.check(slot)
+        lease = self.lent.get(slot)
+        if lease is not None:
+            return lease
+        if used > mapping.size:
+            raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
+        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
+            raise RuntimeError(f"slot {slot} is not taken")
+        nbytes = min(<uint64_t>mapping.size, self.at(slot).nbytes or <uint64_t>mapping.size)
+        lease = Lease.__new__(Lease)
+        lease.data = mapping.data
+        lease.size = <Py_ssize_t>nbytes
+        lease.mapping = mapping
+        lease.slot = slot
+        if used:
+            cseq_span_add(in_use, &lease.span, lease.data, used if used > 0 else lease.size)
+        self.lent[slot] = lease
+        return lease
+
+    cpdef bint vacate(self, Py_ssize_t slot) except -1:
+        """Detach a taken slot from its ticket, which leaves the ring. True: the slot is still taken, for
+        the next ticket; False: a `Lease` has it, and frees it when its last view is gone."""
+        cdef Lease lease
+        if not self.lent:
+            return True
+        lease = self.lent.pop(slot, None)
+        if lease is None:
+            return True
+        self.check(slot)
+        if not cseq_cas_sc_u8(&self.at(slot).state, TAKEN, LEASED):
+            raise RuntimeError(f"slot {slot} is not taken")
+        cseq_add_sc_u64(&self.held, 1)
+        cseq_add_sc_u64(&self.held_bytes, <uint64_t>lease.size)
+        lease.slots = self
+        return False
+
+    def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
+        """Lease a taken slot: a `Lease` that frees it when the last view is gone."""
+        lease = self.lend(slot, mapping, used)
+        self.vacate(slot)
+        return lease
+
+    # -- what workers own
+
+    def grant(self, Py_ssize_t slot, uint32_t owner):
+        """Give a taken slot to a worker."""
+        self.check(slot)
+        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
+            raise RuntimeError(f"slot {slot} is not taken")
+        self.seize()
+        self.at(slot).owned += owner  # it may be waiting for a ticket to be settled
+        cseq_store_rel_u32(&self.lock, 0)
+
+    cdef void seize(self) noexcept nogil:
+        while not cseq_cas_sc_u32(&self.lock, 0, 1):
+            pass
+
+    cdef void settle(self, cseq_cell* c) noexcept nogil:
+        """Enter in which slot a published ticket lies; before its cell is used again."""
+        if c.slot >= self.made:  # in none
+            return
+        if c.slot != c.home:
+            self.seize()
+            if c.slot != c.home:  # `bury` has not done it meanwhile
+                self.book(c)
+            cseq_store_rel_u32(&self.lock, 0)
+        self.at(c.slot).nbytes = c.capacity
+
+    cdef void book(self, cseq_cell* c) noexcept nogil:
+        """Change the owners of a ticket's two slots, under `lock`."""
+        self.at(c.home).owned += c.by
+        self.at(c.slot).owned -= c.by
+        c.home = c.slot
+
+    cdef Py_ssize_t bury(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
+                         Py_ssize_t* taken) noexcept nogil:
+        """Take what a worker owned: slots into `taken`; how many.
+
+        First the slots of all published tickets are entered, also those of other workers: only then is
+        each `owned` the number of a worker. If a ticket's slot is not its home, its cell is not used again
+        before `settle` has had `lock`; so if the word is unchanged after slot and home were read, both
+        are that ticket's.
+        """
+        cdef Py_ssize_t slot, at
+        cdef Py_ssize_t count = 0
+        cdef uint32_t k
+        cdef cseq_cell* c
+        cdef uint64_t word
+        cdef int state
+        self.seize()
+        for at in range(ring_count):
+            for k in range(rings[at].capacity):
+                c = cseq_ring_cell(rings[at], k)
+                word = cseq_load_acq_u64(&c.word)
+                state = CSEQ_STATE(word)
+                if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
+                    continue
+                if c.slot != c.home and c.slot < self.made and cseq_cas_sc_u64(&c.word, word, word):
+                    self.book(c)
+        for slot in range(self.made):
+            if self.at(slot).owned == owner:
+                self.at(slot).owned = 0
+                taken[count] = slot
+                count += 1
+        cseq_store_rel_u32(&self.lock, 0)
+        return count
+
+
+@cython.final
+@cython.no_gc
+cdef class Lease(Memory):
+    """A leased slot. Deallocating this object, on any thread, frees the slot."""
+
+    def __dealloc__(self):
+        cseq_span_remove(in_use, &self.span)
+        if self.slots is None:
+            return
+        if CSEQ_POISON:
+            memset(self.data, 0xDB, self.size)
+        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
+        cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
+        cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)  # SYNC: last view of slot is gone

@@ -1,0 +1,96 @@
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
+
+from typing_extensions import Self
+
+from cseq._core import Ring
+from cseq._memory import Mapping
+from cseq._plan import Reader
+from cseq._slots import Slots
+
+ITEMS: Final[int]
+BEGIN: Final[int]
+CALL: Final[int]
+
+@final
+class Request:
+    slot: Final[int]
+    def __new__(cls, slots: Slots) -> Self: ...
+    def locate(self, capacity: int, record: Sequence[int]) -> None: ...
+
+@final
+class StreamConsumer:
+    ring: Final[Ring]
+    number: Final[int]
+    keyed: Final[bool]
+    names: Final[list[str]]
+    over: Final[bool]
+    failed: Final[str]
+    tickets: Final[int]
+    items: Final[int]
+    nbytes: Final[int]
+    def __new__(
+        cls,
+        ring: Ring,
+        slots: Slots,
+        read: Callable[
+            [StreamConsumer],
+            tuple[int, list[Any], BaseException | None, str, bool, int, int] | None,
+        ],
+        extend: Callable[[], None],
+        *,
+        number: int,
+        prefetch: int,
+        depth: int,
+        most: int,
+        small: tuple[list[Mapping | None], Reader, int] | None = None,
+    ) -> Self: ...
+    @property
+    def received(self) -> int: ...
+    @property
+    def delivered(self) -> int: ...
+    def taken_slots(self) -> set[int]: ...
+    def wake(self) -> None: ...
+    def end(self) -> None: ...
+    def begin(
+        self, epoch: int, assignment: Request, name: str, keyed: bool = False
+    ) -> tuple[int, int] | None: ...
+    def call(self, call: Request, name: str) -> tuple[int, int]: ...
+    def oldest(self) -> tuple[int, int] | None: ...
+    def newest(self) -> tuple[int, int] | None: ...
+    def peek(
+        self, cell: int, ticket: int
+    ) -> tuple[int, int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
+    def holds(self, cell: int, ticket: int) -> bool: ...
+    def take_reply(self, cell: int, token: int, failed: str) -> None: ...
+
+@final
+class ItemReader:
+    run: Final[Any]
+    present: Final[int]
+    taken: Final[int]
+    def __new__(
+        cls,
+        run: Any,
+        consumers: list[StreamConsumer],
+        write: Callable[[Any, int], Request],
+        wait: Callable[[list[StreamConsumer]], None],
+        *,
+        depth: int,
+    ) -> Self: ...
+    def end(self) -> None: ...
+    def begin(
+        self, keys: Iterator[Any] | None = None, *, ordered: bool = True, free: bool = False
+    ) -> None: ...
+    def open(self, present: int) -> None: ...
+    def next(self, worker: int) -> Any: ...
+    def peek(self) -> tuple[int, Any]: ...
+    def commit(self, number: int) -> None: ...
+
+@final
+class ItemIterator:
+    reader: Final[ItemReader]
+    present: Final[int]
+    def __new__(cls, reader: ItemReader, *keep: Any) -> Self: ...
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...

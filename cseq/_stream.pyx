@@ -1,0 +1,1082 @@
+# cython: language_level=3, freethreading_compatible=True
+"""The trainer's end of a stream: items of workers, each with a queue of its own."""
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.list cimport PyList_GET_ITEM
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.string cimport memcpy, memmove, memset
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+cimport cython
+
+from cseq._core cimport Ring
+from cseq._headers cimport *
+from cseq._memory cimport MOST_KEPT, Block, Mapping
+from cseq._plan cimport Plan, Reader
+from cseq._slots cimport FREE, Slots
+
+import os
+
+if os.environ.get("CSEQ_WAIT", "") == "nap":
+    cseq_wait_nap = 1
+
+
+cdef enum:
+    ASK_ITEMS = 0       # what a ticket asks for; see producer.py
+    ASK_BEGIN = 1
+    ASK_CALL = 2
+    REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
+    # A cell's words, besides two requests; see producer.py.
+    STREAM_SINCE = 12   # when the worker began the present item
+    STREAM_NS = 13      # how long those of an answer took
+    STREAM_MADE = 14    # how many there are, and flags
+    STREAM_KEY = 15     # how many ints the key has; or one of these:
+    NO_KEY = -1
+    KEY_IN_REQUEST = -2
+    STREAM_KEYS = 16    # the ints
+
+
+ITEMS, BEGIN, CALL = ASK_ITEMS, ASK_BEGIN, ASK_CALL
+cdef uint64_t TICKET_BYTES = 1 << 16    # what a ticket of several items should take at most
+cdef uint64_t TICKET_NS = 5_000_000     # and how long it should
+cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
+cdef uint64_t TICKETS = <uint64_t>1 << 40
+cdef object NOTHING = object()
+
+
+@cython.final
+@cython.no_gc
+cdef class Request:
+    """Data for a worker, in a slot that is taken for as long as this object exists.
+
+    Parameters
+    ----------
+    slots : Slots
+
+    Attributes
+    ----------
+    slot : int
+        The lowest one that was free; -1: there was none.
+    """
+
+    cdef Slots slots
+    cdef readonly Py_ssize_t slot
+    cdef int64_t words[REQUEST_WORDS]
+
+    def __cinit__(self, Slots slots not None):
+        memset(self.words, 0, sizeof(self.words))
+        self.slots = slots
+        self.slot = slots.find_fit()
+        if self.slot >= 0:
+            slots.occupy(self.slot)
+
+    def __dealloc__(self):
+        if self.slot >= 0:
+            cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)
+
+    def locate(self, uint64_t capacity, record):
+        """Say where in the slot it lies: of how many committed bytes, and its `codec.Record`."""
+        cdef int k
+        self.slots.resize(self.slot, capacity)
+        self.words[0], self.words[1] = self.slot, <int64_t>capacity
+        for k in range(4):
+            self.words[2 + k] = record[k]
+
+
+@cython.final
+cdef class StreamConsumer:
+    """The trainer's end of one worker's ring: asks for items ahead, and takes them out.
+
+    The ring is a queue: tickets of an epoch are in the `outstanding` cells before `next_cell`, and
+    leave it oldest first, or (given up) all together. In an epoch of keys, `ItemReader` posts the
+    tickets, each for one item; an exception of the producer is an answer then, and ends nothing. A
+    ticket leaves as one of a batch does::
+
+        peek     the oldest ticket is READY; nothing changes
+        decode   make its items from what lies in its slot; may call anything, may be interrupted
+        commit   free cell and slot, move the items to the ready queue, count them: C alone
+
+    And so does an item: once it is the first of the ready queue, and more have been asked for, it is
+    handed out with all that counts it in one step (`ItemReader`).
+
+    Parameters
+    ----------
+    ring : Ring
+    slots : Slots
+    read : callable
+        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, error, failed,
+        ended, nbytes, ns)``. `token` is that of `peek`; `error` is what was raised behind the items,
+        or None, and `failed` says so; `ended`: nothing follows; they took so many bytes, and so long.
+        None: a signal handler has taken that ticket out.
+    extend : callable
+        Makes the lowest free slot fit, or more slots.
+    number : int
+        The worker's.
+    prefetch : int
+        The most items that are asked for, being made, or ready.
+    depth : int
+        The most tickets that ask for them.
+    most : int
+        The most items of a ticket.
+    small : tuple, optional
+        ``(mapped, reader, most)``: an item of at most `most` bytes that has a ticket to itself, and a
+        structure that the `Reader` knows, is decoded in C. `mapped` lists the `Mapping` of each slot,
+        or None.
+
+    Attributes
+    ----------
+    over : bool
+        Nothing more comes out of the ring.
+    failed : str
+        What has ended the stream, if an exception has.
+    names : list of str
+        What the calls in the ring's cells are.
+    tickets, items, nbytes : int
+        Taken out of the ring so far.
+    """
+
+    cdef readonly Ring ring
+    cdef readonly uint32_t number
+    cdef Slots slots
+    cdef object read, extend
+    cdef list mapped
+    cdef Reader reader
+    cdef uint64_t small
+    cdef uint32_t depth
+    cdef uint64_t prefetch, most
+    # Tickets.
+    cdef uint32_t round, next_cell, outstanding
+    cdef uint64_t ticket            # number of the next one
+    cdef int calling                # the cell of the call that is under way; -1: none
+    cdef list assignments, calls    # by cell: the `Request`s that its ticket refers to
+    cdef readonly list names
+    # The epoch.
+    cdef uint64_t epoch
+    cdef readonly bint keyed        # its items are named by keys
+    cdef Request assignment
+    cdef readonly bint over
+    cdef uint64_t start             # the next item to ask for
+    cdef uint64_t asked             # items in tickets
+    cdef uint64_t unwoken           # those of them that were asked for since the worker was woken
+    cdef list ready
+    cdef Py_ssize_t at              # of the ready items, the next one
+    cdef object error               # to be raised behind them
+    cdef readonly str failed
+    # How many items the next ticket asks for.
+    cdef uint64_t count
+    cdef uint64_t pace              # ns that an item of the last ticket took
+    cdef bint quick                 # so little that waking a worker takes long beside it
+    cdef readonly uint64_t tickets, items, nbytes
+
+    def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
+                  uint64_t prefetch, uint32_t depth, uint64_t most, small=None):
+        if small is not None:
+            self.mapped, self.reader, self.small = small
+        self.ring, self.slots, self.read, self.extend = ring, slots, read, extend
+        self.number, self.prefetch, self.depth, self.most = number, prefetch, depth, most
+        self.round = cseq_ring_round(ring.r)
+        self.calling = -1
+        self.assignments = [None] * ring.r.capacity
+        self.calls = [None] * ring.r.capacity
+        self.names = [""] * ring.r.capacity
+        self.over = True
+        self.ready = []
+        self.failed = ""
+        self.count = 1
+        self.pace = UNKNOWN_PACE
+
+    @property
+    def received(self):
+        """Items of this epoch that have come out of the ring."""
+        return self.start - self.asked
+
+    @property
+    def delivered(self):
+        """Items of this epoch that were returned to the caller, or raised."""
+        return self.start - self.asked - self.waiting()
+
+    def taken_slots(self):
+        """The slots of its tickets, and of the requests that they refer to."""
+        cdef uint32_t c
+        cdef set found = set()
+        requests = {self.assignment, *self.assignments, *self.calls} - {None}
+        for c in range(self.ring.r.capacity):
+            if cseq_ring_state(self.ring.r, c) != CSEQ_FREE:
+                found.add(cseq_ring_cell(self.ring.r, c).slot)
+        return found | {request.slot for request in requests}
+
+    # -- tickets
+
+    cdef uint32_t cell_before(self, uint32_t k) noexcept:
+        """The cell of the queue that is so many before the next one to post in."""
+        return (self.next_cell + self.round - k) % self.round
+
+    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, uint64_t start,
+                   Py_ssize_t slot, key):
+        """Post a ticket in a free cell, with a free slot for the answer.
+
+        `key`: what is called, or names the item: a `Request`, or int64 in a `Block`. None: nothing is.
+        """
+        cdef Ring ring = self.ring
+        cdef int64_t* words = cseq_ring_indices(ring.r, cell)
+        cdef Request request = None
+        cdef Block ints
+        self.slots.occupy(slot)
+        words[STREAM_KEY] = NO_KEY
+        if self.assignment is not None:
+            memcpy(words + REQUEST_WORDS, self.assignment.words, sizeof(self.assignment.words))
+        if type(key) is Block:
+            ints = <Block>key
+            words[STREAM_KEY] = ints.size // 8
+            memcpy(words + STREAM_KEYS, ints.data, <size_t>ints.size)
+        elif key is not None:
+            request = <Request>key
+            words[STREAM_KEY] = KEY_IN_REQUEST
+            memcpy(words, request.words, sizeof(request.words))
+        self.assignments[cell], self.calls[cell] = self.assignment, request
+        ring.fill(cell, self.epoch, kind, <uint32_t>count, start, <uint32_t>slot,
+                  self.slots.at(slot).nbytes)
+        cseq_ring_post(ring.r, cell, self.ticket)
+        self.ticket = (self.ticket + 1) % TICKETS
+        ring.unwoken += 1
+
+    cdef void append(self, uint64_t kind, uint64_t count, uint64_t start, Py_ssize_t slot, key):
+        """Post a ticket behind the others."""
+        self.post(self.next_cell, kind, count, start, slot, key)
+        self.next_cell = (self.next_cell + 1) % self.round
+        self.outstanding += 1
+        self.start += count
+        self.asked += count
+        self.unwoken += count
+
+    cdef Py_ssize_t find_slot(self) except -2:
+        """A free slot for the answer to the next ticket; -1: the state has changed, try again."""
+        cdef Py_ssize_t slot
+        self.sweep()
+        if cseq_ring_state(self.ring.r, self.next_cell) != CSEQ_FREE:
+            raise RuntimeError("the ring of this stream is full, which it never should be")
+        slot = self.slots.find_fit()
+        if slot < 0:
+            self.extend()
+        return slot
+
+    cdef int leave(self, uint32_t cell) except -1:
+        """Release the slot and the requests of a cell that is the trainer's, or free."""
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        self.slots.settle(c)
+        if self.slots.vacate(c.slot):
+            self.slots.release(c.slot)
+        self.assignments[cell] = self.calls[cell] = None
+        cseq_ring_retire(self.ring.r, cell)
+        return 0
+
+    cdef int leave_oldest(self) except -1:
+        """Take the oldest ticket, which is READY, out."""
+        self.leave(self.cell_before(self.outstanding))
+        self.outstanding -= 1
+        return 0
+
+    cdef int give_up(self) except -1:
+        """End the stream for this epoch: take back the tickets that the worker has not claimed."""
+        cdef Ring ring = self.ring
+        cdef uint32_t cell
+        self.over = True
+        self.start -= self.asked
+        self.asked = self.unwoken = 0
+        while self.outstanding:
+            cell = self.cell_before(1)
+            if not cseq_ring_retract(ring.r, cell):
+                break
+            self.next_cell = cell
+            self.outstanding -= 1
+            self.leave(cell)
+        while self.outstanding:
+            ring.abandoned[ring.abandoned_count] = self.cell_before(self.outstanding)
+            ring.abandoned_count += 1
+            self.outstanding -= 1
+        return 0
+
+    cdef void give_up_call(self) noexcept:
+        """Give up the call that is under way."""
+        if self.calling >= 0:
+            self.ring.abandoned[self.ring.abandoned_count] = <uint32_t>self.calling
+            self.ring.abandoned_count += 1
+            self.calling = -1
+
+    cdef int sweep(self) except -1:
+        """Free the cells of given-up tickets: those that are answered, and calls not yet claimed."""
+        cdef Ring ring = self.ring
+        cdef uint32_t k = 0, cell
+        while k < ring.abandoned_count:
+            cell = ring.abandoned[k]
+            if not (cseq_ring_ready(ring.r, cell) if cell < self.round
+                    else cseq_ring_cancel(ring.r, cell)):
+                k += 1
+                continue
+            ring.abandoned_count -= 1
+            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+            self.leave(cell)
+        return 0
+
+    cpdef void wake(self) noexcept:
+        """Wake the worker if tickets were posted since it was last woken."""
+        self.unwoken = 0
+        if self.ring.unwoken:
+            self.ring.wake()
+
+    cdef bint has_room(self, Py_ssize_t leaving) noexcept:
+        """Whether to ask for more items, if `leaving` of the ready ones are about to be taken."""
+        cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
+        return (not self.over and not self.keyed and self.outstanding <= self.depth
+                and ready + self.asked + self.count <= self.prefetch)
+
+    cdef int request(self, Py_ssize_t leaving) except -1:
+        """Ask for items ahead."""
+        cdef Py_ssize_t slot
+        while self.has_room(leaving):
+            slot = self.find_slot()
+            if slot >= 0:
+                self.append(ASK_ITEMS, self.count, self.start, slot, None)
+        self.wake_in_time()
+        return 0
+
+    cdef void wake_in_time(self) noexcept:
+        """Wake the worker if enough items were asked for.
+
+        Waking a worker costs more than a small item does. It sleeps only when all items asked for are
+        ready, so it is woken when half of `prefetch` is asked for again.
+        """
+        if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
+            self.wake()
+
+    # -- of keys
+
+    cdef uint64_t waiting(self) noexcept:
+        """Items, and exceptions of an epoch of keys, that have come out of the ring and wait."""
+        return <uint64_t>(len(self.ready) - self.at) + (self.keyed and self.error is not None)
+
+    cdef bint is_answered(self) noexcept:
+        """Whether `prepare` does not wait for the worker."""
+        return (self.waiting() or self.error is not None or self.over or not self.outstanding
+                or cseq_ring_ready(self.ring.r, self.cell_before(self.outstanding)))
+
+    cdef uint32_t unanswered(self) noexcept:
+        """Tickets that the worker has not answered."""
+        cdef uint32_t count = 0
+        while (count < self.outstanding
+               and not cseq_ring_ready(self.ring.r, self.cell_before(count + 1))):
+            count += 1
+        return count
+
+    cdef int post_key(self, key, uint64_t number, Py_ssize_t slot) except -1:
+        """Ask for the item of a key, with a free slot for it."""
+        self.sweep()
+        self.append(ASK_ITEMS, 1, number, slot, key)
+        self.wake_in_time()
+        return 0
+
+    # -- the epoch and calls
+
+    def end(self):
+        """Give up the epoch, and the call that is under way."""
+        before = self.ready, self.error  # their destructors may run code: after all else is done
+        cdef list ready = []
+        self.give_up_call()
+        self.give_up()
+        self.ready, self.at, self.error, self.assignment = ready, 0, None, None
+        self.epoch = 0
+        self.sweep()
+
+    def begin(self, uint64_t epoch, Request assignment not None, str name not None,
+              bint keyed=False):
+        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+
+        If the epoch is `keyed`, nothing is posted: a worker begins it when it sees a ticket of it.
+
+        Returns
+        -------
+        tuple of int or None
+            Cell and number of the ticket whose answer is the worker's, if there is one.
+        """
+        cdef Py_ssize_t slot = -1
+        while not keyed and slot < 0:
+            slot = self.find_slot()
+        cell, ticket = self.next_cell, self.ticket
+        self.epoch, self.assignment, self.keyed = epoch, assignment, keyed
+        self.start = 0
+        self.failed = ""
+        self.over = False
+        if keyed:
+            return None
+        self.names[cell] = name
+        self.append(ASK_BEGIN, 0, 0, slot, None)
+        self.request(0)
+        self.wake()
+        return cell, ticket
+
+    def call(self, Request call not None, str name not None):
+        """Post a call, which comes before all items that the worker has not claimed; one at a time.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of its ticket.
+        """
+        cdef Py_ssize_t slot
+        cdef uint32_t cell
+        while True:
+            self.give_up_call()
+            self.sweep()
+            slot = self.slots.find_fit()
+            if slot >= 0:
+                break
+            self.extend()
+        # One cell may be that of a call which was given up, and which the worker is busy with.
+        cell = self.round
+        while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
+            cell += 1
+            if cell == self.ring.r.capacity:
+                raise RuntimeError("a worker is busy with two calls, which it never should be")
+        self.names[cell] = name
+        ticket = self.ticket
+        self.post(cell, ASK_CALL, 0, 0, slot, call)
+        self.calling = <int>cell
+        self.wake()
+        return cell, ticket
+
+    def oldest(self):
+        """Cell and number of the oldest ticket in the queue; None: there is none."""
+        return self.named(self.outstanding) if self.outstanding else None
+
+    def newest(self):
+        """Cell and number of the newest ticket in the queue; None: there is none."""
+        return self.named(1) if self.outstanding else None
+
+    cdef tuple named(self, uint32_t k):
+        cdef uint32_t cell = self.cell_before(k)
+        return cell, CSEQ_TICKET(cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word))
+
+    def peek(self, uint32_t cell, uint64_t ticket):
+        """What a worker has answered to a ticket. Nothing changes.
+
+        Returns
+        -------
+        tuple or None
+            (token, cell, status, slot, capacity, record), the record with two more numbers: the ns
+            that it took, and how many items there are, and flags. None: it has not answered, or the
+            ticket is not in the ring.
+        """
+        cdef cseq_cell* c = self.ring.at(cell)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef uint64_t* f = c.record
+        cdef int64_t* words = cseq_ring_indices(self.ring.r, cell)
+        if CSEQ_STATE(word) != CSEQ_READY or CSEQ_TICKET(word) != ticket:
+            return None
+        return (word, cell, c.status, c.slot, c.capacity,
+                (f[0], f[1], f[2], f[3], words[STREAM_NS], words[STREAM_MADE]))
+
+    def holds(self, uint32_t cell, uint64_t ticket):
+        """Whether a ticket is still in the ring."""
+        cdef uint64_t word = cseq_load_acq_u64(&self.ring.at(cell).word)
+        return CSEQ_STATE(word) != CSEQ_FREE and CSEQ_TICKET(word) == ticket
+
+    def take_reply(self, uint32_t cell, uint64_t token, str failed not None):
+        """Take the answer to a call or a beginning out of the ring; see `peek`.
+
+        `failed`: what was raised instead, which ends the stream, unless it is of keys.
+        """
+        if cseq_load_acq_u64(&self.ring.at(cell).word) != token:
+            return
+        if <int>cell == self.calling:
+            self.calling = -1
+            self.leave(cell)
+        elif self.outstanding and cell == self.cell_before(self.outstanding):
+            self.leave_oldest()
+        if failed and not self.keyed:
+            self.failed = failed
+            self.give_up()
+        self.sweep()
+
+    # -- items
+
+    cdef int receive(self) except -1:
+        """Move the items of the oldest ticket to the ready queue, which is empty."""
+        cdef uint64_t token
+        if not self.outstanding:
+            self.request(0)
+            return 0
+        found = self.decode_one() or self.read(self)
+        if found is None:
+            return 0
+        token, items, error, failed, ended, nbytes, ns = found
+        # What was called may have called anything: is it the oldest ticket still?
+        if (self.outstanding and token == cseq_load_acq_u64(
+                &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
+            self.commit(items, error, failed, ended, nbytes, ns)
+        return 0
+
+    cdef tuple decode_one(self):
+        """What `read` returns for the oldest ticket, if it has one small item of a known structure."""
+        cdef uint32_t cell = self.cell_before(self.outstanding)
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        cdef uint64_t token = cseq_load_acq_u64(&c.word)
+        cdef uint64_t* f = c.record
+        cdef int64_t* words = cseq_ring_indices(self.ring.r, cell)
+        cdef uint64_t used = f[0] + f[1] + f[2] + f[3]
+        cdef Mapping slot
+        cdef Plan plan
+        if (self.mapped is None or CSEQ_STATE(token) != CSEQ_READY or c.batch != ASK_ITEMS or c.count != 1
+                or c.status or words[STREAM_MADE] != 1 << 2 or not f[1] or f[3] or used > self.small
+                or c.capacity > MOST_KEPT):  # the arena counts what is in large slots, to shrink them
+            return None
+        if c.slot >= <uint64_t>len(self.mapped):
+            return None
+        slot = self.mapped[c.slot]
+        if slot is None or <uint64_t>slot.size < c.capacity:
+            return None
+        plan = self.reader.find(slot, f)
+        if plan is None:
+            return None
+        item = plan.read(slot, f, True, None, None)
+        return token, [item], None, "", False, used, words[STREAM_NS]
+
+    cdef int commit(self, list items, error, str failed, bint ended, uint64_t nbytes,
+                    uint64_t ns) except -1:
+        """Take the oldest ticket out of the ring; its items are ready."""
+        cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
+        cdef uint64_t made = count if self.keyed else <uint64_t>len(items)
+        self.leave_oldest()
+        self.ready, self.at, self.error = items, 0, error
+        self.asked -= count
+        self.start -= count - made
+        self.tickets += 1
+        self.items += <uint64_t>len(items)
+        self.nbytes += nbytes
+        if ended:
+            self.failed = failed
+            self.give_up()
+        else:
+            self.adapt(made, nbytes, ns)
+        return 0
+
+    cdef void adapt(self, uint64_t made, uint64_t nbytes, uint64_t ns) noexcept:
+        """Choose how many items the next ticket asks for, from how the last two went.
+
+        The quicker of them counts, since the worker may have been preempted during the other.
+        """
+        cdef uint64_t before = self.pace
+        cdef uint64_t fit
+        self.pace = max(ns // made, <uint64_t>1) if made else UNKNOWN_PACE
+        fit = TICKET_NS // min(before, self.pace)
+        self.quick = fit > 0
+        fit = min(fit, TICKET_BYTES * made // max(nbytes, <uint64_t>1))
+        self.count = max(<uint64_t>1, min(min(2 * self.count, fit), self.most))
+
+    cdef bint prepare(self) except -1:
+        """Wait until an item is ready, and ask for more of them. False: there are no more.
+
+        May run any code, but none between finding an item and the return.
+
+        Raises
+        ------
+        BaseException
+            What the producer has raised, once.
+        """
+        while True:
+            if self.at < len(self.ready):
+                if self.has_room(1):
+                    self.request(1)
+                PyErr_CheckSignals()
+                if self.at < len(self.ready):
+                    return True
+            elif self.error is not None:
+                if self.keyed:  # taken out as an item is
+                    PyErr_CheckSignals()
+                    if self.error is not None:
+                        return True
+                    continue
+                error, self.error = self.error, None
+                raise error
+            elif self.over or (self.keyed and not self.outstanding):
+                return False
+            else:
+                self.receive()
+
+    cdef object pop(self):
+        """Take the first ready item out."""
+        item = self.ready[self.at]
+        self.ready[self.at] = None
+        self.at += 1
+        return item
+
+
+cdef Block ints_of(key, Py_ssize_t most):
+    """The numbers of an exact list of exact ints within int64, `most` of them at most; else None."""
+    cdef Py_ssize_t k
+    cdef int64_t* words
+    cdef int overflow = 0
+    cdef Block block
+    cdef tuple numbers  # another thread may change the list
+    if type(key) is not list:
+        return None
+    numbers = tuple(key)
+    if PyTuple_GET_SIZE(numbers) > most:
+        return None
+    block = Block(8 * PyTuple_GET_SIZE(numbers))
+    words = <int64_t*>block.data
+    for k in range(PyTuple_GET_SIZE(numbers)):
+        if type(<object>PyTuple_GET_ITEM(numbers, k)) is not int:
+            return None
+        words[k] = PyLong_AsLongLongAndOverflow(<object>PyTuple_GET_ITEM(numbers, k), &overflow)
+        if overflow:
+            return None
+    return block
+
+
+@cython.final
+cdef class ItemReader:
+    """Returns items, of one worker or of all; draws the keys of an epoch that has keys, and posts them.
+
+    No Python code runs between the step that takes an item out, with the turn, the number of items and
+    the next key's ticket, and the return to the caller of `next`, `commit` or an `ItemIterator`.
+
+    `line` has the workers in the order in which items are taken from them: without keys each worker
+    that has more items once, with keys a worker for every ticket of its. Ordered, the first of them is
+    waited for; else the first that has an item is taken, and set at the beginning.
+
+    A key goes through three steps::
+
+        draw     the iterator's next key, kept in `key`: what follows may be interrupted
+        write    into `drawn`: its ints, or a `Request`
+        post     to a worker, with the step that takes an item out: C alone
+
+    Parameters
+    ----------
+    run : object
+        `present` is a number: when it changes, the epoch ends. `turn` is a lock.
+    consumers : list of StreamConsumer
+    write : callable
+        ``write(key, number)`` → `Request`.
+    wait : callable
+        ``wait(consumers)`` sleeps until the oldest ticket of one of them is answered.
+    depth : int
+        The most keys of a worker that are posted, being made, or ready.
+
+    Attributes
+    ----------
+    present : int
+        The run's `present` when the epoch was begun; -1: none is under way.
+    taken : int
+        Items that were returned in this epoch, or (those of keys) raised.
+    """
+
+    cdef readonly object run
+    cdef readonly object present
+    cdef readonly uint64_t taken
+    cdef list consumers
+    cdef object write, wait
+    cdef uint32_t depth
+    cdef bint ordered
+    cdef uint32_t* line             # numbers of workers
+    cdef Py_ssize_t length          # of `line`
+    # The keys.
+    cdef bint keyed, free
+    cdef object keys                # the iterator; None: there is none, or it has ended
+    cdef object drawing             # the iterator whose code runs
+    cdef object key                 # drawn and not yet written; NOTHING: there is none
+    cdef list drawn                 # `Block`s and `Request`s, to be posted
+    cdef object error               # to be raised behind the items of all keys
+    cdef uint64_t ahead             # keys that are drawn ahead of what was taken
+    cdef uint64_t each              # the most of one worker that are posted and not taken
+    cdef uint64_t posted
+    cdef Py_ssize_t latest          # the worker of the key that was posted last
+
+    def __cinit__(self, run, list consumers not None, write, wait, *, uint32_t depth):
+        cdef size_t room = 1
+        cdef StreamConsumer consumer
+        self.run, self.consumers, self.write, self.wait = run, consumers, write, wait
+        self.depth = depth
+        for consumer in consumers:
+            room += consumer.ring.r.capacity
+        self.line = <uint32_t*>PyMem_RawCalloc(room, 4)
+        if self.line == NULL:
+            raise MemoryError(f"no memory for {len(consumers)} streams")
+        self.present = -1
+        self.key = NOTHING
+        self.drawn = []
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.line)
+
+    cdef inline StreamConsumer at(self, Py_ssize_t k):
+        """The consumer at a place of the line."""
+        return <StreamConsumer>PyList_GET_ITEM(self.consumers, self.line[k])
+
+    # -- the epoch
+
+    def end(self):
+        """No epoch is under way."""
+        before = self.keys, self.key, self.drawn, self.error  # their destructors may run code
+        cdef list drawn = []
+        self.present = -1
+        self.keys, self.key, self.drawn, self.error = None, NOTHING, drawn, None
+        self.length = 0
+
+    def begin(self, keys=None, *, bint ordered=True, bint free=False):
+        """Set up an epoch, once the workers are told to begin it; `open` lets it be read.
+
+        Parameters
+        ----------
+        keys : iterator, optional
+        ordered : bool
+            Items come in the order of the keys, or of the workers in turn; else as they are ready.
+        free : bool
+            A key goes to the worker that has the fewest keys to work on; else to the workers in turn.
+
+        Raises
+        ------
+        BaseException
+            What the iterator has raised, or the writing of a key.
+        """
+        cdef Py_ssize_t k
+        cdef StreamConsumer first = self.consumers[0]
+        cdef uint64_t count = <uint64_t>len(self.consumers)
+        self.end()
+        self.taken = self.posted = 0
+        self.ordered, self.free, self.keyed = ordered, free, keys is not None
+        self.keys = keys
+        self.latest = -1
+        self.ahead = min(first.prefetch, TICKETS) * count
+        self.each = min(first.prefetch, <uint64_t>self.depth)
+        if keys is None:
+            for k in range(len(self.consumers)):
+                self.line[k] = <uint32_t>k
+            self.length = len(self.consumers)
+            return
+        while self.fetch(0):
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            self.post(True)
+        for consumer in self.consumers:
+            (<StreamConsumer>consumer).wake()
+
+    def open(self, present):
+        """The workers have begun the epoch."""
+        self.present = present
+
+    cdef int check(self, present) except -1:
+        """Raise InterruptedError if the epoch is not under way."""
+        if self.run.present != present:
+            raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
+                                   "call begin()")
+        return 0
+
+    # -- keys
+
+    cdef bint fetch(self, uint64_t leaving) except -1:
+        """Draw or write a key, or make a slot fit, if `leaving` items are about to be taken.
+
+        True: something was done, so any code may have run. False: nothing is to be done, and a drawn
+        key can be posted.
+        """
+        cdef Py_ssize_t known = (<Py_ssize_t>len(self.drawn)) + (self.key is not NOTHING)
+        if self.key is not NOTHING:
+            self.put()
+        elif (self.keys is not None and self.drawing is not self.keys
+                and self.posted + <uint64_t>known < self.ahead + self.taken + leaving):
+            self.draw()
+        elif self.drawn and (<StreamConsumer>self.consumers[0]).slots.find_fit() < 0:
+            (<StreamConsumer>self.consumers[0]).extend()
+        else:
+            return False
+        return True
+
+    cdef int draw(self) except -1:
+        """Draw a key. What the iterator raises is raised behind the items of the keys before.
+
+        What is no `Exception`, as of a signal handler, comes at once. The iterator is asked again
+        afterwards; if it has ended by that, as a generator has, this is an error.
+        """
+        keys, before = self.keys, self.drawing
+        self.drawing = keys
+        try:
+            key = next(keys)
+        except StopIteration:
+            if keys is self.keys:
+                self.keys = None
+        except Exception as error:
+            if keys is self.keys:
+                self.keys, self.error = None, error
+        except BaseException as cause:
+            if keys is self.keys:
+                self.error = RuntimeError(
+                    f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: "
+                    "the rest of the epoch may be missing")
+            raise
+        else:
+            if keys is self.keys:  # no handler has begun another epoch
+                self.key, self.error = key, None
+        finally:
+            self.drawing = before
+        return 0
+
+    cdef int put(self) except -1:
+        """Write the key that was drawn."""
+        cdef StreamConsumer first = self.consumers[0]
+        cdef Py_ssize_t most = <Py_ssize_t>first.ring.r.batch_size - STREAM_KEYS
+        cdef list drawn = self.drawn
+        cdef uint64_t number = self.posted + <uint64_t>len(drawn)
+        unwritten = None
+        written = ints_of(self.key, most)
+        if written is None:
+            try:
+                written = self.write(self.key, number)
+            except TypeError as error:  # it cannot be pickled
+                unwritten = error
+        # A signal handler may have written it, or begun another epoch.
+        if drawn is not self.drawn or number != self.posted + <uint64_t>len(drawn):
+            return 0
+        if unwritten is None:
+            drawn.append(written)
+        else:
+            self.keys, self.error = None, unwritten
+        self.key = NOTHING
+        return 0
+
+    cdef Py_ssize_t choose(self, bint in_turn) noexcept:
+        """The worker that the next key goes to; -1: it has no room for it."""
+        cdef Py_ssize_t count = len(self.consumers)
+        cdef Py_ssize_t k, worker
+        cdef Py_ssize_t chosen = -1
+        cdef uint32_t fewest = 0
+        cdef uint32_t working
+        cdef StreamConsumer consumer
+        if self.free and not in_turn:
+            for k in range(count):
+                consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, k)
+                working = consumer.unanswered()
+                if consumer.outstanding < self.depth and (chosen < 0 or working < fewest):
+                    chosen, fewest = k, working
+            return chosen
+        for k in range(1 if self.ordered or in_turn else count):
+            worker = (self.latest + 1 + k) % count
+            consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
+            if consumer.asked + consumer.waiting() < self.each:
+                return worker
+        return -1
+
+    cdef int post(self, bint in_turn) except -1:
+        """Post the keys that were drawn, as far as their workers have room and there are slots."""
+        cdef Py_ssize_t worker, slot
+        cdef StreamConsumer consumer
+        while self.drawn:
+            worker = self.choose(in_turn)
+            if worker < 0:
+                break
+            consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
+            slot = consumer.slots.find_fit()
+            if slot < 0:
+                break
+            consumer.post_key(<object>PyList_GET_ITEM(self.drawn, 0), self.posted, slot)
+            del self.drawn[0]
+            self.latest = worker
+            self.posted += 1
+            self.line[self.length] = <uint32_t>worker
+            self.length += 1
+        return 0
+
+    # -- items
+
+    def next(self, Py_ssize_t worker):
+        """Return the next item of a worker's stream, in an epoch without keys.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            while True:
+                self.check(self.present)
+                if not 0 <= worker < len(self.consumers):
+                    raise IndexError(f"worker={worker} is not one of {len(self.consumers)}")
+                if self.keyed:
+                    raise RuntimeError("the items of keys do not come worker by worker: iterate, or "
+                                       "use peek() and commit()")
+                consumer = self.consumers[worker]
+                if not consumer.prepare():
+                    raise StopIteration
+                if self.run.present == self.present:
+                    self.taken += 1
+                    return consumer.pop()
+        finally:
+            turn.release()
+
+    cdef Py_ssize_t find_answered(self) noexcept:
+        """Where in the line the first worker is that has an item, or has none any more; -1: nowhere."""
+        cdef Py_ssize_t k
+        for k in range(self.length):
+            if self.at(k).is_answered():
+                return k
+        return -1
+
+    cdef void leave(self, Py_ssize_t k) noexcept:
+        """Remove a worker from the line."""
+        self.length -= 1
+        memmove(self.line + k, self.line + k + 1, 4 * <size_t>(self.length - k))
+
+    cdef StreamConsumer find(self, present, bint strict):
+        """The consumer at the beginning of the line, with an item ready; None: there are no more.
+
+        `strict`: raise RuntimeError for a stream that an exception has ended.
+        """
+        cdef StreamConsumer consumer
+        cdef Py_ssize_t k
+        cdef uint32_t worker
+        cdef bint found
+        while True:
+            self.check(present)
+            if not self.length:
+                if self.keyed and (self.fetch(0) or self.drawn):
+                    self.post(False)
+                    continue
+                if self.error is not None:
+                    error, self.error = self.error, None
+                    raise error
+                return None
+            k = 0 if self.ordered else self.find_answered()
+            if k < 0:
+                self.wait([self.consumers[number] for number in self.waited_for()])
+                continue
+            worker = self.line[k]
+            memmove(self.line + 1, self.line, 4 * <size_t>k)
+            self.line[0] = worker
+            consumer = self.at(0)
+            found = consumer.prepare()
+            if self.run.present != present or not self.length or consumer is not self.at(0):
+                continue  # a signal handler has taken some, or begun an epoch
+            if not found:
+                if self.keyed:
+                    continue  # the same
+                if strict and consumer.failed:
+                    raise RuntimeError(f"{consumer.failed}; begin another epoch")
+                self.leave(0)
+            elif not self.keyed or not self.fetch(1):
+                return consumer
+
+    cdef set waited_for(self):
+        """The workers in the line."""
+        return {self.line[k] for k in range(self.length)}
+
+    cdef object take(self, StreamConsumer consumer):
+        """Take out the item of the consumer at the beginning of the line; post the next key."""
+        cdef uint32_t worker = self.line[0]
+        item = error = None
+        if consumer.at < len(consumer.ready):
+            item = consumer.pop()
+        else:
+            error, consumer.error = consumer.error, None
+        self.taken += 1
+        self.leave(0)
+        if self.keyed:
+            self.post(False)
+        else:
+            self.line[self.length] = worker
+            self.length += 1
+        if error is not None:
+            raise error
+        return item
+
+    def peek(self):
+        """Return the item whose turn it is, and its number in the epoch. Nothing changes.
+
+        An exception of the producer is taken out as it is raised.
+
+        Returns
+        -------
+        tuple
+            (number, item). `commit` takes the item out.
+
+        Raises
+        ------
+        StopIteration
+            There are no more.
+        RuntimeError
+            An exception of the producer, raised before, has ended a stream.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            consumer = self.find(self.present, True)
+            if consumer is None:
+                raise StopIteration
+            if consumer.at == len(consumer.ready):
+                self.take(consumer)
+            return self.taken, consumer.ready[consumer.at]
+        finally:
+            turn.release()
+
+    def commit(self, uint64_t number):
+        """Take the item out that `peek` has returned with this number; nothing if that was done."""
+        cdef StreamConsumer consumer
+        turn = self.run.turn
+        turn.acquire()
+        try:
+            while True:
+                self.check(self.present)
+                if number != self.taken:
+                    return
+                if not self.keyed or not self.fetch(1):
+                    break
+            consumer = self.at(0) if self.length else None
+            if consumer is None or consumer.at == len(consumer.ready):
+                raise RuntimeError(f"item {number} was not peeked at")
+            item = self.take(consumer)  # its destructor may run code: after all else is done
+        finally:
+            turn.release()
+
+
+@cython.final
+cdef class ItemIterator:
+    """An iterator over the items of all workers in turn, leaving out those that have no more.
+
+    Parameters
+    ----------
+    reader : ItemReader
+    *keep
+        Objects that live for as long as the iterator.
+    """
+
+    cdef readonly ItemReader reader
+    cdef readonly object present
+    cdef object keep
+
+    def __cinit__(self, ItemReader reader not None, *keep):
+        reader.check(reader.present)
+        self.reader, self.present, self.keep = reader, reader.present, keep
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cdef StreamConsumer consumer
+        turn = self.reader.run.turn
+        turn.acquire()
+        try:
+            consumer = self.reader.find(self.present, False)
+            if consumer is None:
+                raise StopIteration
+            return self.reader.take(consumer)
+        finally:
+            turn.release()
