@@ -42,7 +42,7 @@ def main() -> int:
     compile_sources()
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     for case in cases:
-        contenders = present(case, options)
+        contenders = generation(case, options)
         if not contenders:
             continue
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else nan
@@ -95,7 +95,7 @@ def matches(group: str, case: Case, pattern: str) -> bool:
     return pattern == group or case.name.startswith(pattern) or fnmatch(case.name, pattern)
 
 
-def present(case: Case, options: argparse.Namespace) -> list[Contender]:
+def generation(case: Case, options: argparse.Namespace) -> list[Contender]:
     """Leave out contenders that are not asked for, or, saying so, that are not installed."""
     contenders = []
     for contender in case.contenders:

@@ -31,7 +31,7 @@ The modules; imports point down::
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches
     ├── shard.py        which rank this process is, and of how many
-    ├── edge.py         the two ends of a hand-over: as an object, or through a slot
+    ├── transport.py         the two ends of a hand-over: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them
     ├── writer.py       a worker's end of the slots, and its spares

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 
-from cseq._headers cimport cseq_cell, cseq_order, cseq_ring, cseq_turn
+from cseq._headers cimport cseq_cell, cseq_order, cseq_ring, cseq_gil
 from cseq._memory cimport Memory
 from cseq._slots cimport Slots
 
@@ -42,7 +42,7 @@ cdef class Ring:
     cdef readonly uint32_t abandoned_count
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
-    cdef cseq_turn turns      # of threads at the GIL
+    cdef cseq_gil gil      # of threads at the GIL
     cdef public uint32_t wake_at  # how many of them wake the runners
     cdef public Slots arena   # the slots of its tickets; None: they have none
     cdef readonly uint64_t waited_ns  # the trainer slept
@@ -70,7 +70,7 @@ cdef class Ring:
 
 
 @cython.final
-cdef class Seat:
+cdef class Runner:
     cdef cseq_ring* r
     cdef readonly Ring ring
     cdef readonly uint32_t stage

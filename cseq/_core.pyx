@@ -240,7 +240,7 @@ INPUT, MIDDLE, OUTPUT = 0, 1, 2
 
 
 def wait_any(list rings not None, list cells not None, uint32_t seen):
-    """Sleep until one of some tickets is ready, or an alarm is raised; see `Ring.wait`.
+    """Sleep until one of some tickets is ready, or all are notified; see `Ring.wait`.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
     cells : list of int
         Where that is.
     seen : int
-        What `alarms` of any of them said before the caller looked.
+        What `notices` of any of them said before the caller looked.
     """
     cdef uint32_t count = <uint32_t>len(rings)
     cdef uint32_t k
@@ -267,7 +267,7 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
             r[k], at[k] = ring.r, cells[k]
         before = cseq_now_ns()
         with nogil:
-            cseq_ring_doze_any(r, at, count, seen, park)
+            cseq_ring_wait_any(r, at, count, seen, park)
         ring.waited_ns += cseq_now_ns() - before
     finally:
         PyMem_RawFree(r)
@@ -283,7 +283,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 cdef class Ring:
     """The ring, as the trainer sees it: post, take, cancel, repost, close.
 
-    One thread at a time posts and takes; `repost`, `alarm`, `close`, `depths` and `holder` may be
+    One thread at a time posts and takes; `repost`, `notify_all`, `close`, `depths` and `holder` may be
     called from any thread.
 
     Parameters
@@ -365,14 +365,14 @@ cdef class Ring:
         cseq_ring_set_spin(self.r, ns)
 
     @property
-    def turn(self):
+    def gil_spin(self):
         """Nanoseconds that a thread with nothing to do polls ring and GIL before it sleeps; for a ring
         between threads."""
-        return self.turns.ns
+        return self.gil.ns
 
-    @turn.setter
-    def turn(self, uint32_t ns):
-        self.turns.ns = ns
+    @gil_spin.setter
+    def gil_spin(self, uint32_t ns):
+        self.gil.ns = ns
 
     def indices(self, uint32_t cell):
         """The cell's room for indices: an int64 array on the ring's memory."""
@@ -435,7 +435,7 @@ cdef class Ring:
 
         `start` is the position of the first sample in the order of the epoch. The
         runners are woken when `wake_at` tickets have gathered and whenever the trainer waits, but
-        not while one of them polls (see `turn`).
+        not while one of them polls (see `gil_spin`).
         """
         self.at(cell)
         if count > self.r.batch_size:
@@ -455,7 +455,7 @@ cdef class Ring:
         self.next_cell = 0 if cell + 1 == self.r.capacity else cell + 1
         cseq_ring_post(self.r, cell, ticket)
         self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_turn_seen(&self.turns):
+        if self.unwoken >= self.wake_at and not cseq_gil_is_spinning(&self.gil):
             self.wake()
 
     cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
@@ -474,7 +474,7 @@ cdef class Ring:
     cpdef void wake(self) noexcept:
         """Wake the runners that sleep until there are tickets."""
         self.unwoken = 0
-        cseq_gate_knock(&self.r.gate[0])
+        cseq_gate_notify(&self.r.gate[0])
 
     # -- take
 
@@ -549,18 +549,18 @@ cdef class Ring:
             self.taken_bytes += f[0] + f[1] + f[2] + f[3] + f[4] + f[5]
         return f
 
-    def alarms(self):
+    def notices(self):
         """How often the trainer was woken: for `wait`, taken before looking for failures."""
-        return cseq_ring_alarms(self.r)
+        return cseq_ring_notices(self.r)
 
     def wait(self, uint32_t seen, bint ordered=True, uint64_t ns=PARK_NS, int cell=-1):
-        """Sleep until a ticket can be taken or an alarm is raised, at most `ns`; then run signal
+        """Sleep until a ticket can be taken or all are notified, at most `ns`; then run signal
         handlers.
 
         Parameters
         ----------
         seen : int
-            What `alarms` said before the caller looked for whatever an alarm announces.
+            What `notices` said before the caller looked for whatever a notification announces.
         ordered : bool
             Wait for the oldest ticket, not for any.
         ns : int
@@ -575,7 +575,7 @@ cdef class Ring:
             cell = <int>self.order[self.first]
         before = cseq_now_ns()
         with nogil:
-            cseq_turn_doze(&self.turns, self.r, cell, seen, ns, &self.unwoken)
+            cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns, &self.unwoken)
         self.waited_ns += cseq_now_ns() - before
         PyErr_CheckSignals()
 
@@ -653,7 +653,7 @@ cdef class Ring:
         finally:
             PyMem_RawFree(held)
 
-    def bury(self, uint32_t owner, list others=None):
+    def reclaim(self, uint32_t owner, list others=None):
         """Take the slots that `owner` owned, whose tickets were posted again: a list of slots.
 
         `others`: more rings whose tickets have slots of this arena.
@@ -671,15 +671,15 @@ cdef class Ring:
                 raise MemoryError(f"no memory for {self.arena.made} slots")
             for k in range(len(every)):
                 rings[k] = (<Ring?>every[k]).r
-            count = self.arena.bury(rings, len(every), owner, taken)
+            count = self.arena.reclaim(rings, len(every), owner, taken)
             return [taken[k] for k in range(count)]
         finally:
             PyMem_RawFree(taken)
             PyMem_RawFree(rings)
 
-    def alarm(self):
+    def notify_all(self):
         """Wake the trainer, for any cell that it waits for."""
-        cseq_gate_alarm(cseq_ring_output(self.r))
+        cseq_gate_notify_all(cseq_ring_output(self.r))
 
     def close(self):
         """Close the ring: runners end when they find nothing to claim."""
@@ -687,7 +687,7 @@ cdef class Ring:
 
 
 @cython.final
-cdef class Seat:
+cdef class Runner:
     """A runner's place at the ring: claim a ticket of its stage, publish it.
 
     Parameters
@@ -727,7 +727,7 @@ cdef class Seat:
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
-                    cell = cseq_turn_await(&self.ring.turns, self.r, self.stage, self.owner, self.park)
+                    cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
         if cell == CSEQ_CLOSED:
             return None
         if cell < 0:
@@ -1283,7 +1283,7 @@ cdef class BatchIterator:
     Parameters
     ----------
     run : object
-        `present` is a number: when it changes, this iterator ends. `turn` is a lock, held while Python
+        `generation` is a number: when it changes, this iterator ends. `lock` is a lock, held while Python
         code may run. `asked` is set when this iterator first takes the lock.
     consumer : Consumer or None
         None: there is no ring.
@@ -1292,27 +1292,27 @@ cdef class BatchIterator:
     """
 
     cdef readonly object run
-    cdef readonly object present
+    cdef readonly object generation
     cdef object following
     cdef Consumer consumer
     cdef bint asked
 
     def __cinit__(self, run, Consumer consumer, following):
-        self.run, self.present, self.following = run, run.present, following
+        self.run, self.generation, self.following = run, run.generation, following
         self.consumer = consumer
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.consumer is not None and self.consumer.alone and self.run.present == self.present:
+        if self.consumer is not None and self.consumer.alone and self.run.generation == self.generation:
             batch = self.consumer.step()
             if batch is not None:
                 return batch
-        turn = self.run.turn
-        turn.acquire()
+        lock = self.run.lock
+        lock.acquire()
         try:
-            if self.run.present != self.present:
+            if self.run.generation != self.generation:
                 raise InterruptedError(
                     "this iterator was interrupted: the manager was started or finished, or a "
                     "newer iterator began; call iter() on the manager again")
@@ -1320,7 +1320,7 @@ cdef class BatchIterator:
                 self.asked = self.run.asked = True
             return self.following()
         finally:
-            turn.release()
+            lock.release()
 
 
 @cython.final
@@ -1330,12 +1330,12 @@ cdef class InlineRunner:
     Parameters
     ----------
     sampler : Sampler
-    desk : Desk
+    batch_context : BatchContext
         Entered in `here` while a batch is made.
     here : Here
-        Its attribute `desk` is the desk of the batch that is made in this thread.
+        Its attribute `batch_context` is the batch_context of the batch that is made in this thread.
     ticket : Ticket
-        The present ticket, for the desk.
+        The present ticket, for the batch_context.
     convert : callable or None
         Applied to every batch.
     refuse : callable
@@ -1362,7 +1362,7 @@ cdef class InlineRunner:
         The caller was told that the epoch is over.
     """
 
-    cdef object sampler, desk, here, ticket, convert, refuse
+    cdef object sampler, batch_context, here, ticket, convert, refuse
     cdef Order order
     cdef uint64_t full, start, stride, size
     cdef public object indexer
@@ -1375,9 +1375,9 @@ cdef class InlineRunner:
     cdef readonly uint64_t made
     cdef readonly bint ended
 
-    def __cinit__(self, sampler, desk, here, ticket, convert, refuse):
+    def __cinit__(self, sampler, batch_context, here, ticket, convert, refuse):
         self.sampler, self.order, self.convert = sampler, sampler.order, convert
-        self.desk, self.here, self.ticket, self.refuse = desk, here, ticket, refuse
+        self.batch_context, self.here, self.ticket, self.refuse = batch_context, here, ticket, refuse
 
     def begin(self):
         """Go to the beginning of the sampler's epoch."""
@@ -1392,16 +1392,16 @@ cdef class InlineRunner:
             indices = self.order.read(self.start + self.at * self.stride, self.size)
         else:
             indices = self.sampler.indices(self.at)
-        if self.desk.drawn is not None or self.desk.ticket is not self.ticket:
-            self.desk.sit(self.ticket)
-        left = self.here.desk
-        self.here.desk = self.desk
+        if self.batch_context.drawn is not None or self.batch_context.ticket is not self.ticket:
+            self.batch_context.set(self.ticket)
+        left = self.here.batch_context
+        self.here.batch_context = self.batch_context
         try:
             batch = self.indexer[indices] if self.seeds is None else self.seeded(indices)
             if self.convert is not None:
                 batch = self.convert(batch)
         finally:
-            self.here.desk = left
+            self.here.batch_context = left
         self.at += 1
         self.done = self.at
         self.made += 1

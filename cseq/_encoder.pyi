@@ -4,20 +4,20 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._core import Seat
+from cseq._core import Runner
 from cseq._memory import Mapping, Memory
-from cseq._placement import Placement
+from cseq._placement import SlotAllocator
 from cseq._plan import Plan
 
 @disjoint_base
-class Hand:
+class SlotEncoder:
     memory: Memory
     used: int
     capacity: int
     loaned: bool
     watched: bool
-    placement: Placement | None
-    aimed: Mapping | None
+    placement: SlotAllocator | None
+    target: Mapping | None
     mapped: dict[int, Mapping]
     older: list[Memory]
     slot: int
@@ -28,14 +28,14 @@ class Hand:
     def match(
         self, batch: Any, cast: np.dtype[Any] | None
     ) -> tuple[Plan, list[NDArray[Any]], list[Any] | None] | None: ...
-    def lay(
+    def encode(
         self,
         plan: Plan,
         arrays: list[NDArray[Any]],
         pickled: bytes | None = None,
         buffers: list[memoryview] | None = None,
     ) -> tuple[int, int, int, int]: ...
-    def turn(self, seat: Seat) -> None: ...
-    def give(self, seat: Seat, batch: Any) -> bool: ...
+    def begin_ticket(self, runner: Runner) -> None: ...
+    def try_publish(self, runner: Runner, batch: Any) -> bool: ...
 
 def arm_fault(worker: int) -> None: ...

@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 cimport numpy as cnp
 
-from cseq._core cimport Seat
+from cseq._core cimport Runner
 from cseq._core cimport arm as arm_core
 from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
@@ -20,10 +20,10 @@ cnp.import_array()
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
 
-cdef class Hand:
+cdef class SlotEncoder:
     """The part of a writer that is in C: its state for the present ticket, and writing by plans.
 
-    `give` writes and publishes a batch that has the structure of one of the last four, in one call.
+    `try_publish` writes and publishes a batch that has the structure of one of the last four, in one call.
     `writer.Writer` has the rest.
 
     Attributes
@@ -38,9 +38,9 @@ cdef class Hand:
         Whether arrays in this slot may have been given out: whether `find` can find anything.
     watched : bool
         Whether large arrays were made for this batch: whether `learn` can learn anything.
-    placement : Placement or None
+    placement : SlotAllocator or None
         Makes numpy allocate large arrays of the indexer in the slot.
-    aimed : Mapping or None
+    target : Mapping or None
         Where numpy may place arrays of this ticket. Only while the worker has a spare, in case some
         are kept.
     mapped : dict of int to Mapping
@@ -49,7 +49,7 @@ cdef class Hand:
         Mappings of the slot that were replaced during this ticket.
     slot : int
     cast : numpy.dtype or None
-        What `give` casts numbers to.
+        What `try_publish` casts numbers to.
     plans : list of Plan
         Those of the last batches, the latest first.
     """
@@ -60,7 +60,7 @@ cdef class Hand:
     cdef public bint loaned
     cdef public bint watched
     cdef public object placement
-    cdef public object aimed
+    cdef public object target
     cdef public dict mapped
     cdef public list older
     cdef public int64_t slot
@@ -135,7 +135,7 @@ cdef class Hand:
         finally:
             self.arrays = self.objects = None
 
-    cdef Py_ssize_t stay(self, int k, list arrays, Py_ssize_t base) except -2:
+    cdef Py_ssize_t find_own(self, int k, list arrays, Py_ssize_t base) except -2:
         """Where in the slot an array lies already, unless an earlier array does; else -1."""
         cdef Py_ssize_t at = self.find(arrays[k])
         cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(<cnp.ndarray>arrays[k])
@@ -160,7 +160,7 @@ cdef class Hand:
             self.words, self.room = words, count
         return 0
 
-    def lay(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
+    def encode(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
         """Write a batch into the slot: what `match` has returned.
 
         Parameters
@@ -184,12 +184,12 @@ cdef class Hand:
             There is no room for it.
         """
         cdef uint64_t* f = self.fields
-        self.lay_down(plan, arrays, pickled, buffers)
+        self.write_batch(plan, arrays, pickled, buffers)
         return f[0], f[1], f[2], f[3]
 
-    cdef int lay_down(self, Plan plan, list arrays, bytes pickled, list buffers) except -1:
-        """`lay`; the record is in `fields`."""
-        cdef Py_ssize_t base = self.place(0) if self.aimed is not None else aligned(self.used)
+    cdef int write_batch(self, Plan plan, list arrays, bytes pickled, list buffers) except -1:
+        """`encode`; the record is in `fields`."""
+        cdef Py_ssize_t base = self.place(0) if self.target is not None else aligned(self.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = plan.text_bytes
         cdef Py_ssize_t count = 0 if buffers is None else len(buffers)
@@ -214,7 +214,7 @@ cdef class Hand:
             at = -1
             if self.loaned and not leaf.casts and (
                     cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
-                at = self.stay(k, arrays, base)
+                at = self.find_own(k, arrays, base)
             if at < 0:
                 at = end
                 end += aligned(size)
@@ -228,7 +228,7 @@ cdef class Hand:
             end += aligned(nbytes)
         word[0] = count
         nbytes = end + structure + layout + objects
-        if self.aimed is None and nbytes <= self.capacity and nbytes <= self.memory.size:
+        if self.target is None and nbytes <= self.capacity and nbytes <= self.memory.size:
             self.used = nbytes
         else:
             self.place(nbytes - base)
@@ -251,11 +251,11 @@ cdef class Hand:
             end, structure, layout, objects)
         return 0
 
-    def turn(self, Seat seat not None):
+    def begin_ticket(self, Runner runner not None):
         """Make the slot of the present ticket the present one."""
-        cdef cseq_cell* c = seat.held()
+        cdef cseq_cell* c = runner.held()
         cdef Mapping mapping = self.mapped.get(c.slot)
-        if (mapping is None or <uint64_t>mapping.size < c.capacity or self.aimed is not None
+        if (mapping is None or <uint64_t>mapping.size < c.capacity or self.target is not None
                 or self.loaned or self.older or (self.placement is not None and mapping.size > MOST_COPIED)):
             self.begin(c.slot, c.capacity)
             return
@@ -265,25 +265,25 @@ cdef class Hand:
         self.used = 0
         self.watched = False
 
-    def give(self, Seat seat not None, batch):
+    def try_publish(self, Runner runner not None, batch):
         """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
         cdef cseq_cell* c
         cdef int k
         cdef Plan plan
         CSEQ_POINT("index")
-        if self.aimed is not None or self.loaned:
+        if self.target is not None or self.loaned:
             return False
         try:
             plan = self.find_plan(batch, self.cast, False)
             if plan is None:
                 return False
-            self.lay_down(plan, self.arrays, None, None)
+            self.write_batch(plan, self.arrays, None, None)
         finally:
             self.forget()
-        c = seat.held()
+        c = runner.held()
         for k in range(4):
             c.record[k] = self.fields[k]
-        seat.deliver(c, 0, self.capacity)
+        runner.deliver(c, 0, self.capacity)
         return True
 
 

@@ -81,8 +81,8 @@ cdef extern from "cseq_ring.h" nogil:
     cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
     cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
     int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
-    void cseq_gate_alarm(cseq_gate* g) noexcept
-    void cseq_gate_knock(cseq_gate* g) noexcept
+    void cseq_gate_notify_all(cseq_gate* g) noexcept
+    void cseq_gate_notify(cseq_gate* g) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
@@ -95,9 +95,9 @@ cdef extern from "cseq_ring.h" nogil:
     int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
     void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
-    uint32_t cseq_ring_alarms(const cseq_ring* r) noexcept
+    uint32_t cseq_ring_notices(const cseq_ring* r) noexcept
     cseq_gate* cseq_ring_output(cseq_ring* r) noexcept
-    void cseq_ring_doze_any(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t seen,
+    void cseq_ring_wait_any(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t seen,
                             uint64_t ns) noexcept
     void cseq_ring_close(cseq_ring* r) noexcept
     int CSEQ_STATE(uint64_t word) noexcept
@@ -105,13 +105,13 @@ cdef extern from "cseq_ring.h" nogil:
     uint64_t CSEQ_TICKET(uint64_t word) noexcept
 
 
-cdef extern from "cseq_turn.h" nogil:
-    ctypedef struct cseq_turn:
+cdef extern from "cseq_gil.h" nogil:
+    ctypedef struct cseq_gil:
         uint32_t ns
 
-    int cseq_turn_await(cseq_turn* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
-    int cseq_turn_seen(const cseq_turn* t) noexcept
-    void cseq_turn_doze(cseq_turn* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
+    int cseq_gil_await(cseq_gil* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
+    int cseq_gil_is_spinning(const cseq_gil* t) noexcept
+    void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
                         uint32_t* unwoken) noexcept
 
 
@@ -171,7 +171,7 @@ cdef extern from "cseq_place.h":
         void* (*realloc)(void* ctx, void* p, size_t size) noexcept
         void (*free)(void* ctx, void* p, size_t size) noexcept
         void (*release)(void* owner) noexcept
-        int aimed
+        int active
         cseq_region at
         uint64_t used        # bytes
         uint32_t count       # large allocations of this ticket
@@ -182,7 +182,7 @@ cdef extern from "cseq_place.h":
     void* cseq_place_calloc(void* ctx, size_t count, size_t size) noexcept
     void* cseq_place_realloc(void* ctx, void* p, size_t size) noexcept
     void cseq_place_free(void* ctx, void* p, size_t size) noexcept
-    int cseq_place_aim(cseq_place* p, void* base, uint64_t size, void* owner) noexcept
+    int cseq_place_begin(cseq_place* p, void* base, uint64_t size, void* owner) noexcept
     uint64_t cseq_place_leave(cseq_place* p) noexcept
     int cseq_place_holds(const cseq_place* p, const void* base) noexcept
     void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept

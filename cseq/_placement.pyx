@@ -42,7 +42,7 @@ cdef void place_release(void* owner) noexcept:
 
 @cython.final
 @cython.no_gc
-cdef class Placement:
+cdef class SlotAllocator:
     """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_place.h.
 
     For the thread and context that make it, until the process ends: a worker process has one.
@@ -71,7 +71,7 @@ cdef class Placement:
 
     @property
     def count(self):
-        """Large allocations since `aim`."""
+        """Large allocations since `begin`."""
         return place_here.count
 
     @property
@@ -93,19 +93,19 @@ cdef class Placement:
         """Earlier slots in which arrays are alive."""
         return place_here.retired_count
 
-    def aim(self, Mapping slot not None, uint64_t nbytes):
+    def begin(self, Mapping slot not None, uint64_t nbytes):
         """Look at allocations from now on, and serve the wanted ones from this slot, of `nbytes`."""
         if place_here.at.live:
             raise RuntimeError(f"{place_here.at.live} arrays lie in the slot before")
         if nbytes > <uint64_t>slot.size:
             raise ValueError(f"nbytes={nbytes} exceeds a mapping of {slot.size} bytes")
-        if cseq_place_aim(place_here, slot.data, nbytes, <void*>slot):
+        if cseq_place_begin(place_here, slot.data, nbytes, <void*>slot):
             raise MemoryError("no memory for the table of slots in use")
         Py_INCREF(slot)  # place_release gives it back
 
-    def rest(self):
+    def pause(self):
         """Look no more."""
-        place_here.aimed = 0
+        place_here.active = 0
 
     def learn(self, list arrays not None):
         """Want again what these arrays of the batch lie in."""

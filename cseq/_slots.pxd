@@ -48,8 +48,8 @@ cdef class Slots:
     cpdef bint vacate(self, Py_ssize_t slot) except -1
     cdef void seize(self) noexcept nogil
     cdef void settle(self, cseq_cell* c) noexcept nogil
-    cdef void book(self, cseq_cell* c) noexcept nogil
-    cdef Py_ssize_t bury(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
+    cdef void enter_owners(self, cseq_cell* c) noexcept nogil
+    cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
                          Py_ssize_t* taken) noexcept nogil
 
 

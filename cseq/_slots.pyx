@@ -251,18 +251,18 @@ cdef class Slots:
             return
         if c.slot != c.home:
             self.seize()
-            if c.slot != c.home:  # `bury` has not done it meanwhile
-                self.book(c)
+            if c.slot != c.home:  # `reclaim` has not done it meanwhile
+                self.enter_owners(c)
             cseq_store_rel_u32(&self.lock, 0)
         self.at(c.slot).nbytes = c.capacity
 
-    cdef void book(self, cseq_cell* c) noexcept nogil:
+    cdef void enter_owners(self, cseq_cell* c) noexcept nogil:
         """Change the owners of a ticket's two slots, under `lock`."""
         self.at(c.home).owned += c.by
         self.at(c.slot).owned -= c.by
         c.home = c.slot
 
-    cdef Py_ssize_t bury(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
+    cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
                          Py_ssize_t* taken) noexcept nogil:
         """Take what a worker owned: slots into `taken`; how many.
 
@@ -286,7 +286,7 @@ cdef class Slots:
                 if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
                     continue
                 if c.slot != c.home and c.slot < self.made and cseq_cas_sc_u64(&c.word, word, word):
-                    self.book(c)
+                    self.enter_owners(c)
         for slot in range(self.made):
             if self.at(slot).owned == owner:
                 self.at(slot).owned = 0

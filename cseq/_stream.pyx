@@ -655,7 +655,7 @@ cdef class ItemReader:
     Parameters
     ----------
     run : object
-        `present` is a number: when it changes, the epoch ends. `turn` is a lock.
+        `generation` is a number: when it changes, the epoch ends. `lock` is a lock.
     consumers : list of StreamConsumer
     write : callable
         ``write(key, number)`` → `Request`.
@@ -666,14 +666,14 @@ cdef class ItemReader:
 
     Attributes
     ----------
-    present : int
-        The run's `present` when the epoch was begun; -1: none is under way.
+    generation : int
+        The run's `generation` when the epoch was begun; -1: none is under way.
     taken : int
         Items that were returned in this epoch, or (those of keys) raised.
     """
 
     cdef readonly object run
-    cdef readonly object present
+    cdef readonly object generation
     cdef readonly uint64_t taken
     cdef list consumers
     cdef object write, wait
@@ -703,7 +703,7 @@ cdef class ItemReader:
         self.line = <uint32_t*>PyMem_RawCalloc(room, 4)
         if self.line == NULL:
             raise MemoryError(f"no memory for {len(consumers)} streams")
-        self.present = -1
+        self.generation = -1
         self.key = NOTHING
         self.drawn = []
 
@@ -720,7 +720,7 @@ cdef class ItemReader:
         """No epoch is under way."""
         before = self.keys, self.key, self.drawn, self.error  # their destructors may run code
         cdef list drawn = []
-        self.present = -1
+        self.generation = -1
         self.keys, self.key, self.drawn, self.error = None, NOTHING, drawn, None
         self.length = 0
 
@@ -763,13 +763,13 @@ cdef class ItemReader:
         for consumer in self.consumers:
             (<StreamConsumer>consumer).wake()
 
-    def open(self, present):
+    def open(self, generation):
         """The workers have begun the epoch."""
-        self.present = present
+        self.generation = generation
 
-    cdef int check(self, present) except -1:
+    cdef int check(self, generation) except -1:
         """Raise InterruptedError if the epoch is not under way."""
-        if self.run.present != present:
+        if self.run.generation != generation:
             raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
                                    "call begin()")
         return 0
@@ -901,11 +901,11 @@ cdef class ItemReader:
             No epoch is under way: none was begun, or it was interrupted.
         """
         cdef StreamConsumer consumer
-        turn = self.run.turn
-        turn.acquire()
+        lock = self.run.lock
+        lock.acquire()
         try:
             while True:
-                self.check(self.present)
+                self.check(self.generation)
                 if not 0 <= worker < len(self.consumers):
                     raise IndexError(f"worker={worker} is not one of {len(self.consumers)}")
                 if self.keyed:
@@ -914,11 +914,11 @@ cdef class ItemReader:
                 consumer = self.consumers[worker]
                 if not consumer.prepare():
                     raise StopIteration
-                if self.run.present == self.present:
+                if self.run.generation == self.generation:
                     self.taken += 1
                     return consumer.pop()
         finally:
-            turn.release()
+            lock.release()
 
     cdef Py_ssize_t find_answered(self) noexcept:
         """Where in the line the first worker is that has an item, or has none any more; -1: nowhere."""
@@ -933,7 +933,7 @@ cdef class ItemReader:
         self.length -= 1
         memmove(self.line + k, self.line + k + 1, 4 * <size_t>(self.length - k))
 
-    cdef StreamConsumer find(self, present, bint strict):
+    cdef StreamConsumer find(self, generation, bint strict):
         """The consumer at the beginning of the line, with an item ready; None: there are no more.
 
         `strict`: raise RuntimeError for a stream that an exception has ended.
@@ -943,7 +943,7 @@ cdef class ItemReader:
         cdef uint32_t worker
         cdef bint found
         while True:
-            self.check(present)
+            self.check(generation)
             if not self.length:
                 if self.keyed and (self.fetch(0) or self.drawn):
                     self.post(False)
@@ -961,7 +961,7 @@ cdef class ItemReader:
             self.line[0] = worker
             consumer = self.at(0)
             found = consumer.prepare()
-            if self.run.present != present or not self.length or consumer is not self.at(0):
+            if self.run.generation != generation or not self.length or consumer is not self.at(0):
                 continue  # a signal handler has taken some, or begun an epoch
             if not found:
                 if self.keyed:
@@ -1015,26 +1015,26 @@ cdef class ItemReader:
             No epoch is under way: none was begun, or it was interrupted.
         """
         cdef StreamConsumer consumer
-        turn = self.run.turn
-        turn.acquire()
+        lock = self.run.lock
+        lock.acquire()
         try:
-            consumer = self.find(self.present, True)
+            consumer = self.find(self.generation, True)
             if consumer is None:
                 raise StopIteration
             if consumer.at == len(consumer.ready):
                 self.take(consumer)
             return self.taken, consumer.ready[consumer.at]
         finally:
-            turn.release()
+            lock.release()
 
     def commit(self, uint64_t number):
         """Take the item out that `peek` has returned with this number; nothing if that was done."""
         cdef StreamConsumer consumer
-        turn = self.run.turn
-        turn.acquire()
+        lock = self.run.lock
+        lock.acquire()
         try:
             while True:
-                self.check(self.present)
+                self.check(self.generation)
                 if number != self.taken:
                     return
                 if not self.keyed or not self.fetch(1):
@@ -1044,7 +1044,7 @@ cdef class ItemReader:
                 raise RuntimeError(f"item {number} was not peeked at")
             item = self.take(consumer)  # its destructor may run code: after all else is done
         finally:
-            turn.release()
+            lock.release()
 
 
 @cython.final
@@ -1059,24 +1059,24 @@ cdef class ItemIterator:
     """
 
     cdef readonly ItemReader reader
-    cdef readonly object present
+    cdef readonly object generation
     cdef object keep
 
     def __cinit__(self, ItemReader reader not None, *keep):
-        reader.check(reader.present)
-        self.reader, self.present, self.keep = reader, reader.present, keep
+        reader.check(reader.generation)
+        self.reader, self.generation, self.keep = reader, reader.generation, keep
 
     def __iter__(self):
         return self
 
     def __next__(self):
         cdef StreamConsumer consumer
-        turn = self.reader.run.turn
-        turn.acquire()
+        lock = self.reader.run.lock
+        lock.acquire()
         try:
-            consumer = self.reader.find(self.present, False)
+            consumer = self.reader.find(self.generation, False)
             if consumer is None:
                 raise StopIteration
             return self.reader.take(consumer)
         finally:
-            turn.release()
+            lock.release()

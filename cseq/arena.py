@@ -85,7 +85,7 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        self._turn = threading.Lock()  # around everything but what a lease does
+        self._lock = threading.Lock()  # around everything but what a lease does
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots()
@@ -118,7 +118,7 @@ class Arena:
             If there is no room for a new one.
         """
         slots = self.slots
-        with self._turn:
+        with self._lock:
             slot = slots.lowest()
             if slot < 0:
                 self._extend()
@@ -151,7 +151,7 @@ class Arena:
     def grant(self, owner: int, count: int) -> list[tuple[int, int]]:
         """Give a worker `count` slots, if there are so many: their numbers and committed bytes."""
         granted = []
-        with self._turn:
+        with self._lock:
             for _ in range(min(count, self.segment.slots // 1024)):
                 slot = self.slots.acquire()
                 if slot < 0:
@@ -161,11 +161,11 @@ class Arena:
                 granted.append((slot, self.slots.nbytes(slot)))
         return granted
 
-    def bury(self, owner: int, rings: list[Ring]) -> None:
+    def reclaim(self, owner: int, rings: list[Ring]) -> None:
         """Free the slots of a worker that is gone for certain and whose tickets are reposted."""
         first, *others = rings
-        with self._turn:
-            for slot in first.bury(owner, others):
+        with self._lock:
+            for slot in first.reclaim(owner, others):
                 self.slots.release(slot)
                 self._shrink(slot, 0)
 
@@ -192,7 +192,7 @@ class Arena:
         if used <= SMALL:
             return self.copy(slot, used, capacity)
         lease: Memory | None = None
-        with self._turn:
+        with self._lock:
             mapping = self._look(slot, capacity, used)
             if self._may_lease(capacity):
                 lease = self.slots.lend(slot, mapping, used)
@@ -202,11 +202,11 @@ class Arena:
 
     def copy(self, slot: int, used: int, capacity: int) -> Memory:
         """Return a copy of the first `used` bytes of a slot, which stays taken."""
-        return copy_of(self.look(slot, capacity, used), used)
+        return copy_of(self.mapping_of(slot, capacity, used), used)
 
-    def look(self, slot: int, capacity: int, used: int = 0) -> Mapping:
+    def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
         """Return the memory of a taken slot itself, valid for as long as the slot stays taken."""
-        with self._turn:
+        with self._lock:
             return self._look(slot, capacity, used)
 
     def close(self) -> None:

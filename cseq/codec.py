@@ -448,8 +448,8 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
         plain = zip(arrays, plan.casts, strict=True)
         writer.learn([array for array, casts in plain if not casts and array.flags.forc])
     if not objects:
-        return _record(writer.lay(plan, arrays))
-    return _record(writer.lay(plan, arrays, *_pickled(batch, objects)))
+        return _record(writer.encode(plan, arrays))
+    return _record(writer.encode(plan, arrays, *_pickled(batch, objects)))
 
 
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
@@ -532,7 +532,7 @@ def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
     MemoryError
         If there is no room for it.
     """
-    return _record(writer.lay(OBJECT_ALONE, [], pickled.data, pickled.buffers))
+    return _record(writer.encode(OBJECT_ALONE, [], pickled.data, pickled.buffers))
 
 
 # -- reading ------------------------------------------------------------------------------------

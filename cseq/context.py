@@ -1,7 +1,7 @@
 """Functions for use inside an indexer: `rng`, `empty`, `worker_info`.
 
-A runner enters its `Desk` before it calls the indexer and leaves it afterwards. The desk is
-found by thread, so a manager used inside another manager's indexer keeps its own.
+A runner enters its `BatchContext` before it calls the indexer and leaves it afterwards. The context
+is found by thread, so a manager used inside another manager's indexer keeps its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Desk", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
+__all__ = ["BatchContext", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
 PURPOSE_INDEXER = 2  # docs/shuffle.md: 1 is the shuffle
 
 
 class Ticket(Protocol):
-    """What identifies the present batch: a runner's `Seat`, for example."""
+    """What identifies the present batch: a runner's `Runner`, for example."""
 
     @property
     def epoch(self) -> int:
@@ -68,7 +68,7 @@ class WorkerInfo:
     batch: int | None
 
 
-class Desk:
+class BatchContext:
     """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket."""
 
     __slots__ = ("allocator", "drawn", "num_workers", "number", "seed", "ticket")
@@ -91,35 +91,35 @@ class Desk:
             self.drawn = generator(self.seed, self.ticket.epoch, self.ticket.start)
         return self.drawn
 
-    def sit(self, ticket: Ticket) -> None:
+    def set(self, ticket: Ticket) -> None:
         """Set the present ticket; `rng` begins anew, also if it is the same batch again."""
         self.ticket = ticket
         self.drawn = None
 
-    def rise(self) -> None:
+    def clear(self) -> None:
         """Set no ticket: the indexer is about to be closed."""
         self.ticket = self.allocator = self.drawn = None
 
 
 class Here(threading.local):
-    """The desk that a thread has entered, if any."""
+    """The context that a thread has entered, if any."""
 
-    desk: Desk | None = None
+    batch_context: BatchContext | None = None
 
 
 here = Here()
 
 
-def enter(desk: Desk | None) -> Desk | None:
-    """Make a desk the thread's; return the one before, for `leave`."""
-    left = here.desk
-    here.desk = desk
+def enter(batch_context: BatchContext | None) -> BatchContext | None:
+    """Make a context the thread's; return the one before, for `leave`."""
+    left = here.batch_context
+    here.batch_context = batch_context
     return left
 
 
-def leave(left: Desk | None) -> None:
-    """Make the desk that `enter` returned the thread's again."""
-    here.desk = left
+def leave(left: BatchContext | None) -> None:
+    """Make the context that `enter` returned the thread's again."""
+    here.batch_context = left
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
@@ -147,13 +147,13 @@ def rng() -> np.random.Generator:
     RuntimeError
         Called outside of an indexer's ``__getitem__``.
     """
-    desk = here.desk
-    if desk is None:
+    batch_context = here.batch_context
+    if batch_context is None:
         raise RuntimeError(
             "cseq.rng() was called outside of an indexer: it belongs to the batch that is being "
             "made; elsewhere, use numpy.random.default_rng(seed)"
         )
-    return desk.rng()
+    return batch_context.rng()
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
@@ -176,22 +176,22 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     MemoryError
         There is no room for it.
     """
-    desk = here.desk
+    batch_context = here.batch_context
     dims = dimensions(shape)
-    if desk is None or desk.allocator is None:
+    if batch_context is None or batch_context.allocator is None:
         return np.empty(dims, dtype)
-    return desk.allocator.empty(dims, np.dtype(dtype))
+    return batch_context.allocator.empty(dims, np.dtype(dtype))
 
 
 def worker_info() -> WorkerInfo | None:
     """Return which worker makes which batch, or None outside of an indexer."""
-    desk = here.desk
-    if desk is None:
+    batch_context = here.batch_context
+    if batch_context is None:
         return None
-    at = desk.ticket
+    at = batch_context.ticket
     return WorkerInfo(
-        number=desk.number,
-        num_workers=desk.num_workers,
+        number=batch_context.number,
+        num_workers=batch_context.num_workers,
         epoch=None if at is None else at.epoch,
         batch=None if at is None else at.batch,
     )

@@ -3,7 +3,7 @@
 The trainer's side of the thread and the process pool, which derive from `Feed`: what `Consumer`
 leaves to Python. Only the consuming thread calls it. Other threads report errors (a worker that
 cannot be built, one that died too often) through `check`, which raises them here, and wake this
-thread with the ring's alarm.
+thread with the ring's `notify_all`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Ring
-    from cseq.edge import Outlet
     from cseq.sampler import Indices, Sampler
+    from cseq.transport import BatchReader
 
 __all__ = ["Feed", "wake_at"]
 
@@ -45,7 +45,7 @@ class Feed:
     ----------
     ring : Ring
     sampler : Sampler
-    outlet : Outlet
+    batch_reader : BatchReader
         Where finished batches come out.
     ordered : bool
         In ticket order, not in that of completion.
@@ -67,7 +67,7 @@ class Feed:
         self,
         ring: Ring,
         sampler: Sampler,
-        outlet: Outlet,
+        batch_reader: BatchReader,
         *,
         ordered: bool,
         skip_errors: bool,
@@ -80,7 +80,7 @@ class Feed:
     ) -> None:
         self._ring = ring
         self._sampler = sampler
-        self._outlet = outlet
+        self._batch_reader = batch_reader
         self._ordered = ordered
         self._skip_errors = skip_errors
         self._check = check
@@ -98,7 +98,7 @@ class Feed:
             skip_errors=skip_errors,
             convert=convert,
             leaf_for=leaf_for,
-            **outlet.ends,
+            **batch_reader.ends,
         )
         self._interrupted = False
         self._clock = Clock(ring)
@@ -141,7 +141,7 @@ class Feed:
     def interrupt(self) -> None:
         """Make a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
         self._interrupted = True
-        self._ring.alarm()
+        self._ring.notify_all()
 
     @property
     def next(self) -> Callable[[], Any]:
@@ -155,11 +155,11 @@ class Feed:
     def _read(self) -> tuple[int, int, Any, BaseException | None]:
         """Wait for the next batch and decode it; the ticket stays in the ring."""
         token, cell, status, slot, capacity, record = self.consumer.peek() or self._await()
-        outlet = self._outlet
+        batch_reader = self._batch_reader
         if status == RAISED:
-            return token, cell, None, outlet.error(cell, slot, capacity, record)
+            return token, cell, None, batch_reader.error(cell, slot, capacity, record)
         try:
-            batch = outlet.decode(cell, slot, capacity, record)
+            batch = batch_reader.decode(cell, slot, capacity, record)
             if self._convert is not None:
                 batch = self._convert(batch)
         except MemoryError:
@@ -189,7 +189,7 @@ class Feed:
         """Sleep until a ticket is finished, and peek at it."""
         ring, consumer = self._ring, self.consumer
         while True:
-            seen = ring.alarms()
+            seen = ring.notices()
             if self._interrupted:
                 raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
             self._check()

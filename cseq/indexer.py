@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cseq._core import Seat
-    from cseq.context import Desk
+    from cseq._core import Runner
+    from cseq.context import BatchContext
     from cseq.converter.output import Output
-    from cseq.edge import Inlet
     from cseq.seeding import Seeds
+    from cseq.transport import BatchWriter
 
 __all__ = [
     "Indexer",
@@ -208,35 +208,35 @@ class Indexing:
     def __init__(
         self,
         indexer: Indexer[Any],
-        desk: Desk,
-        inlet: Inlet,
+        batch_context: BatchContext,
+        batch_writer: BatchWriter,
         convert: Callable[[Any], Any] | None = None,
         seeds: Seeds | None = None,
     ) -> None:
         self.indexer = indexer
         self._seeds = seeds
         self._loaded = [] if seeds is None else seeds.loaded
-        self._desk = desk
-        self._inlet = inlet
+        self._batch_context = batch_context
+        self._batch_writer = batch_writer
         self._convert = convert
 
-    def work(self, seat: Seat) -> None:
+    def work(self, runner: Runner) -> None:
         """Make the present ticket's batch and publish it, or the exception of the indexer."""
-        inlet, desk = self._inlet, self._desk
+        batch_writer, batch_context = self._batch_writer, self._batch_context
         try:
-            if desk.drawn is not None or desk.ticket is not seat:
-                desk.sit(seat)
+            if batch_context.drawn is not None or batch_context.ticket is not runner:
+                batch_context.set(runner)
             if self._loaded:
                 self._seeds.seed()  # type: ignore[union-attr]
-            inlet.begin(seat)
-            batch = self.indexer[seat.indices()]
+            batch_writer.begin(runner)
+            batch = self.indexer[runner.indices()]
             if self._convert is not None:
                 batch = self._convert(batch)
-            if inlet.give(seat, batch):
+            if batch_writer.try_publish(runner, batch):
                 return
-            record = inlet.write(seat, batch)
+            record = batch_writer.write(runner, batch)
             del batch  # publish checks whether the indexer has kept arrays in the slot
-            inlet.publish(seat, record)
+            batch_writer.publish(runner, record)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
-            first = not seat.ring.batches()[seat.owner - 1]
-            inlet.fail(seat, advised(self.indexer, error) if first else error)
+            first = not runner.ring.batches()[runner.owner - 1]
+            batch_writer.fail(runner, advised(self.indexer, error) if first else error)

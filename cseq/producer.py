@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cseq import codec, context, failure, indexer
-from cseq._core import Seat, now_ns
+from cseq._core import Runner, now_ns
 from cseq._memory import Block, copy_of
 from cseq._stream import BEGIN, CALL, ITEMS
-from cseq.edge import SlotWriter
 from cseq.stage import INDEXER, run
+from cseq.transport import SlotWriter
 from cseq.worker import FAILED, READY, enter, send_state
 from cseq.writer import Writer
 
@@ -129,9 +129,9 @@ def main(sock: socket.socket, local: Any = None) -> None:
     """
     entered = enter(sock)
     number, task = entered.setup.number, entered.setup.task
-    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True, worker=number + 1)
-    desk = context.Desk(number, task.num_workers, 0)
-    context.enter(desk)
+    runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True, worker=number + 1)
+    batch_context = context.BatchContext(number, task.num_workers, 0)
+    context.enter(batch_context)
     try:
         make = entered.read(local)
         producer = make(number, task.num_workers)
@@ -141,8 +141,8 @@ def main(sock: socket.socket, local: Any = None) -> None:
     send_state(sock, READY)
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
-    os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
-    run(seat, Making(producer, entered.ring, entered.writer, desk, timed=task.timed))
+    os.register_at_fork(after_in_child=partial(setattr, batch_context, "allocator", None))
+    run(runner, Making(producer, entered.ring, entered.writer, batch_context, timed=task.timed))
     indexer.dispose(make, producer, copied=True)
 
 
@@ -157,7 +157,7 @@ class Making:
         producer: Any,
         ring: Ring,
         writer: Writer,
-        desk: context.Desk,
+        batch_context: context.BatchContext,
         *,
         timed: bool = False,
     ) -> None:
@@ -165,88 +165,88 @@ class Making:
         self._timed = timed
         self._ring = ring
         self._writer = writer
-        self._desk = desk
+        self._batch_context = batch_context
         self._scratch = Scratch()
-        self._inlet = SlotWriter(writer, None)
+        self._batch_writer = SlotWriter(writer, None)
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the one the producer is in; the trainer counts them from 1
         self._over = 0  # the one of which nothing follows
         self._items: Iterator[Any] | None = None
         self._at = 0  # which item comes next
 
-    def __call__(self, seat: Seat) -> None:
+    def __call__(self, runner: Runner) -> None:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
-        epoch, kind, count = self._ring.ticket(seat.cell)
-        keyed = kind == ITEMS and self._rooms[seat.cell][KEY] != NO_KEY
+        epoch, kind, count = self._ring.ticket(runner.cell)
+        keyed = kind == ITEMS and self._rooms[runner.cell][KEY] != NO_KEY
         try:
             if keyed:
-                self._make_keyed(seat, epoch)
+                self._make_keyed(runner, epoch)
             elif kind == ITEMS:
-                self._make(seat, epoch, count)
+                self._make(runner, epoch, count)
             else:
-                self._answer(seat, epoch, kind)
+                self._answer(runner, epoch, kind)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
             if not keyed:
                 self._end(epoch)
-            self._desk.allocator = None
-            self._rooms[seat.cell][NS] = self._rooms[seat.cell][MADE] = 0
-            self._inlet.fail(seat, error)
+            self._batch_context.allocator = None
+            self._rooms[runner.cell][NS] = self._rooms[runner.cell][MADE] = 0
+            self._batch_writer.fail(runner, error)
 
     def _end(self, epoch: int) -> None:
         """End the stream for this epoch."""
         self._over = epoch
         self._items = None
 
-    def _begin(self, seat: Seat, epoch: int) -> Any:
+    def _begin(self, runner: Runner, epoch: int) -> Any:
         """Begin an epoch."""
         self._end(epoch)  # unless it begins
         self._epoch = 0
-        reply = self._producer.begin(self._read(seat, ASSIGNED))
+        reply = self._producer.begin(self._read(runner, ASSIGNED))
         self._epoch, self._over = epoch, 0
         return reply
 
-    def _read(self, seat: Seat, which: slice) -> Any:
+    def _read(self, runner: Runner, which: slice) -> Any:
         """Read a request: copied, since the slot is used again."""
-        slot, capacity, *record = self._rooms[seat.cell][which].tolist()
-        memory = copy_of(self._writer.look(slot, capacity), codec.used(record))
+        slot, capacity, *record = self._rooms[runner.cell][which].tolist()
+        memory = copy_of(self._writer.mapping_of(slot, capacity), codec.used(record))
         return codec.decode(memory, record)
 
-    def _answer(self, seat: Seat, epoch: int, kind: int) -> None:
+    def _answer(self, runner: Runner, epoch: int, kind: int) -> None:
         """Call a method, and publish what it returns."""
         if kind == BEGIN:
-            reply = self._begin(seat, epoch)
+            reply = self._begin(runner, epoch)
         else:
             if epoch not in (0, self._epoch):
-                self._begin(seat, epoch)
-            method, args = self._read(seat, CALLED)
+                self._begin(runner, epoch)
+            method, args = self._read(runner, CALLED)
             reply = getattr(self._producer, method)(*args)
-        self._inlet.begin(seat)
-        self._publish(seat, self._inlet.write(seat, reply), 0, 0)
+        self._batch_writer.begin(runner)
+        self._publish(runner, self._batch_writer.write(runner, reply), 0, 0)
 
-    def _publish(self, seat: Seat, record: tuple[int, ...], ns: int, made: int) -> None:
+    def _publish(self, runner: Runner, record: tuple[int, ...], ns: int, made: int) -> None:
         """Publish what was written; the caller has dropped it."""
-        room = self._rooms[seat.cell]
+        room = self._rooms[runner.cell]
         room[NS], room[MADE] = ns, made
-        self._inlet.publish(seat, record)
+        self._batch_writer.publish(runner, record)
 
-    def _make(self, seat: Seat, epoch: int, count: int) -> None:
+    def _make(self, runner: Runner, epoch: int, count: int) -> None:
         """Make the next items."""
         if self._over != epoch and epoch != self._epoch:
-            self._begin(seat, epoch)
-        items = iter(()) if self._over == epoch else self._go_to(seat.start)
+            self._begin(runner, epoch)
+        items = iter(()) if self._over == epoch else self._go_to(runner.start)
         if count == 1:
-            self._make_one(seat, lambda: next(items, _END))
+            self._make_one(runner, lambda: next(items, _END))
         else:
-            self._make_some(seat, items, count)
+            self._make_some(runner, items, count)
 
-    def _make_keyed(self, seat: Seat, epoch: int) -> None:
+    def _make_keyed(self, runner: Runner, epoch: int) -> None:
         """Make the item of a key."""
         if epoch != self._epoch:
-            self._begin(seat, epoch)
-        room = self._rooms[seat.cell]
+            self._begin(runner, epoch)
+        room = self._rooms[runner.cell]
         count = room[KEY]
-        key = self._read(seat, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
-        self._make_one(seat, partial(self._producer.make, key))
+        key = self._read(runner, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
+        self._make_one(runner, partial(self._producer.make, key))
 
     def _go_to(self, start: int) -> Iterator[Any]:
         """Return the iterator, at the item where the ticket begins."""
@@ -256,34 +256,34 @@ class Making:
             self._at = start
         return self._items
 
-    def _make_one(self, seat: Seat, make: Callable[[], Any]) -> None:
+    def _make_one(self, runner: Runner, make: Callable[[], Any]) -> None:
         """Publish one item as a batch is, its arrays made in the slot."""
-        inlet, room = self._inlet, self._rooms[seat.cell]
-        inlet.begin(seat)
-        self._desk.allocator = self._writer
+        batch_writer, room = self._batch_writer, self._rooms[runner.cell]
+        batch_writer.begin(runner)
+        self._batch_context.allocator = self._writer
         begun = now_ns()
         item = make()
         room[NS], room[MADE] = now_ns() - begun, 1 << 2
-        self._desk.allocator = None
+        self._batch_context.allocator = None
         if item is _END:
             self._end(self._epoch)
             self._writer.settle()
-            self._publish(seat, (0, 0, 0, 0), 0, ENDED)
+            self._publish(runner, (0, 0, 0, 0), 0, ENDED)
             return
         self._at += 1
-        if inlet.give(seat, item):
+        if batch_writer.try_publish(runner, item):
             return
-        record = inlet.write(seat, item)
+        record = batch_writer.write(runner, item)
         del item  # publish checks whether the producer has kept arrays in the slot
-        inlet.publish(seat, record)
+        batch_writer.publish(runner, record)
 
-    def _make_some(self, seat: Seat, items: Iterator[Any], count: int) -> None:
+    def _make_some(self, runner: Runner, items: Iterator[Any], count: int) -> None:
         """Publish several items, each encoded before the next is made.
 
         An exception behind the first of them is encoded as an item.
         """
-        writer, room = self._writer, self._rooms[seat.cell]
-        self._inlet.begin(seat)
+        writer, room = self._writer, self._rooms[runner.cell]
+        self._batch_writer.begin(runner)
         writer.settle()  # what is made now is copied
         table = array("q")
         made = flags = 0
@@ -310,7 +310,7 @@ class Making:
         nbytes = len(table) * table.itemsize
         offset = writer.place(nbytes)
         writer.memory.store_bytes(offset, table.tobytes())
-        self._publish(seat, (offset, nbytes, 0, 0), now_ns() - begun, made << 2 | flags)
+        self._publish(runner, (offset, nbytes, 0, 0), now_ns() - begun, made << 2 | flags)
 
     def _append(self, item: Any) -> tuple[int, ...]:
         """Encode an item behind the others; offsets in its record count from its beginning."""

@@ -25,7 +25,7 @@ __all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
 NAME = "cseq-close"  # of the threads that close what was dropped
 
 EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
-TURN_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
+LOCK_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
 
 
 class Interruptible(Protocol):
@@ -51,9 +51,9 @@ class Run(Generic[P]):
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
-        self.present = 0  # the generation of the one iterator that may go on
-        self.turn = threading.RLock()  # around every use of the pool but `interrupt`
-        self.asked = False  # the present iterator has taken `turn` for a batch
+        self.generation = 0  # the generation of the one iterator that may go on
+        self.lock = threading.RLock()  # around every use of the pool but `interrupt`
+        self.asked = False  # the present iterator has taken `lock` for a batch
         self._pid = os.getpid()
         _runs.add(self)
 
@@ -64,26 +64,26 @@ class Run(Generic[P]):
 
     def interrupt(self) -> None:
         """End all iterators made so far, also one that waits in another thread."""
-        self.present += 1
+        self.generation += 1
         if self.is_ours:
             self.pool.interrupt()
 
     def disown(self) -> None:
-        """In a forked process: end all iterators; the thread that held `turn` is not there."""
-        self.present += 1
-        self.turn = threading.RLock()
+        """In a forked process: end all iterators; the thread that held `lock` is not there."""
+        self.generation += 1
+        self.lock = threading.RLock()
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
         self.interrupt()
         if not self.is_ours:
             return
-        mine = self.turn.acquire(timeout=TURN_SECONDS)  # the inline pool cannot be interrupted
+        mine = self.lock.acquire(timeout=LOCK_SECONDS)  # the inline pool cannot be interrupted
         try:
             self.pool.close()
         finally:
             if mine:
-                self.turn.release()
+                self.lock.release()
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from cseq.context import Desk
+    from cseq.context import BatchContext
 
 __all__ = ["Seeds", "seed_imported"]
 
@@ -113,7 +113,7 @@ class Seeds:
 
     Parameters
     ----------
-    desk : Desk
+    batch_context : BatchContext
         Has the seed and the present batch; without a batch, the indexer is being made.
     is_making : callable, optional
         Tells whether the indexer works now; the generators are the trainer's own otherwise, and
@@ -125,8 +125,10 @@ class Seeds:
         Those whose modules are imported; the same list from the beginning.
     """
 
-    def __init__(self, desk: Desk, is_making: Callable[[], bool] | None = None) -> None:
-        self._desk = desk
+    def __init__(
+        self, batch_context: BatchContext, is_making: Callable[[], bool] | None = None
+    ) -> None:
+        self._batch_context = batch_context
         self._is_making = is_making
         self._epoch = -1
         self._key = 0  # of the epoch
@@ -159,7 +161,7 @@ class Seeds:
 
     def begin(self) -> None:
         """Save the trainer's generators, and seed them."""
-        self._building = self._desk.ticket is None
+        self._building = self._batch_context.ticket is None
         self._saved = [(generator, generator.save()) for generator in self.loaded]
         self.seed()
 
@@ -179,11 +181,11 @@ class Seeds:
 
     def _words(self) -> tuple[int, ...]:
         """Return the words of the present batch, or those of an indexer that is being made."""
-        ticket = self._desk.ticket
+        ticket = self._batch_context.ticket
         if ticket is None:
-            return derive(self._desk.seed, 0, PURPOSE_INDEXER, len(GENERATORS))
+            return derive(self._batch_context.seed, 0, PURPOSE_INDEXER, len(GENERATORS))
         if ticket.epoch != self._epoch:
-            [self._key] = derive(self._desk.seed, ticket.epoch, PURPOSE_BATCH, 1)
+            [self._key] = derive(self._batch_context.seed, ticket.epoch, PURPOSE_BATCH, 1)
             self._epoch = ticket.epoch
         return derive(self._key, ticket.start, PURPOSE_BATCH, len(GENERATORS))
 

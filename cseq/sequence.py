@@ -441,16 +441,16 @@ class MSequence(Generic[B_co]):
         if run is None or not run.is_ours or self._place.progress is not run.pool or run.asked:
             self._place = place
             return
-        with run.turn:
+        with run.lock:
             # While the number differs, no iterator returns a batch: neither to another thread, nor
             # after a signal handler has raised here.
-            present = run.present
-            run.present = present + 1
+            generation = run.generation
+            run.generation = generation + 1
             fresh = not run.pool.begun
             self._place = place
             if fresh:
                 self._begin(run.pool)
-            run.present = present
+            run.generation = generation
 
     def _begin(self, pool: Pool) -> None:
         """Have the pool begin the epoch."""
@@ -621,7 +621,7 @@ class MSequence(Generic[B_co]):
                 )
             self._settle_shard()
             run.interrupt()
-            with run.turn:  # from here on, no batch is delivered
+            with run.lock:  # from here on, no batch is delivered
                 self._place = self._place.next(self._sampler.end)
                 run.asked = False
                 self._begin(run.pool)

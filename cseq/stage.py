@@ -1,6 +1,6 @@
 """The one loop every runner runs: claim, work, publish.
 
-A runner is a thread or a process with a `Seat` at the ring. What it does with a ticket is its
+A runner is a thread or a process with a `Runner` at the ring. What it does with a ticket is its
 *work*; how a batch travels from there on is the work's business, too: through a slot of shared
 memory between processes, or as the object itself between threads.
 """
@@ -15,15 +15,15 @@ from cseq._core import now_ns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from cseq._core import Seat
+    from cseq._core import Runner
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "look_ns", "overdue", "run"]
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "overdue", "run", "spin_ns"]
 
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
 IDLE_NS = 1_000_000_000  # a runner with nothing to do looks up once a second
-LOOK_NS = 20_000  # about what a sleep costs the two that take part in it
+SPIN_NS = 20_000  # about what a sleep costs the two that take part in it
 
 START_SHARE = 10  # so many times its `timeout` may a worker take to get ready
 
@@ -53,25 +53,25 @@ def overdue(
             yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
 
 
-def look_ns(most: int = LOOK_NS) -> int:
+def spin_ns(most: int = SPIN_NS) -> int:
     """Return for how many ns to look at the ring before a sleep: `most`; with one core, none."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return most if (cores or 1) > 1 else 0
 
 
 def run(
-    seat: Seat, work: Callable[[Seat], None], *, idle: Callable[[], None] | None = None
+    runner: Runner, work: Callable[[Runner], None], *, idle: Callable[[], None] | None = None
 ) -> None:
     """Do `work` on every ticket that can be claimed, until the ring is closed.
 
     `work` publishes the ticket, whatever happens; what it raises is a defect of cseq and ends
-    the runner. `idle` is called whenever no ticket has come for ``seat.park`` nanoseconds.
+    the runner. `idle` is called whenever no ticket has come for ``runner.park`` nanoseconds.
     """
     if idle is None:
-        seat.park = IDLE_NS
-    claim = seat.claim
+        runner.park = IDLE_NS
+    claim = runner.claim
     while (claimed := claim()) is not None:
         if claimed:
-            work(seat)
+            work(runner)
         elif idle is not None:
             idle()

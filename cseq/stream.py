@@ -27,7 +27,6 @@ from cseq._slots import Lease
 from cseq._stream import ItemIterator, ItemReader, Request, StreamConsumer
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
-from cseq.edge import SlotReader
 from cseq.launcher import make_launcher, start_methods
 from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
@@ -50,6 +49,7 @@ from cseq.run import Run, close_with
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 from cseq.supervisor import Supervisor
+from cseq.transport import SlotReader
 from cseq.writer import SPARES, Writer
 
 if TYPE_CHECKING:
@@ -246,16 +246,16 @@ class Streams:
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
         run, reader = self._ours(), self._reader
         run.interrupt()
-        with run.turn:
+        with run.lock:
             reader.end()
-            present = run.present
+            generation = run.generation
             post = partial(reader.begin, keys, ordered=flag("ordered", ordered), free=free)
             try:
                 replies = run.pool.begin(assignments, post, keyed=keys is not None)
             except BaseException:
                 reader.end()
                 raise
-            reader.open(present)
+            reader.open(generation)
             return replies
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
@@ -280,7 +280,7 @@ class Streams:
         """
         run = self._ours()
         all_of_them = range(self.num_workers)
-        with run.turn:
+        with run.lock:
             if worker is None:
                 return run.pool.ask(method, args, all_of_them, behind=behind)
             if not 0 <= worker < self.num_workers:
@@ -479,7 +479,7 @@ class StreamPool:
         idle: dict[int, int] = {}
         begun = now_ns() if self._patient else 0
         while True:
-            seen = ring.alarms()
+            seen = ring.notices()
             if self._interrupts != generation:
                 raise InterruptedError("the epoch was interrupted, or the streams were closed")
             for consumer, post in waiting:
@@ -578,7 +578,7 @@ class StreamPool:
         if status == RAISED:
             return [], self._slots.error(cell, slot, capacity, record)
         if consumer.ring.ticket(cell)[2] > 1:
-            memory = self._arena.look(slot, capacity)
+            memory = self._arena.mapping_of(slot, capacity)
             items = parse(memory, record, encoded=self._encoded)
             if not record[5] & BROKEN:
                 return items, None

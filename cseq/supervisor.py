@@ -32,7 +32,7 @@ from cseq.launcher import describe_exit
 from cseq.launcher.base import FOREVER, KILL
 from cseq.pickling import dump
 from cseq.segment import Segment
-from cseq.stage import START_SHARE, look_ns, overdue
+from cseq.stage import START_SHARE, overdue, spin_ns
 from cseq.threads import Latch, Threads
 from cseq.worker import ENTERED, FAILED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
@@ -133,7 +133,7 @@ class Supervisor:
             offset = k * self._segment.width
             commit(self._segment.fd, offset, size)
             self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
-            self.rings[k].spin = look_ns()
+            self.rings[k].spin = spin_ns()
         self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
         for ring in self.rings:
             ring.arena = self.arena.slots
@@ -317,7 +317,7 @@ class Supervisor:
         ring = self.rings[at]
         held = [self._describe(owner, cell) for cell in ring.held(number)]
         ring.repost(number)
-        self.arena.bury(owner, self.rings)
+        self.arena.reclaim(owner, self.rings)
         if self.failure is not None:
             return
         error = self.deaths.count(owner - 1, exitcode, held, was_ready=worker.state == READY)
@@ -338,7 +338,7 @@ class Supervisor:
     def notify_all(self) -> None:
         """Wake the trainer at all rings."""
         for ring in self.rings:
-            ring.alarm()
+            ring.notify_all()
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread."""

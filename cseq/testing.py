@@ -58,7 +58,7 @@ POINTS = {
     "moved": "it has",
     "publish": "the batch is about to be published",
     "published": "it is; the trainer has not been woken",
-    "knock": "a waiting process is about to be woken",
+    "notify": "a waiting process is about to be woken",
 }
 PAUSE = 0.001  # seconds between two looks at what nothing signals
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._encoder import Hand
+from cseq._encoder import SlotEncoder
 from cseq._memory import HAS_GIL, SMALL, Block, Mapping, Memory, Window, address_of, commit, punch
-from cseq._placement import Placement
+from cseq._placement import SlotAllocator
 from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
 from cseq.memory_limit import MIB, check_available
@@ -27,7 +27,7 @@ from cseq.slot_size import FIRST, Need, room_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq._core import Seat
+    from cseq._core import Runner
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     loans: list[weakref.ref[Window]]
 
 
-class Writer(Hand):
+class Writer(SlotEncoder):
     """A worker's end of the arena: writes into the slot of its present ticket.
 
     Every mapping made is kept for the slot's next ticket, so that in the long run no system call
@@ -103,10 +103,10 @@ class Writer(Hand):
         self._turn_to(slot, capacity)
         if place and self._has_spare():
             mapping = self.mapped[slot]
-            self.placement.aim(mapping, capacity)  # type: ignore[union-attr]
-            self.aimed = mapping
+            self.placement.begin(mapping, capacity)  # type: ignore[union-attr]
+            self.target = mapping
 
-    def look(self, slot: int, capacity: int) -> Mapping:
+    def mapping_of(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of a slot; it need not be the present one."""
         mapping = self.mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
@@ -115,7 +115,7 @@ class Writer(Hand):
 
     def _turn_to(self, slot: int, capacity: int) -> None:
         """Make a slot the present one."""
-        self.memory = self.look(slot, capacity)
+        self.memory = self.mapping_of(slot, capacity)
         self.slot = slot
         self.capacity = capacity
         self.used = 0
@@ -128,13 +128,13 @@ class Writer(Hand):
         Only on Linux, and where one thread allocates at a time.
         """
         if sys.platform == "linux" and HAS_GIL:
-            self.placement = Placement()
+            self.placement = SlotAllocator()
 
     def settle(self) -> None:
         """Stop making arrays in the slot: the indexer has returned."""
         placement = self.placement
-        if self.aimed is not None and placement is not None:
-            placement.rest()
+        if self.target is not None and placement is not None:
+            placement.pause()
             self.watched = placement.count > 0
             if placement.live:
                 self.used = max(self.used, placement.used)
@@ -158,7 +158,7 @@ class Writer(Hand):
         MemoryError
             If there is no room for them; nothing has changed then.
         """
-        placement = self.placement if self.aimed is not None else None
+        placement = self.placement if self.target is not None else None
         used = self.used if placement is None else max(self.used, placement.used)
         offset = (used + (ALIGNMENT - 1)) & -ALIGNMENT
         end = offset + nbytes
@@ -247,9 +247,9 @@ class Writer(Hand):
                 "to again for another batch: keep a copy (array.copy())"
             )
 
-    def publish(self, seat: Seat, status: int, record: tuple[int, ...]) -> None:
+    def publish(self, runner: Runner, status: int, record: tuple[int, ...]) -> None:
         """Publish the ticket with what was written; the slot is the trainer's from now on."""
-        seat.publish(status, record, self.capacity, self.slot)
+        runner.publish(status, record, self.capacity, self.slot)
         if self._spares:
             self._spares = [spare for spare in self._spares if spare[0] != self.slot]
 
@@ -266,9 +266,9 @@ class Writer(Hand):
     def _leave(self) -> bool:
         """Stop making arrays in the slot; return whether arrays in it are alive."""
         placed = 0
-        if self.aimed is not None and self.placement is not None:
+        if self.target is not None and self.placement is not None:
             placed = self.placement.leave()
-        self.aimed = None
+        self.target = None
         return placed > 0 or any(loan() is not None for loan in self._loans)
 
     def _keep(self) -> None:

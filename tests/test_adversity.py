@@ -148,7 +148,7 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
         assert got == reference()
 
 
-POINTS = ["claim", "slice", "index", "encode", "publish", "published", "knock"]
+POINTS = ["claim", "slice", "index", "encode", "publish", "published", "notify"]
 
 
 FAULTY = """
@@ -179,10 +179,10 @@ with m.start_test("numpy"):
     expected = stream(m)
 for point in sys.argv[3:]:
     m.set_epoch(0)
-    # It knocks only where the trainer sleeps, which it does for a batch that takes so long.
-    Worker.seconds = 0.002 if point == "knock" else 0
+    # It notifies only where the trainer sleeps, which it does for a batch that takes so long.
+    Worker.seconds = 0.002 if point == "notify" else 0
     # A batch passes some points several times.
-    with testing.dying(point, 5 if point == "knock" else 23):
+    with testing.dying(point, 5 if point == "notify" else 23):
         m.start(compat=False)
     got = stream(m)
     print(point, got == expected, m.stats().restarts > 0)
@@ -816,7 +816,7 @@ class Paced:
 
 
 TAKING = (
-    "feed.py", "edge.py", "arena.py", "slot_size.py", "codec.py", "pools/process.py",
+    "feed.py", "transport.py", "arena.py", "slot_size.py", "codec.py", "pools/process.py",
     "pools/thread.py",
 )  # fmt: skip
 

@@ -273,7 +273,7 @@ def test_nothing_is_left_when_the_last_view_is_gone() -> None:
 def test_look_does_not_take(arena: Arena, writer: Writer) -> None:
     """A slot can be looked at without being lent."""
     writer.empty(MIB, np.uint8)[:] = 4
-    memory = arena.look(0, writer.capacity)
+    memory = arena.mapping_of(0, writer.capacity)
     assert whole(memory, MIB)[-1] == 4
     assert arena.leased == 0
     arena.release(0)
@@ -413,7 +413,7 @@ def test_the_limit_is_for_free_slots_too() -> None:
     for slot in slots:
         writer.begin(slot, arena.capacity(slot))
         writer.place(2 * MIB)
-        arena.look(slot, writer.capacity)
+        arena.mapping_of(slot, writer.capacity)
     for slot in slots:
         arena.release(slot)
     assert committed(arena) == 60 * MIB

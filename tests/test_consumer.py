@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cseq import codec
-from cseq._core import BatchIterator, Consumer, Order, Ring, Seat, ring_bytes
+from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
 from cseq._memory import Block, Mapping
 from cseq._slots import Lease, Slots
 from cseq.producer import Scratch
@@ -33,7 +33,7 @@ class Counter:
     def __init__(self, convert: Callable[[Any], Any] | None = None, **options: Any) -> None:
         self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
         self.held: list[Any] = [None, None]
-        self.seat = Seat(self.ring, 0, 1, last=True)
+        self.runner = Runner(self.ring, 0, 1, last=True)
         self.reads: list[Callable[[], Any]] = []  # what `read` does before it looks
         self.convert = convert
         self.consumer = Consumer(
@@ -73,9 +73,9 @@ class Counter:
 
     def work(self, batch: Any = "batch", status: int = 0) -> None:
         """Publish the next ticket."""
-        assert self.seat.claim() is True
-        self.held[self.seat.cell] = batch
-        self.seat.publish(status)
+        assert self.runner.claim() is True
+        self.held[self.runner.cell] = batch
+        self.runner.publish(status)
 
     def state(self) -> tuple[Any, ...]:
         """All that a step may change."""
@@ -247,15 +247,15 @@ def test_the_batch_is_taken_while_one_decodes_it() -> None:
 def test_unordered() -> None:
     """Unordered, whatever is finished comes out; the others stay where they are."""
     counter = Counter(ordered=False)
-    assert counter.seat.claim() is True  # the first one
-    other = Seat(counter.ring, 0, 1, last=True)
+    assert counter.runner.claim() is True  # the first one
+    other = Runner(counter.ring, 0, 1, last=True)
     assert other.claim() is True
     counter.held[other.cell] = "second"
     other.publish()
     assert counter.consumer.step() == "second"
     assert counter.consumer.step() is None
-    counter.held[counter.seat.cell] = "first"
-    counter.seat.publish()
+    counter.held[counter.runner.cell] = "first"
+    counter.runner.publish()
     assert counter.consumer.next() == "first"
 
 
@@ -275,7 +275,7 @@ class Slotted:
         self.mapped = [Mapping(fd, slot * PAGE, PAGE) for slot in range(8)]
         os.close(fd)
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
-        self.seat = Seat(self.ring, 0, 1, last=True)
+        self.runner = Runner(self.ring, 0, 1, last=True)
         small = None if reader is None else (self.mapped, reader, most, self.lend)
         self.consumer = Consumer(
             self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
@@ -303,10 +303,10 @@ class Slotted:
 
     def work(self, text: bytes = b"text") -> int:
         """Write to the slot of the next ticket, and publish it."""
-        assert self.seat.claim() is True
-        slot = self.seat.slot
+        assert self.runner.claim() is True
+        slot = self.runner.slot
         self.mapped[slot].store_bytes(0, text)
-        self.seat.publish(0, (0, 0, 0, len(text)))
+        self.runner.publish(0, (0, 0, 0, len(text)))
         return slot
 
 
@@ -358,12 +358,12 @@ class Written(Slotted):
 
     def write(self, batch: Any) -> None:
         """Write a batch to the slot of the next ticket, and publish it."""
-        assert self.seat.claim() is True
-        slot = self.mapped[self.seat.slot]
+        assert self.runner.claim() is True
+        slot = self.mapped[self.runner.slot]
         self.scratch.clear()
         record = codec.encode(batch, self.scratch)
         slot.store_from(0, self.scratch.memory, record.used)
-        self.seat.publish(0, record, PAGE)
+        self.runner.publish(0, record, PAGE)
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""
@@ -522,10 +522,10 @@ def test_a_batch_is_taken_while_one_converts_it() -> None:
 
 
 class Going:
-    """A run whose iterators may go on as long as `present` does not change."""
+    """A run whose iterators may go on as long as `generation` does not change."""
 
     def __init__(self) -> None:
-        self.present = 3
+        self.generation = 3
         self.turn = threading.RLock()
 
 
@@ -535,7 +535,7 @@ def test_the_iterator() -> None:
     following = iter(["next"])
 
     def go() -> Any:
-        assert run.turn._is_owned()  # type: ignore[attr-defined]
+        assert run.lock._is_owned()  # type: ignore[attr-defined]
         return next(following)
 
     batches = BatchIterator(run, counter.consumer, go)
@@ -551,8 +551,8 @@ def test_another_iterator() -> None:
     run, counter = Going(), Counter()
     batches = BatchIterator(run, counter.consumer, list)
     counter.work()
-    run.present = 4
+    run.generation = 4
     with pytest.raises(InterruptedError, match="newer iterator"):
         next(batches)
-    assert not run.turn._is_owned()  # type: ignore[attr-defined]
+    assert not run.lock._is_owned()  # type: ignore[attr-defined]
     assert counter.consumer.taken == 0

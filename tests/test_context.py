@@ -160,7 +160,7 @@ def test_empty_with_objects(kind: Kind) -> None:
 
 @every_kind
 def test_empty_in_a_thread_of_the_indexers_own(kind: Kind) -> None:
-    """A thread that an indexer starts is at no desk: plain arrays, and no generator."""
+    """A thread that an indexer starts is in no context: plain arrays, and no generator."""
 
     class Threads:
         def __getitem__(self, indices: Any) -> Any:
@@ -222,12 +222,12 @@ def test_at_close(kind: Kind, tmp_path: Any) -> None:
     assert batch.shape == (100_000,)
 
 
-# -- desks
+# -- contexts
 
 
-def test_desks_are_one_for_each_thread() -> None:
-    """A desk is seen by its own thread only, and the one left is there again afterwards."""
-    one, two = context.Desk(0, 2, 7), context.Desk(1, 2, 7)
+def test_contexts_are_one_for_each_thread() -> None:
+    """One is seen by its own thread only, and the one left is there again afterwards."""
+    one, two = context.BatchContext(0, 2, 7), context.BatchContext(1, 2, 7)
     assert context.enter(one) is None
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(cseq.worker_info()))

@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cseq import _core, _memory, _slots
-from cseq._core import FIELDS, PARK_NS, Ring, Seat, ring_bytes
-from cseq._encoder import Hand
+from cseq._core import FIELDS, PARK_NS, Ring, Runner, ring_bytes
+from cseq._encoder import SlotEncoder
 from cseq._memory import Block, Descriptor, Mapping, Memory, Window, address_of, commit, copy_of
 from cseq._plan import Plan
 from cseq._slots import Lease, Slots
@@ -377,11 +377,11 @@ def post(ring: Ring, *batches: int) -> list[int]:
     return cells
 
 
-def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Seat:
-    """Take a seat and a ticket."""
-    seat = Seat(ring, stage, owner, last=last)
-    assert seat.claim() is True
-    return seat
+def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Runner:
+    """Take a runner and a ticket."""
+    runner = Runner(ring, stage, owner, last=last)
+    assert runner.claim() is True
+    return runner
 
 
 def take(ring: Ring, *, ordered: bool = True) -> int | None:
@@ -397,17 +397,17 @@ def test_a_tickets_journey() -> None:
     ring.indices(cell)[:] = 7, -1
     ring.post(cell, 3, 2**63, 2**50, 2, start=2**47, slot=6, capacity=4096)
     assert ring.take() is None
-    seat = Seat(ring, 0, 2, last=True)
-    assert seat.claim() is True
-    assert (seat.cell, seat.epoch, seat.batch, seat.start) == (cell, 2**63, 2**50, 2**47)
-    assert (seat.slot, seat.capacity) == (6, 4096)
-    indices = seat.indices()
+    runner = Runner(ring, 0, 2, last=True)
+    assert runner.claim() is True
+    assert (runner.cell, runner.epoch, runner.batch, runner.start) == (cell, 2**63, 2**50, 2**47)
+    assert (runner.slot, runner.capacity) == (6, 4096)
+    indices = runner.indices()
     assert (indices.dtype, indices.tolist()) == (np.int64, [7, -1])
     indices[:] = 0
-    assert seat.indices().tolist() == [7, -1]
+    assert runner.indices().tolist() == [7, -1]
     assert ring.take() is None
     record = tuple(range(2**63, 2**63 + FIELDS))
-    seat.publish(0, record, 8192)
+    runner.publish(0, record, 8192)
     assert ring.take() == (cell, 0, 6, 8192, record)
     assert ring.ticket(cell) == (2**63, 2**50, 2)
     assert ring.take() is None
@@ -419,13 +419,13 @@ def test_ticket_order_and_order_of_completion() -> None:
     for ordered in (True, False):
         ring = make_ring()
         post(ring, 1, 2, 3)
-        seats = [claim(ring, owner) for owner in (1, 2, 3)]
-        assert [seat.batch for seat in seats] == [1, 2, 3]
-        seats[2].publish()
+        runners = [claim(ring, owner) for owner in (1, 2, 3)]
+        assert [runner.batch for runner in runners] == [1, 2, 3]
+        runners[2].publish()
         assert take(ring, ordered=ordered) == (None if ordered else 3)
-        seats[0].publish()
+        runners[0].publish()
         assert take(ring, ordered=ordered) == 1
-        seats[1].publish()
+        runners[1].publish()
         assert take(ring, ordered=ordered) == 2
         assert take(ring, ordered=ordered) == (3 if ordered else None)
 
@@ -434,7 +434,7 @@ def test_two_stages() -> None:
     """Between the stages a record is kept until the second one has published its own."""
     ring = make_ring()
     post(ring, 1)
-    first = Seat(ring, 0, 1, last=False)
+    first = Runner(ring, 0, 1, last=False)
     assert first.claim()
     assert ring.depths() == (0, 0, 0)
     first.publish(0, (1, 2, 3))
@@ -456,7 +456,7 @@ def test_a_failure_skips_the_second_stage() -> None:
     """A status other than 0 goes straight to the trainer."""
     ring = make_ring()
     post(ring, 1)
-    first = Seat(ring, 0, 1, last=False)
+    first = Runner(ring, 0, 1, last=False)
     assert first.claim()
     first.publish(1, (5,))
     taken = ring.take()
@@ -483,7 +483,7 @@ def test_a_queue() -> None:
     for cell in (0, 2):  # the runner waits for cell 1, whatever is behind it
         ring.post(cell, cell, 9, cell, 1)
     assert claim(ring).cell == 0
-    idle = Seat(ring, 0, 1, last=True)
+    idle = Runner(ring, 0, 1, last=True)
     idle.park = 0
     assert idle.claim() is False
     ring.post(1, 1, 9, 1, 1)
@@ -509,10 +509,10 @@ def test_what_a_dead_runner_held() -> None:
     assert sorted(ring.repost(1)) == cells[:2]
     assert ring.repost(1) == []
     assert ring.holder(cells[0]) == (0, 0)
-    seats = [claim(ring, 3) for _ in range(2)]
-    assert [seat.batch for seat in seats] == [1, 2]
-    for seat in seats:
-        seat.publish()
+    runners = [claim(ring, 3) for _ in range(2)]
+    assert [runner.batch for runner in runners] == [1, 2]
+    for runner in runners:
+        runner.publish()
     assert [take(ring), take(ring), take(ring)] == [1, 2, None]
 
 
@@ -555,12 +555,12 @@ def test_what_a_dead_runner_owned() -> None:
     first = o.publish(7, 3, 0)
     second = o.publish(7, 4, 3)  # in the slot that it has kept, and that is not settled
     assert o.ring.repost(7) == []
-    assert o.ring.bury(7) == [1, 2, 4]
-    assert o.ring.bury(7) == []
+    assert o.ring.reclaim(7) == [1, 2, 4]
+    assert o.ring.reclaim(7) == []
     assert not any(o.slots.is_taken(slot) for slot in (5, 6))
     o.take(second)
     o.take(first)
-    assert o.slots.free() == [0, 3, *range(5, 16)]  # 1, 2 and 4 are the caller's of `bury`
+    assert o.slots.free() == [0, 3, *range(5, 16)]  # 1, 2 and 4 are the caller's of `reclaim`
 
 
 def test_a_dead_runner_takes_nothing_that_others_own() -> None:
@@ -574,9 +574,9 @@ def test_a_dead_runner_takes_nothing_that_others_own() -> None:
     o.take(o.publish(2, 4, 3))  # before the first: 3 lacks what the first one brings
     assert o.slots.take(3)
     o.take(o.publish(5, 3, 1))  # now 3 is that of 5, and the sum of both is 3
-    assert o.ring.bury(3) == []
+    assert o.ring.reclaim(3) == []
     o.take(first)
-    assert (o.ring.bury(2), o.ring.bury(5)) == ([4], [3])
+    assert (o.ring.reclaim(2), o.ring.reclaim(5)) == ([4], [3])
 
 
 def test_what_a_dead_runner_owned_where_there_are_several_rings() -> None:
@@ -591,9 +591,9 @@ def test_what_a_dead_runner_owned_where_there_are_several_rings() -> None:
     a.take(a.publish(2, 4, 3))
     assert a.slots.take(3)
     b.take(b.publish(5, 3, 1))
-    assert b.ring.bury(3, [a.ring]) == []
-    assert b.ring.bury(5, [a.ring]) == [3]
-    assert a.ring.bury(2, [b.ring]) == [4]
+    assert b.ring.reclaim(3, [a.ring]) == []
+    assert b.ring.reclaim(5, [a.ring]) == [3]
+    assert a.ring.reclaim(2, [b.ring]) == [4]
 
 
 def test_a_slot_is_given_to_a_runner_before_it_is_settled() -> None:
@@ -606,7 +606,7 @@ def test_a_slot_is_given_to_a_runner_before_it_is_settled() -> None:
     o.take(o.publish(2, 4, 3))
     o.grant(3, 5)
     o.take(first)
-    assert (o.ring.bury(2), o.ring.bury(5)) == ([4], [3])
+    assert (o.ring.reclaim(2), o.ring.reclaim(5)) == ([4], [3])
 
 
 def test_abandoned_tickets() -> None:
@@ -632,9 +632,9 @@ def test_a_detached_slot() -> None:
     """A batch that has left its slot comes out without one."""
     ring = make_ring()
     post(ring, 1)
-    seat = claim(ring)
-    seat.detach()
-    seat.publish()
+    runner = claim(ring)
+    runner.detach()
+    runner.publish()
     taken = ring.take()
     assert taken is not None
     assert taken[2] == 0xFFFFFFFF
@@ -643,8 +643,8 @@ def test_a_detached_slot() -> None:
 def test_nothing_to_claim() -> None:
     """A claim with nothing to claim comes back after a while, and counts the time."""
     ring = make_ring()
-    seat = Seat(ring, 0, 2, last=True)
-    assert seat.claim() is False
+    runner = Runner(ring, 0, 2, last=True)
+    assert runner.claim() is False
     assert ring.idle_ns()[1] > 0
     assert ring.idle_ns()[0] == 0
 
@@ -655,8 +655,8 @@ def test_a_closed_ring() -> None:
     results: list[bool | None] = []
 
     def run() -> None:
-        seat = Seat(ring, 0, 1, last=True)
-        while (result := seat.claim()) is not None:
+        runner = Runner(ring, 0, 1, last=True)
+        while (result := runner.claim()) is not None:
             results.append(result)
 
     thread = threading.Thread(target=run)
@@ -667,7 +667,7 @@ def test_a_closed_ring() -> None:
     assert ring.closed
     assert True not in results
     post(ring, 1)
-    assert Seat(ring, 0, 2, last=True).claim() is None
+    assert Runner(ring, 0, 2, last=True).claim() is None
 
 
 def test_waiting_for_a_ticket() -> None:
@@ -676,10 +676,10 @@ def test_waiting_for_a_ticket() -> None:
     ring.wake_at = 1
 
     def run(owner: int) -> None:
-        seat = Seat(ring, 0, owner, last=True)
-        while (claimed := seat.claim()) is not None:
+        runner = Runner(ring, 0, owner, last=True)
+        while (claimed := runner.claim()) is not None:
             if claimed:
-                seat.publish(0, (seat.batch,))
+                runner.publish(0, (runner.batch,))
 
     threads = [threading.Thread(target=run, args=(owner,)) for owner in (1, 2)]
     for thread in threads:
@@ -703,21 +703,21 @@ def test_waiting_for_a_ticket() -> None:
 def wait_and_take(ring: Ring) -> int | None:
     """Take the next ticket, sleeping as long as there is none."""
     while True:
-        seen = ring.alarms()
+        seen = ring.notices()
         batch = take(ring)
         if batch is not None:
             return batch
         ring.wait(seen)
 
 
-def test_an_alarm_is_not_missed() -> None:
-    """An alarm between the look at `alarms` and the sleep ends the sleep at once."""
+def test_a_notification_is_not_missed() -> None:
+    """A notification between the look at `notices` and the sleep ends the sleep at once."""
     ring = make_ring()
     post(ring, 1)
-    for raise_alarm in (ring.alarm, ring.close, lambda: ring.repost(1)):
-        seen = ring.alarms()
-        raise_alarm()
-        assert ring.alarms() != seen
+    for notify in (ring.notify_all, ring.close, lambda: ring.repost(1)):
+        seen = ring.notices()
+        notify()
+        assert ring.notices() != seen
         ring.wait(seen, ns=2**63)  # it would sleep for centuries
 
 
@@ -726,7 +726,7 @@ def test_a_wait_is_bounded() -> None:
     ring = make_ring()
     post(ring, 1)
     for ordered in (True, False):
-        ring.wait(ring.alarms(), ordered, 1000)
+        ring.wait(ring.notices(), ordered, 1000)
     assert ring.take() is None
     assert PARK_NS == 100_000_000
 
@@ -740,9 +740,9 @@ def test_a_ring_in_shared_memory() -> None:
     attached = Ring(theirs)
     assert (attached.capacity, attached.memory) == (3, theirs)
     post(ring, 5)
-    seat = claim(attached, 2)
-    assert (seat.batch, seat.indices().tolist(), seat.ring) == (5, [5], attached)
-    seat.publish()
+    runner = claim(attached, 2)
+    assert (runner.batch, runner.indices().tolist(), runner.ring) == (5, [5], attached)
+    runner.publish()
     assert take(ring) == 5
 
 
@@ -754,13 +754,13 @@ def test_rings_in_one_memory() -> None:
     attached = [Ring(memory, at=k * nbytes) for k in range(3)]
     cells = [post(ring, k + 1)[0] for k, ring in enumerate(rings)]
     assert [ring.indices(cell)[0] for ring, cell in zip(attached, cells, strict=True)] == [1, 2, 3]
-    seen = rings[0].alarms()
-    attached[2].alarm()
-    assert {ring.alarms() for ring in rings} == {seen + 1}
+    seen = rings[0].notices()
+    attached[2].notify_all()
+    assert {ring.notices() for ring in rings} == {seen + 1}
     _core.wait_any(rings, cells, seen)  # it has changed
     for k in (2, 0, 1):
         claim(attached[k]).publish()
-        _core.wait_any(rings[k:], cells[k:], rings[0].alarms())
+        _core.wait_any(rings[k:], cells[k:], rings[0].notices())
         assert take(rings[k]) == k + 1
     for wrong in (lambda: Ring(memory, 4, 2, 1, at=3 * nbytes), lambda: Ring(memory, at=-1)):
         with pytest.raises((ValueError, IndexError)):
@@ -777,26 +777,26 @@ def test_several_tickets_are_waited_for() -> None:
     rng = random.Random(4)
     for _ in range(300):
         cells = [post(ring, 1)[0] for ring in rings]
-        seats = [claim(ring) for ring in rings]
+        runners = [claim(ring) for ring in rings]
         chosen = rng.randrange(2)
-        publisher = threading.Thread(target=seats[chosen].publish)
+        publisher = threading.Thread(target=runners[chosen].publish)
         publisher.start()
         while rings[chosen].depths()[2] == 0:
-            _core.wait_any(rings, cells, rings[0].alarms())
+            _core.wait_any(rings, cells, rings[0].notices())
         publisher.join()
-        seats[1 - chosen].publish()
+        runners[1 - chosen].publish()
         assert [take(ring) for ring in rings] == [1, 1]
 
 
 def test_a_ring_keeps_its_memory() -> None:
-    """Indices, seats and the ring keep the memory they lie on."""
+    """Indices, runners and the ring keep the memory they lie on."""
     ring = make_ring()
-    room, seat = ring.indices(0), Seat(ring, 0, 1, last=True)
+    room, runner = ring.indices(0), Runner(ring, 0, 1, last=True)
     assert room.shape == (2,)
     del ring
     gc.collect()
     room[:] = 4
-    assert seat.ring.indices(0).tolist() == [4, 4]
+    assert runner.ring.indices(0).tolist() == [4, 4]
 
 
 def test_the_spin_can_be_set() -> None:
@@ -805,7 +805,7 @@ def test_the_spin_can_be_set() -> None:
     assert ring.spin == 0
     ring.spin = 12
     assert Ring(ring.memory).spin == 12
-    assert Seat(ring, 0, 1, last=True).claim() is False
+    assert Runner(ring, 0, 1, last=True).claim() is False
 
 
 LONG = 4_000_000_000  # ns; no turn here takes nearly as long
@@ -814,12 +814,12 @@ LONG = 4_000_000_000  # ns; no turn here takes nearly as long
 @contextmanager
 def serving(ring: Ring) -> Iterator[None]:
     """Have a thread that publishes whatever it can claim."""
-    seat = Seat(ring, 0, 1, last=True)
+    runner = Runner(ring, 0, 1, last=True)
 
     def serve() -> None:
-        while seat.claim() is not None:
-            if seat.cell >= 0:
-                seat.publish()
+        while runner.claim() is not None:
+            if runner.cell >= 0:
+                runner.publish()
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -837,7 +837,7 @@ def alternate(ring: Ring, turns: int) -> None:
             post(ring, batch)
         for batch in (2 * turn, 2 * turn + 1):
             while (taken := ring.take()) is None:
-                ring.wait(ring.alarms())
+                ring.wait(ring.notices())
             assert ring.ticket(taken[0])[1] == batch
 
 
@@ -845,11 +845,11 @@ def alternate(ring: Ring, turns: int) -> None:
 def test_threads_take_turns_awake() -> None:
     """Trainer and runner hand the GIL over without going to sleep, and without being woken."""
     ring = make_ring(runners=1)
-    ring.turn = LONG
+    ring.gil_spin = LONG
     with serving(ring):
         alternate(ring, 50)
         assert ring.idle_ns() == [0]
-        assert ring.alarms() == 0
+        assert ring.notices() == 0
 
 
 @pytest.mark.skipif(not _memory.HAS_GIL, reason="nothing to take turns at")
@@ -859,13 +859,13 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
     But for one that has just seen it wait, and is held up by the system before it claims.
     """
     ring = make_ring(runners=1)
-    ring.turn = LONG
+    ring.gil_spin = LONG
     alone = 0
     with serving(ring):
         for batch in range(40):
             post(ring, batch)
             alone += all(ring.depths() == (1, 0, 0) for _ in range(1000))
-            ring.wait(ring.alarms())  # until it has published, let go of the GIL, and looks
+            ring.wait(ring.notices())  # until it has published, let go of the GIL, and looks
             assert take(ring) == batch
     assert alone > 20
 
@@ -873,19 +873,19 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
 def test_turns_that_never_come() -> None:
     """Looking in vain changes nothing: who sleeps is woken, and everything is delivered."""
     ring = make_ring(runners=2)  # the other one is never parked
-    ring.turn = 1000
+    ring.gil_spin = 1000
     ring.wake_at = 3
     with serving(ring):
         alternate(ring, 300)
 
 
-def test_an_alarm_ends_a_turn() -> None:
-    """A trainer that looks is told of an alarm at once."""
+def test_a_notification_ends_spinning() -> None:
+    """A trainer that spins sees a notification at once."""
     ring = make_ring()
-    ring.turn = LONG
+    ring.gil_spin = LONG
     post(ring, 1)
-    seen = ring.alarms()
-    ring.alarm()
+    seen = ring.notices()
+    ring.notify_all()
     ring.wait(seen)
     assert ring.waited_ns < LONG
 
@@ -896,9 +896,9 @@ BAD_RINGS: list[Callable[[], Any]] = [
     lambda: Ring(Block(10**7, zero=True), 4, 2, 70_000),
     lambda: Ring(Block(10)),
     lambda: Ring(Block(10**5, zero=True)),
-    lambda: Seat(make_ring(), 2, 1, last=True),
-    lambda: Seat(make_ring(), 0, 0, last=True),
-    lambda: Seat(make_ring(), 0, 4, last=True),
+    lambda: Runner(make_ring(), 2, 1, last=True),
+    lambda: Runner(make_ring(), 0, 0, last=True),
+    lambda: Runner(make_ring(), 0, 4, last=True),
     lambda: make_ring(size=2).post(0, 1, 1, 1, 3),
 ]
 
@@ -923,20 +923,22 @@ def test_bad_cells() -> None:
             use(4)
         with pytest.raises(OverflowError):
             use(-1)
-    for make in (lambda: Ring(None), lambda: Seat(None, 0, 1, last=True)):  # type: ignore[arg-type]
+    for make in (lambda: Ring(None), lambda: Runner(None, 0, 1, last=True)):  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             make()
 
 
-def test_a_seat_has_one_ticket() -> None:
+def test_a_runner_has_one_ticket() -> None:
     """A second claim before the publish is refused; so is everything without a ticket in hand."""
     ring = make_ring()
     post(ring, 1, 2)
-    seat = claim(ring)
+    runner = claim(ring)
     with pytest.raises(RuntimeError, match="in hand"):
-        seat.claim()
-    seat.publish()
-    for use in (seat.publish, seat.indices, seat.detach, lambda: seat.batch, lambda: seat.record):
+        runner.claim()
+    runner.publish()
+    uses = [runner.publish, runner.indices, runner.detach]
+    uses += [lambda: runner.batch, lambda: runner.record]
+    for use in uses:
         with pytest.raises(RuntimeError, match="no ticket"):
             use()
 
@@ -958,7 +960,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 3)), max_size=60)
 def test_any_history(steps: list[tuple[int, int]], ordered: bool, cells: int) -> None:
     """Whatever happens, a posted ticket is taken once or abandoned, and in its order."""
     ring = make_ring(cells=cells)
-    seats: dict[int, Seat] = {}
+    runners: dict[int, Runner] = {}
     posted: list[int] = []
     taken: list[int] = []
     batch = 0
@@ -967,12 +969,12 @@ def test_any_history(steps: list[tuple[int, int]], ordered: bool, cells: int) ->
             post(ring, batch)
             posted.append(batch)
             batch += 1
-        elif step <= 3 and owner not in seats and ring.depths()[0]:
-            seats[owner] = claim(ring, owner)
-        elif step == 4 and owner in seats:
-            seats.pop(owner).publish()
-        elif step == 5 and owner in seats:
-            assert len(ring.repost(seats.pop(owner).owner)) == 1
+        elif step <= 3 and owner not in runners and ring.depths()[0]:
+            runners[owner] = claim(ring, owner)
+        elif step == 4 and owner in runners:
+            runners.pop(owner).publish()
+        elif step == 5 and owner in runners:
+            assert len(ring.repost(runners.pop(owner).owner)) == 1
         elif step == 6 and (got := take(ring, ordered=ordered)) is not None:
             taken.append(got)
         elif step == 7 and owner == 1:
@@ -983,8 +985,8 @@ def test_any_history(steps: list[tuple[int, int]], ordered: bool, cells: int) ->
         assert ring.outstanding_count + ring.abandoned_count <= cells
     assert (taken == posted[: len(taken)]) if ordered else (set(taken) <= set(posted))
     assert len(set(taken)) == len(taken)
-    for seat in seats.values():
-        seat.publish()
+    for runner in runners.values():
+        runner.publish()
     while ring.depths()[0]:
         claim(ring).publish()
     while (got := take(ring, ordered=ordered)) is not None:
@@ -1029,7 +1031,7 @@ def test_all_this_with_naps() -> None:
     """Where there is no futex, naps do: every test of this file passes with them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__,
-         "-k", "wait or claim or clos or alarm or order or stage or any_history"],
+         "-k", "wait or claim or clos or notif or order or stage or any_history"],
         env=os.environ
         | {"CSEQ_WAIT": "nap", "PYTHONPATH": str(Path(_core.__file__).parents[1])},
         cwd=Path(__file__).parents[1],
@@ -1060,7 +1062,7 @@ def test_a_sequence_with_naps(run_script: Any) -> None:
 # -- a worker's slot
 
 
-class Slot(Hand):
+class Slot(SlotEncoder):
     """A hand that counts how often it was asked to go the long way."""
 
     __slots__ = ("begun",)
@@ -1106,7 +1108,7 @@ def test_laying_an_array() -> None:
     for begin, shape in enumerate([3, 2]):
         plan, arrays, objects = slot.match(FLOATS[:shape], None)  # type: ignore[misc]
         at = 128 * begin
-        assert slot.lay(plan, arrays) == (at + 64, 4, 16, 0)
+        assert slot.encode(plan, arrays) == (at + 64, 4, 16, 0)
         assert slot.used == at + 64 + 4 + 16
         assert slot.memory.view(at, F4, (shape,)).tolist() == [0, 1, 2][:shape]
         assert slot.memory.load_bytes(at + 64, 4) == b"plan"
@@ -1147,7 +1149,7 @@ def test_laying_does_not_leave_the_slot() -> None:
     slot.capacity = 83
     plan, arrays, _ = slot.match(FLOATS, None)  # type: ignore[misc]
     with pytest.raises(MemoryError, match="84"):
-        slot.lay(plan, arrays)
+        slot.encode(plan, arrays)
     assert slot.memory.load_bytes(0, 84) == bytes(84)
 
 
@@ -1158,7 +1160,7 @@ def test_laying_with_a_cast(shape: tuple[int, ...]) -> None:
     array = np.arange(shape[0], dtype="f4")[:: shape[0] // 3]
     plan, arrays, _ = slot.match(array, F8)  # type: ignore[misc]
     assert plan.casts == [True]
-    slot.lay(plan, arrays)
+    slot.encode(plan, arrays)
     assert slot.memory.view(0, F8, (3,)).tolist() == array.tolist()
 
 
@@ -1177,15 +1179,15 @@ def test_giving_a_batch() -> None:
     slot = make_slot()
     ring = make_ring()
     ring.post(0, 0, 0, 0, 1, slot=3, capacity=4096)
-    seat = claim(ring)
-    slot.turn(seat)
+    runner = claim(ring)
+    slot.turn(runner)
     assert not slot.begun
-    assert not slot.give(seat, [FLOATS])
-    assert seat.cell == 0
+    assert not slot.try_publish(runner, [FLOATS])
+    assert runner.cell == 0
     before = sys.getrefcount(FLOATS)
-    assert slot.give(seat, FLOATS)
+    assert slot.try_publish(runner, FLOATS)
     assert sys.getrefcount(FLOATS) == before
-    assert seat.cell == -1
+    assert runner.cell == -1
     assert ring.take() == (0, 0, 3, 4096, (64, 4, 16, 0, 0, 0))
 
 
@@ -1195,15 +1197,15 @@ def test_not_giving_a_batch() -> None:
     ring = make_ring()
     for number in (3, 4):
         ring.post(number - 3, number, 0, 0, 1, slot=number, capacity=4096)
-    seat = claim(ring)
+    runner = claim(ring)
     slot.loaned = True
-    slot.turn(seat)
-    assert not slot.give(seat, FLOATS)
-    assert seat.cell == 0
-    seat.publish()
+    slot.turn(runner)
+    assert not slot.try_publish(runner, FLOATS)
+    assert runner.cell == 0
+    runner.publish()
     slot.loaned = False
-    assert seat.claim() is True
-    slot.turn(seat)
+    assert runner.claim() is True
+    slot.turn(runner)
     assert slot.begun == [(3, 4096), (4, 4096)]
 
 

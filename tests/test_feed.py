@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupting import interrupted
 
-from cseq._core import Ring, Seat, now_ns, ring_bytes
+from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import Block
-from cseq.edge import Objects
 from cseq.feed import Feed, wake_at
 from cseq.sampler import Sampler
 from cseq.stage import INDEXER
+from cseq.transport import Objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class Stage:
         memory = Block(ring_bytes(buffer, batch_size, runners), zero=True)
         self.ring = Ring(memory, buffer, batch_size, runners)
         self.edge = Objects(buffer)
-        self.seats = [Seat(self.ring, INDEXER, k + 1, last=True) for k in range(runners)]
+        self.runners = [Runner(self.ring, INDEXER, k + 1, last=True) for k in range(runners)]
         self.raising: set[int] = set()
         self.act: Callable[[], None] = self.work
         self.checks = 0
@@ -60,19 +60,19 @@ class Stage:
         self.checks += 1
         self.act()
 
-    def claim(self, runner: int = 0) -> Seat:
+    def claim(self, runner: int = 0) -> Runner:
         """Claim a ticket."""
-        seat = self.seats[runner]
-        assert seat.claim() is True
-        return seat
+        runner = self.runners[runner]
+        assert runner.claim() is True
+        return runner
 
-    def finish(self, seat: Seat) -> None:
+    def finish(self, runner: Runner) -> None:
         """Publish the batch of a ticket, its indices, or an exception."""
-        batch = seat.indices()
+        batch = runner.indices()
         if self.raising & set(batch.tolist()):
-            self.edge.fail(seat, Broken(batch.tolist()))
+            self.edge.fail(runner, Broken(batch.tolist()))
         else:
-            self.edge.publish(seat, self.edge.write(seat, batch))
+            self.edge.publish(runner, self.edge.write(runner, batch))
 
     def work(self) -> None:
         """Do one ticket, if there is one."""
@@ -189,10 +189,10 @@ def test_numbers_on_a_ticket() -> None:
     """A ticket carries the epoch, the batch's number and its place, also after a resume."""
     stage = Stage()
     stage.feed.begin(7, consumed=4)
-    seat = stage.claim()
-    assert (seat.epoch, seat.batch, seat.start) == (7, 2, 4)
-    assert seat.indices().tolist() == [4, 5]
-    stage.finish(seat)
+    runner = stage.claim()
+    assert (runner.epoch, runner.batch, runner.start) == (7, 2, 4)
+    assert runner.indices().tolist() == [4, 5]
+    stage.finish(runner)
     assert stage.drain() == PAIRS[2:]
     assert stage.feed.consumer.done == 3
 
@@ -231,8 +231,8 @@ def test_what_is_not_skipped() -> None:
     """SystemExit and its like are no errors of a batch: they are raised in any case."""
     stage = Stage(skip_errors=True)
     stage.feed.begin(0)
-    seat = stage.claim()
-    stage.edge.fail(seat, SystemExit(3))
+    runner = stage.claim()
+    stage.edge.fail(runner, SystemExit(3))
     with pytest.raises(SystemExit):
         stage.feed.next()
     assert stage.drain() == PAIRS[1:]
@@ -300,13 +300,13 @@ def test_in_work() -> None:
         stage.feed.begin(4)
         assert stage.feed.in_work() == []
         before = now_ns()
-        seats = [stage.claim(1), stage.claim(0)]
+        runners = [stage.claim(1), stage.claim(0)]
         found = stage.feed.in_work()
         assert [owner for owner, _, _ in found] == owners
         assert found[0][2] == "epoch 4, batch 0, indices [0, 1]"
         assert all(before <= since <= now_ns() for _, since, _ in found)
-        for seat in seats:
-            stage.finish(seat)
+        for runner in runners:
+            stage.finish(runner)
         assert stage.feed.in_work() == []
 
 
@@ -332,7 +332,7 @@ def test_any_epochs(
     """However often an epoch is left, with tickets in whatever state: each one is complete."""
     stage = Stage(samples, size, buffer, 3, ordered)
     want = [list(range(k, min(k + size, samples))) for k in range(0, samples, size)]
-    held: list[Seat] = []
+    held: list[Runner] = []
 
     def act() -> None:
         while stage.ring.depths()[0]:
@@ -343,7 +343,7 @@ def test_any_epochs(
     stage.act = act
     for epoch, (take, hold) in enumerate(history):
         stage.feed.begin(epoch)
-        idle = [k for k in range(1, hold + 1) if stage.seats[k].cell < 0]
+        idle = [k for k in range(1, hold + 1) if stage.runners[k].cell < 0]
         held.extend(stage.claim(k) for k in idle[: stage.ring.depths()[0]])
         got = [stage.feed.next().tolist() for _ in range(min(take, len(want)))]
         assert (got == want[: len(got)]) if ordered else all(b in want for b in got)
@@ -357,11 +357,11 @@ def test_indices_are_in_the_ring() -> None:
     """A ticket's indices lie in its cell, where a worker that takes over finds them again."""
     stage = Stage()
     stage.feed.begin(0)
-    seat = stage.claim(1)
-    seat.indices()[:] = -1
+    runner = stage.claim(1)
+    runner.indices()[:] = -1
     stage.ring.repost(2)
     assert stage.claim(0).indices().tolist() == [0, 1]
-    assert stage.ring.indices(seat.cell).dtype == np.int64
+    assert stage.ring.indices(runner.cell).dtype == np.int64
 
 
 def strike(stage: Stage, countdown: int, got: list[Any]) -> bool:

@@ -12,11 +12,11 @@ from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, INLINE, Kind, by_name
 
 from cseq import context, indexer
-from cseq._core import Ring, Seat, ring_bytes
+from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
 from cseq.converter.output import Output
-from cseq.edge import Objects
 from cseq.stage import BATCH, INDEXER, RAISED
+from cseq.transport import Objects
 
 
 class Callable1:
@@ -174,17 +174,17 @@ class Bench:
 
     def __init__(self, made: Any, convert: Any = None) -> None:
         self.ring = Ring(Block(ring_bytes(2, 4, 1), zero=True), 2, 4, 1)
-        self.seat = Seat(self.ring, INDEXER, 1, last=True)
+        self.runner = Runner(self.ring, INDEXER, 1, last=True)
         self.edge = Objects(2)
-        self.work = indexer.Indexing(made, context.Desk(0, 1, 5), self.edge, convert).work
+        self.work = indexer.Indexing(made, context.BatchContext(0, 1, 5), self.edge, convert).work
 
     def do(self, *indices: int) -> tuple[int, Any]:
         """Post a ticket, work on it, take it: status and object."""
         cell = self.ring.vacant()
         self.ring.indices(cell)[: len(indices)] = indices
         self.ring.post(cell, 1, 2, 3, len(indices))
-        assert self.seat.claim()
-        self.work(self.seat)
+        assert self.runner.claim()
+        self.work(self.runner)
         taken = self.ring.take()
         assert taken is not None
         cell, status, slot, capacity, record = taken

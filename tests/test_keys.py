@@ -772,23 +772,23 @@ print(s.stats().restarts)
 
 
 @pytest.mark.parametrize("order", ["ordered", "unordered"])
-@pytest.mark.parametrize("point", ["claim", "encode", "move", "moved", "publish", "knock"])
+@pytest.mark.parametrize("point", ["claim", "encode", "move", "moved", "publish", "notify"])
 def test_death_at_every_labelled_point(
     run_script: RunScript, debug_build: Path, point: str, order: str
 ) -> None:
     """A worker killed between any two steps of claim, encode, publish loses nothing."""
-    count = {"knock": 2, "move": 3, "moved": 3}.get(point, 23)
+    count = {"notify": 2, "move": 3, "moved": 3}.get(point, 23)
     environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
     done = run_script(FAULTY, order, **environment)
     assert done.returncode == 0, done.stderr
     first, second, restarts = done.stdout.split()
     assert (first, second) == ("True", "True")
-    assert int(restarts) > 0 or point == "knock"  # it knocks only where the trainer sleeps
+    assert int(restarts) > 0 or point == "notify"  # it notifies only where the trainer sleeps
 
 
 # -- signal handlers
 
-STEPS = ("stream.py", "run.py", "edge.py", "arena.py", "codec.py", "failure.py", "payload.py")
+STEPS = ("stream.py", "run.py", "transport.py", "arena.py", "codec.py", "failure.py", "payload.py")
 MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 
 

@@ -20,11 +20,11 @@ from travelling import (
     Pair,
     Record,
     arrives_elsewhere,
-    lay_down,
     make,
     nbytes,
     read,
     travel,
+    write_batch,
 )
 
 from cseq import pickling
@@ -148,7 +148,7 @@ def test_what_goes_by_value_keeps_nothing_of_the_caller() -> None:
 
 def test_what_one_reader_writes_no_other_sees() -> None:
     """Readers map the file copy on write."""
-    laid = lay_down(Indexer(np.zeros(MEGA)))
+    laid = write_batch(Indexer(np.zeros(MEGA)))
     first, second = read(*laid), read(*laid)
     first.data[:] = 1
     third = read(*laid)

@@ -15,11 +15,11 @@ import pytest
 
 from cseq import MPSequence, codec, empty, failure
 from cseq import writer as writer_module
-from cseq._core import Ring, Seat, ring_bytes
+from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block, Mapping
-from cseq._placement import Placement
+from cseq._placement import SlotAllocator
 from cseq.arena import Arena
-from cseq.edge import SlotWriter
+from cseq.transport import SlotWriter
 from cseq.writer import SPARES, Writer
 
 if TYPE_CHECKING:
@@ -41,34 +41,34 @@ class Bench:
         self.arena = Arena()
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.ring.arena = self.arena.slots
-        self.seat = Seat(self.ring, 0, 1, last=True)
+        self.runner = Runner(self.ring, 0, 1, last=True)
         spares = self.arena.grant(1, SPARES)
         self.writer = Writer(self.arena.segment.fd, self.arena.segment.width, spares)
-        self.writer.placement = self.placement = Placement()
+        self.writer.placement = self.placement = SlotAllocator()
         self.slot = self.arena.acquire()
         self.capacity = self.arena.capacity(self.slot)
 
     def post(self) -> None:
         """Post a ticket, and have it claimed."""
         self.ring.post(0, 0, 0, 0, 0, slot=self.slot, capacity=self.capacity)
-        assert self.seat.claim()
+        assert self.runner.claim()
 
     def take(self) -> Any:
         """Return what was published, on the slot itself."""
         taken = self.ring.take()
         assert taken is not None
         _, _, self.slot, self.capacity, record = taken
-        return codec.decode(self.arena.look(self.slot, self.capacity), record)
+        return codec.decode(self.arena.mapping_of(self.slot, self.capacity), record)
 
     def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
         """Take one ticket through: what the trainer reads, on the slot itself."""
-        inlet = SlotWriter(self.writer, cast)
+        batch_writer = SlotWriter(self.writer, cast)
         self.post()
-        inlet.begin(self.seat)
+        batch_writer.begin(self.runner)
         made = make()
-        record = inlet.write(self.seat, made)
+        record = batch_writer.write(self.runner, made)
         del made
-        inlet.publish(self.seat, record)
+        batch_writer.publish(self.runner, record)
         return self.take()
 
     def learn(self, make: Callable[[], Any], cast: Any = None) -> None:
@@ -210,12 +210,12 @@ def test_an_array_in_a_cycle(bench: Bench) -> None:
 def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there is no room for a kept batch's copy, that is said, and what is kept stays."""
     bench.learn(fresh)
-    inlet = SlotWriter(bench.writer, None)
+    batch_writer = SlotWriter(bench.writer, None)
     bench.post()
-    inlet.begin(bench.seat)
+    batch_writer.begin(bench.runner)
     kept = bench.writer.empty(SIZE, np.float32)
     kept[:] = SOURCE + 1
-    record = inlet.write(bench.seat, kept)
+    record = batch_writer.write(bench.runner, kept)
 
     def full(*_: int) -> None:
         raise MemoryError("no room")
@@ -223,8 +223,8 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(writer_module, "commit", full)
         with pytest.raises(MemoryError, match="no room") as caught:
-            inlet.publish(bench.seat, record)
-        inlet.fail(bench.seat, caught.value)
+            batch_writer.publish(bench.runner, record)
+        batch_writer.fail(bench.runner, caught.value)
     del caught
     assert type(failure.unpack(bench.take())) is MemoryError
     np.testing.assert_array_equal(kept, SOURCE + 1)
@@ -363,16 +363,16 @@ def test_an_exception_holds_arrays_of_the_slot(bench: Bench) -> None:
         made = fresh()
         raise ValueError(made[3])
 
-    inlet = SlotWriter(bench.writer, None)
+    batch_writer = SlotWriter(bench.writer, None)
     bench.post()
-    inlet.begin(bench.seat)
+    batch_writer.begin(bench.runner)
     context = contextvars.copy_context()
     with pytest.raises(ValueError, match=r"4\.0") as caught:
-        context.run(Placement)  # as in the fixture's context
+        context.run(SlotAllocator)  # as in the fixture's context
         context.run(fails)
     held = caught.traceback[-1].frame.f_locals["made"]
     assert bench.placement.live == 1
-    inlet.fail(bench.seat, ValueError("x" * SIZE))
+    batch_writer.fail(bench.runner, ValueError("x" * SIZE))
     assert bench.placement.retired == 1
     np.testing.assert_array_equal(held, SOURCE + 1)
     assert failure.unpack(bench.take()).args == ("x" * SIZE,)
@@ -403,7 +403,7 @@ def test_a_slot_in_use_is_not_left(bench: Bench) -> None:
     def keep() -> Any:
         kept.append(fresh())
         with pytest.raises(RuntimeError, match="1 arrays lie in the slot"):
-            bench.placement.aim(mapping, 4096)
+            bench.placement.begin(mapping, 4096)
         return kept[0]
 
     np.testing.assert_array_equal(bench.batch(keep), SOURCE + 1)

@@ -284,9 +284,9 @@ class Ticket:
 
 def test_the_seeds_are_those_of_the_documentation() -> None:
     """docs/shuffle.md says how to compute them."""
-    desk = context.Desk(0, 1, 9)
-    desk.sit(Ticket())
-    seeds = seeding.Seeds(desk)
+    batch_context = context.BatchContext(0, 1, 9)
+    batch_context.set(Ticket())
+    seeds = seeding.Seeds(batch_context)
     before = states()
     try:
         seeds.open()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cseq._core import Ring, Seat, ring_bytes
+from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
-from cseq.stage import CONVERTER, INDEXER, LOOK_NS, look_ns, run
+from cseq.stage import CONVERTER, INDEXER, SPIN_NS, run, spin_ns
 
 
 def make_ring(cells: int = 4, runners: int = 2) -> Ring:
@@ -27,17 +27,17 @@ def post(ring: Ring, *batches: int) -> None:
 def test_runs_until_closed() -> None:
     """Every ticket is worked on, oldest first; a closed ring ends the loop."""
     ring = make_ring()
-    seat = Seat(ring, INDEXER, 1, last=True)
+    runner = Runner(ring, INDEXER, 1, last=True)
     done: list[int] = []
 
-    def work(seat: Seat) -> None:
-        done.append(seat.batch)
-        seat.publish()
+    def work(runner: Runner) -> None:
+        done.append(runner.batch)
+        runner.publish()
         if len(done) == 3:
             ring.close()
 
     post(ring, 5, 6, 7)
-    run(seat, work)
+    run(runner, work)
     assert done == [5, 6, 7]
 
 
@@ -51,7 +51,7 @@ def test_idle_when_nothing_comes() -> None:
         if len(calls) == 2:
             ring.close()
 
-    run(Seat(ring, INDEXER, 1, last=True), lambda seat: None, idle=idle)
+    run(Runner(ring, INDEXER, 1, last=True), lambda runner: None, idle=idle)
     assert len(calls) == 2
 
 
@@ -60,11 +60,11 @@ def test_a_defect_ends_the_runner() -> None:
     ring = make_ring()
     post(ring, 1)
 
-    def work(seat: Seat) -> None:
+    def work(runner: Runner) -> None:
         raise LookupError("defect")
 
     with pytest.raises(LookupError, match="defect"):
-        run(Seat(ring, INDEXER, 1, last=True), work)
+        run(Runner(ring, INDEXER, 1, last=True), work)
 
 
 def test_two_stages() -> None:
@@ -72,21 +72,21 @@ def test_two_stages() -> None:
     ring = make_ring()
     journal: list[Any] = []
 
-    def index(seat: Seat) -> None:
-        seat.publish(0, (seat.batch * 10,))
+    def index(runner: Runner) -> None:
+        runner.publish(0, (runner.batch * 10,))
 
-    def convert(seat: Seat) -> None:
-        seat.publish(0, (seat.record[0] + 1,))
+    def convert(runner: Runner) -> None:
+        runner.publish(0, (runner.record[0] + 1,))
 
     threads = [
-        threading.Thread(target=run, args=(Seat(ring, INDEXER, 1, last=False), index)),
-        threading.Thread(target=run, args=(Seat(ring, CONVERTER, 2, last=True), convert)),
+        threading.Thread(target=run, args=(Runner(ring, INDEXER, 1, last=False), index)),
+        threading.Thread(target=run, args=(Runner(ring, CONVERTER, 2, last=True), convert)),
     ]
     for thread in threads:
         thread.start()
     post(ring, 1, 2, 3, 4)
     while len(journal) < 4:
-        seen = ring.alarms()
+        seen = ring.notices()
         taken = ring.take()
         if taken is None:
             ring.wait(seen)
@@ -102,4 +102,4 @@ def test_two_stages() -> None:
 def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Who looks at the ring before it sleeps needs a core that the others do not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert look_ns() == (LOOK_NS if cores > 1 else 0)
+    assert spin_ns() == (SPIN_NS if cores > 1 else 0)

@@ -639,10 +639,10 @@ class Producer:
 
 assert _memory.DEBUG
 for point in sys.argv[2:]:
-    # It knocks only where the trainer sleeps, which it does for an item that takes so long.
-    Producer.seconds = 0.002 if point == "knock" else 0
+    # It notifies only where the trainer sleeps, which it does for an item that takes so long.
+    Producer.seconds = 0.002 if point == "notify" else 0
     # A ticket passes some points several times.
-    with testing.dying(point, 5 if point == "knock" else 23):
+    with testing.dying(point, 5 if point == "notify" else 23):
         s = Streams(Producer, 2, max_restarts=1000, prefetch=int(sys.argv[1]))
     whole = []
     for length in (300, 200):
@@ -660,7 +660,7 @@ def test_death_at_every_labelled_point(
     run_script: RunScript, debug_build: Path, prefetch: str
 ) -> None:
     """A worker killed between any two steps of claim, encode, publish loses nothing."""
-    points = ["claim", "encode", "publish", "published", "knock"]
+    points = ["claim", "encode", "publish", "published", "notify"]
     done = run_script(FAULTY, prefetch, *points, PYTHONPATH=str(debug_build))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{point} True True True" for point in points]
@@ -1350,7 +1350,7 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "run.py", "edge.py", "arena.py", "writer.py", "slot_size.py", "codec.py",
+    "stream.py", "run.py", "transport.py", "arena.py", "writer.py", "slot_size.py", "codec.py",
     "failure.py", "pickling.py",
 )  # fmt: skip
 
@@ -1366,14 +1366,14 @@ class Reading:
         s.begin(lengths)
         count = len(lengths)
         self.left = [plain(one_alone(w, count, n, producer)) for w, n in enumerate(lengths)]
-        self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
+        self.gil = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
         self.taken = 0
         self.round: Iterator[Any] = iter(s)
         self.held: list[BaseException] = []  # with what their frames have
 
     def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
         """Take an item, in turn or of a worker; return whether that was interrupted."""
-        worker = self.turns[0] if self.turns else 0
+        worker = self.gil[0] if self.gil else 0
         items: list[Any] = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
@@ -1389,10 +1389,10 @@ class Reading:
                 raise
         if items:
             assert plain(decoded(self.s, item) for item in items) == self.left[worker][:1]
-            del self.turns[0], self.left[worker][0]
+            del self.gil[0], self.left[worker][0]
             self.taken += 1
         else:
-            assert struck.is_set() or not self.turns
+            assert struck.is_set() or not self.gil
         return struck.is_set()
 
     def committed(self) -> list[Any]:
@@ -1407,7 +1407,7 @@ class Reading:
 
     def finish(self, how: str) -> None:
         """Take the rest; no slot may be lost then."""
-        while self.turns:
+        while self.gil:
             self.take(how)
         self.take(how)
         self.held.clear()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cseq import supervisor as supervisor_module
-from cseq._core import Seat, now_ns
+from cseq._core import Runner, now_ns
 from cseq.deaths import Deaths, Held
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.launcher import make_launcher
@@ -33,7 +33,7 @@ def obey(sock: socket.socket, local: Any = None) -> None:
     """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
     del local
     entered = enter(sock)
-    seat = Seat(entered.ring, INDEXER, entered.setup.owner, last=True)
+    runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
     for order in entered.setup.task:
         if order == ord("R"):
             send_state(sock, READY)
@@ -46,15 +46,15 @@ def obey(sock: socket.socket, local: Any = None) -> None:
         elif order == ord("S"):
             threading.Event().wait()
         elif order == ord("C"):
-            until_closed(seat)
+            until_closed(runner)
         elif order == ord("3"):
             os._exit(3)
-    until_closed(seat)
+    until_closed(runner)
 
 
-def until_closed(seat: Seat) -> None:
+def until_closed(runner: Runner) -> None:
     """Wait until the ring is closed."""
-    while seat.claim() is not None:
+    while runner.claim() is not None:
         pass
 
 
@@ -149,7 +149,7 @@ class Pool:
         """Sleep as the trainer does, until something has gone wrong."""
         (ring,) = self.supervisor.rings
         while self.supervisor.failure is None:
-            seen = ring.alarms()
+            seen = ring.notices()
             if self.supervisor.failure is None:
                 ring.wait(seen)
 

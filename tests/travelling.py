@@ -65,7 +65,7 @@ def make(*args: object, **options: object) -> Indexer:
     return Indexer((args, options))
 
 
-def lay_down(obj: object) -> tuple[Segment, codec.Record]:
+def write_batch(obj: object) -> tuple[Segment, codec.Record]:
     """Write an object to a file, as a supervisor does."""
     segment = Segment.for_slots()
     writer = Writer(segment.fd, segment.width)
@@ -83,7 +83,7 @@ def read(segment: Segment, record: codec.Record) -> Any:
 
 def travel(obj: object) -> Any:
     """Send an object through a file, as it goes to a worker."""
-    return read(*lay_down(obj))
+    return read(*write_batch(obj))
 
 
 def nbytes(obj: object) -> int:
@@ -99,7 +99,7 @@ def goes_by_value(obj: object) -> bool:
 
 def arrives_elsewhere(obj: object, expression: str) -> str:
     """Send an object to a new process, and evaluate an expression of `obj` there."""
-    segment, record = lay_down(obj)
+    segment, record = write_batch(obj)
     code = (
         "import mmap\nfrom cseq import codec\n"
         f"memory = mmap.mmap({segment.fd}, {record.used}, access=mmap.ACCESS_COPY)\n"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cseq.codec import map_leaves
 from cseq.converter.lane import Lane, UnderWay, open_lane
-from cseq.edge import Lost
+from cseq.transport import Lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

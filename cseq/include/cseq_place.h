@@ -42,7 +42,7 @@ typedef struct {
 
     void (*release)(void *owner); /* nothing lies in its region any more */
 
-    int aimed;       /* the indexer is making a batch, and may allocate in `at` */
+    int active;       /* the indexer is making a batch, and may allocate in `at` */
     cseq_region at;  /* its slot */
     uint64_t used;   /* bytes of that, from its beginning */
     uint32_t count;  /* large allocations of this ticket */
@@ -78,7 +78,7 @@ CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
 
 CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
-    if (!p->aimed || size < CSEQ_PLACE_LEAST || p->count >= CSEQ_PLACE_SEEN)
+    if (!p->active || size < CSEQ_PLACE_LEAST || p->count >= CSEQ_PLACE_SEEN)
         return p->malloc(p->ctx, size);
     uint32_t k = p->count++;
     void *made = p->wanted >> k & 1 ? cseq_place_take(p, size) : 0;
@@ -90,7 +90,7 @@ CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
 
 CSEQ_INLINE void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
-    if (!p->aimed || (size && count > (size_t)-1 / size) || count * size < CSEQ_PLACE_LEAST)
+    if (!p->active || (size && count > (size_t)-1 / size) || count * size < CSEQ_PLACE_LEAST)
         return p->calloc(p->ctx, count, size);
     void *made = cseq_place_malloc(ctx, count * size);
     return made ? memset(made, 0, count * size) : 0;
@@ -131,10 +131,10 @@ CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
 CSEQ_INLINE uint64_t cseq_place_leave(cseq_place *p) {
     cseq_region left = p->at;
     memset(&p->at, 0, sizeof p->at);
-    p->aimed = 0;
+    p->active = 0;
     if (left.live) {
         left.size = p->used;
-        p->retired[p->retired_count++] = left; /* cseq_place_aim has made room */
+        p->retired[p->retired_count++] = left; /* cseq_place_begin has made room */
     } else if (left.owner) {
         p->release(left.owner);
     }
@@ -143,7 +143,7 @@ CSEQ_INLINE uint64_t cseq_place_leave(cseq_place *p) {
 
 /* Serve the next allocations from a slot of which nothing is used. Nothing may be live in the last
  * one. 0, or an errno; then `owner` is not taken over. */
-CSEQ_INLINE int cseq_place_aim(cseq_place *p, void *base, uint64_t size, void *owner) {
+CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void *owner) {
     if (p->retired_count == p->retired_room) {
         uint32_t room = p->retired_room ? 2 * p->retired_room : 16;
         void *more = realloc(p->retired, room * sizeof(cseq_region));
@@ -157,7 +157,7 @@ CSEQ_INLINE int cseq_place_aim(cseq_place *p, void *base, uint64_t size, void *o
     p->at.owner = owner;
     p->used = 0;
     p->count = 0;
-    p->aimed = 1;
+    p->active = 1;
     return 0;
 }
 
@@ -205,7 +205,7 @@ CSEQ_INLINE void cseq_place_child(cseq_place *p) {
     if (p->at.live) {
         (void)cseq_place_leave(p);
     } else {
-        p->aimed = 0; /* its owner is not released here: that may call Python */
+        p->active = 0; /* its owner is not released here: that may call Python */
     }
     for (uint32_t k = 0; k < p->retired_count; k++) {
         cseq_region *r = &p->retired[k];

@@ -180,7 +180,7 @@ CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
 /* ── gates ────────────────────────────────────────────────────────────────────────────── */
 
 /* Announce a sleep; the caller looks once more after this, then waits for `event` to change.
- * SYNC: sleeper seen (gate_enter's swap, then the look; against the store, then gate_knock's load) */
+ * SYNC: sleeper seen (gate_enter's swap, then the look; against the store, then gate_notify's load) */
 CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     uint32_t seen = cseq_load_acq_u32(&g->event);
     cseq_swap_sc_u32(&g->asleep, 1);
@@ -188,7 +188,7 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
 }
 
 /* Wake all sleepers, also those about to sleep. */
-CSEQ_INLINE void cseq_gate_alarm(cseq_gate *g) {
+CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
     cseq_wake(&g->event);
@@ -196,11 +196,11 @@ CSEQ_INLINE void cseq_gate_alarm(cseq_gate *g) {
 
 /* Wake the sleepers, if the flag is set; one load if it is not.
  * A process that dies between the swap and the wake costs the sleepers one bounded sleep; the
- * trainer raises the alarm when it learns of a death.
+ * trainer notifies all when it learns of a death.
  * SYNC: sleeper seen */
-CSEQ_INLINE void cseq_gate_knock(cseq_gate *g) {
+CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
-        CSEQ_POINT("knock");
+        CSEQ_POINT("notify");
         cseq_add_sc_u32(&g->event, 1);
         cseq_wake(&g->event);
     }
@@ -216,7 +216,7 @@ CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
 /* Where a runner should look: an open cell, or CSEQ_NONE. The cell's word into `word`.
  * A look at several cells is no snapshot: of two tickets it may see the later one alone. So a queue's
  * runner looks at one cell of the round, and the trainer fills the cell before the one behind it. */
-CSEQ_INLINE int cseq_ring_look(const cseq_ring *r, uint32_t stage, uint64_t *word) {
+CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
     const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
     for (uint32_t c = n; c < r->capacity; c++) {
@@ -239,7 +239,7 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
     uint64_t w = 0;
     int c;
-    while ((c = cseq_ring_look(r, stage, &w)) != CSEQ_NONE) {
+    while ((c = cseq_ring_find_open(r, stage, &w)) != CSEQ_NONE) {
         uint64_t mine = CSEQ_WORD(CSEQ_TICKET(w), owner, open + 1);
         if (cseq_cas_sc_u64(&cseq_ring_cell(r, (uint32_t)c)->word, w, mine)) {
             CSEQ_POINT("claim");
@@ -305,17 +305,17 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
     CSEQ_POINT("published");
     if (next == CSEQ_INDEXED) {
-        cseq_gate_knock(&r->gate[1]);
+        cseq_gate_notify(&r->gate[1]);
     } else {
         uint32_t wanted = cseq_load_sc_u32(&r->gate[2].wanted);
-        if (wanted == 0 || wanted == cell + 1) cseq_gate_knock(cseq_ring_output(r));
+        if (wanted == 0 || wanted == cell + 1) cseq_gate_notify(cseq_ring_output(r));
     }
 }
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
 /* Offer a FREE cell, all its fields written; in a queue, the one behind the last one posted.
- * Does not wake: see cseq_gate_knock(&r->gate[0]). SYNC: ticket visible to runner */
+ * Does not wake: see cseq_gate_notify(&r->gate[0]). SYNC: ticket visible to runner */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     c->home = c->slot;
@@ -371,9 +371,9 @@ CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
 }
 
 /* Wake all who sleep at this ring. */
-CSEQ_INLINE void cseq_ring_alarm(cseq_ring *r) {
-    for (int g = 0; g < 2; g++) cseq_gate_alarm(&r->gate[g]);
-    cseq_gate_alarm(cseq_ring_output(r));
+CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
+    for (int g = 0; g < 2; g++) cseq_gate_notify_all(&r->gate[g]);
+    cseq_gate_notify_all(cseq_ring_output(r));
 }
 
 /* Post again what `owner` held, which must be gone for certain and not yet replaced; cells into
@@ -401,18 +401,18 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     }
     for (int s = 0; s < 2; s++)
         if (cseq_load_rlx_u32(&r->spinner[s]) == owner) cseq_store_rlx_u32(&r->spinner[s], 0);
-    cseq_ring_alarm(r); /* its last knock may be missing */
+    cseq_ring_notify_all(r); /* its last notify may be missing */
     return count;
 }
 
-/* How often the trainer was woken. Taken before it looks at anything that an alarm announces
- * (a failure, a close), and given to doze: an alarm in between ends the doze at once. */
-CSEQ_INLINE uint32_t cseq_ring_alarms(const cseq_ring *r) {
+/* How often the trainer was woken. Taken before it looks at anything that a notification announces
+ * (a failure, a close), and given to wait_ready: a notification in between ends the wait at once. */
+CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
 
 /* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. */
-CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
+CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(r);
     cseq_swap_sc_u32(&r->gate[2].wanted, (uint32_t)(cell + 1));
     (void)cseq_gate_enter(g);
@@ -427,8 +427,8 @@ CSEQ_INLINE void cseq_ring_doze(cseq_ring *r, int cell, uint32_t seen, uint64_t 
 }
 
 /* Sleep up to `ns` until one of some cells may be ready, each of a ring of its own; the rings have
- * one output gate. As cseq_ring_doze. SYNC: sleeper seen */
-CSEQ_INLINE void cseq_ring_doze_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
+ * one output gate. As cseq_ring_wait_ready. SYNC: sleeper seen */
+CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
                                     uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(rings[0]);
     int ready = 0;
@@ -443,7 +443,7 @@ CSEQ_INLINE void cseq_ring_doze_any(cseq_ring **rings, const uint32_t *cells, ui
 /* No more tickets: runners that find nothing to claim leave. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
-    cseq_ring_alarm(r);
+    cseq_ring_notify_all(r);
 }
 
 #endif

@@ -231,7 +231,7 @@ class ForkServer:
         return news
 
     def _take(self, record: Record) -> None:
-        """Hand a record to its child, and forget a child with its last record."""
+        """SlotEncoder a record to its child, and forget a child with its last record."""
         child = self._children[record.serial]
         child.learn(record)
         if child.exited:

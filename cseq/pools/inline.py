@@ -31,11 +31,13 @@ class InlinePool:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._sampler = job.sampler
-        self._desk = context.Desk(0, 1, job.seed)
+        self._batch_context = context.BatchContext(0, 1, job.seed)
         convert = None if job.output.kind == "null" else Converter(job.output).convert
-        self._runner = InlineRunner(job.sampler, self._desk, here, self, convert, self._raised)
+        self._runner = InlineRunner(
+            job.sampler, self._batch_context, here, self, convert, self._raised
+        )
         if job.seed_globals:
-            self._runner.seeds = Seeds(self._desk, self._is_making)
+            self._runner.seeds = Seeds(self._batch_context, self._is_making)
             self._runner.loaded = self._runner.seeds.loaded
         self._made: Any = None  # the indexer
         self._hint = indexer.LabelHint(job.output, log.warning)
@@ -73,7 +75,7 @@ class InlinePool:
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
         if self._runner.indexer is None:
-            left = context.enter(self._desk)
+            left = context.enter(self._batch_context)
             try:
                 self._runner.indexer = self._made = self._build()
                 self._hint.watch(self._runner)
@@ -134,8 +136,8 @@ class InlinePool:
         self._runner.batches = 0
         if self._runner.seeds is not None:
             self._runner.seeds.close()
-        self._desk.rise()
-        left = context.enter(self._desk)
+        self._batch_context.clear()
+        left = context.enter(self._batch_context)
         try:
             indexer.dispose(self._job.worker, made, copied=False)
         finally:

@@ -3,7 +3,7 @@
 ::
 
     trainer                                        worker process
-      Feed ── tickets, indices ──► ring ─────────►  Seat ── indices ──► indexer
+      Feed ── tickets, indices ──► ring ─────────►  Runner ── indices ──► indexer
       SlotReader ◄── views ── slots (arena) ◄─────  SlotWriter ◄── batch
       Supervisor ◄── end of file ── socket ──────►  `main`; ends when its socket does
 """
@@ -19,20 +19,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
-from cseq._core import Seat
+from cseq._core import Runner
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.export import Receiver
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.converter.page_locks import PageLocks
 from cseq.deaths import Deaths, Held
-from cseq.edge import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.feed import Feed, wake_at
 from cseq.launcher import ENTRY, make_launcher
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
+from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.worker import FAILED, NOTED, READY, enter, send_state
 from cseq.writer import SPARES
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cseq._core import Ring
-    from cseq.edge import Outlet
     from cseq.pools import Job
     from cseq.stats import Stats
+    from cseq.transport import BatchReader
     from cseq.worker import Entered
 
 __all__ = ["ProcessPool", "main"]
@@ -80,11 +80,11 @@ def main(sock: socket.socket, local: Any = None) -> None:
     """
     entered = enter(sock, grace_ns=_grace_ns)
     task = entered.setup.task
-    seat = Seat(entered.ring, task.stage, entered.setup.owner, last=task.last)
+    runner = Runner(entered.ring, task.stage, entered.setup.owner, last=task.last)
     if task.stage == CONVERTER:
-        _convert(sock, task, seat, entered)
+        _convert(sock, task, runner, entered)
     else:
-        _index(sock, task, seat, entered, local)
+        _index(sock, task, runner, entered, local)
 
 
 def _grace_ns(task: Task) -> int:
@@ -92,11 +92,11 @@ def _grace_ns(task: Task) -> int:
     return TIDY_NS if task.stage == CONVERTER else 0
 
 
-def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local: Any) -> None:
+def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, local: Any) -> None:
     """Make the indexer and index until the ring is closed."""
-    desk = context.Desk(entered.setup.number, task.num_workers, task.seed)
-    context.enter(desk)
-    seeds = Seeds(desk) if task.seed_globals else None
+    batch_context = context.BatchContext(entered.setup.number, task.num_workers, task.seed)
+    context.enter(batch_context)
+    seeds = Seeds(batch_context) if task.seed_globals else None
     try:
         if seeds is not None:
             seeds.open()
@@ -106,23 +106,23 @@ def _index(sock: socket.socket, task: Task, seat: Seat, entered: Entered, local:
         send_state(sock, FAILED, failure.pack(error))
         return
     send_state(sock, READY)
-    desk.allocator = entered.writer
+    batch_context.allocator = entered.writer
     entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
-    os.register_at_fork(after_in_child=partial(setattr, desk, "allocator", None))
-    inlet = SlotWriter(entered.writer, task.cast)
-    indexing = indexer.Indexing(made, desk, inlet, seeds=seeds)
+    os.register_at_fork(after_in_child=partial(setattr, batch_context, "allocator", None))
+    batch_writer = SlotWriter(entered.writer, task.cast)
+    indexing = indexer.Indexing(made, batch_context, batch_writer, seeds=seeds)
 
     def tell(note: str) -> None:
         send_state(sock, NOTED, note.encode())
 
     indexer.LabelHint(task.output, tell).watch(indexing)
-    run(seat, indexing.work)
-    desk.rise()
+    run(runner, indexing.work)
+    batch_context.clear()
     indexer.dispose(worker, made, copied=True)
 
 
-def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> None:
+def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) -> None:
     """Convert until the ring is closed."""
     try:
         converter = CudaConverter(task.output)
@@ -131,16 +131,16 @@ def _convert(sock: socket.socket, task: Task, seat: Seat, entered: Entered) -> N
         return
     threading.Thread(target=_tidy_on_hangup, args=(sock, converter), daemon=True).start()
     send_state(sock, READY)
-    source, inlet = SlotSource(entered.writer), SlotWriter(entered.writer, None)
+    source, batch_writer = SlotSource(entered.writer), SlotWriter(entered.writer, None)
 
-    def work(seat: Seat) -> None:
+    def work(runner: Runner) -> None:
         try:
-            record = inlet.write(seat, converter.export(source.fetch(seat)))
-            inlet.publish(seat, record)
+            record = batch_writer.write(runner, converter.export(source.fetch(runner)))
+            batch_writer.publish(runner, record)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            inlet.fail(seat, error)
+            batch_writer.fail(runner, error)
 
-    run(seat, work, idle=converter.reap)
+    run(runner, work, idle=converter.reap)
     converter.close()
 
 
@@ -194,7 +194,7 @@ class ProcessPool(Feed):
         super().__init__(
             ring,
             job.sampler,
-            self._make_outlet(ring),
+            self._make_batch_reader(ring),
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._raise_failure,
@@ -207,8 +207,8 @@ class ProcessPool(Feed):
     def open(self) -> None:
         """Start the processes, and converter threads if converters are threads."""
         job = self._job
-        if isinstance(self._outlet, Objects):
-            add_converters(job, self._ring, self._reader, self._outlet, self._group)
+        if isinstance(self._batch_reader, Objects):
+            add_converters(job, self._ring, self._reader, self._batch_reader, self._group)
             self._group.start()
         self.supervisor.start(
             job.worker,
@@ -226,7 +226,7 @@ class ProcessPool(Feed):
         converter = Converter(self._job.output)
         return converter.convert, converter.leaf_for
 
-    def _make_outlet(self, ring: Ring) -> Outlet:
+    def _make_batch_reader(self, ring: Ring) -> BatchReader:
         """Return where batches come out."""
         if self._receiver is not None:
             convert = Converter(self._job.output).convert

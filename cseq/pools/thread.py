@@ -10,27 +10,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq import context, indexer
-from cseq._core import Ring, Seat, now_ns, ring_bytes
+from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
 from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.host import Converter
-from cseq.edge import Objects
 from cseq.errors import WorkerTimeout
 from cseq.feed import Feed, wake_at
-from cseq.stage import CONVERTER, INDEXER, look_ns, overdue, run
+from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
+from cseq.transport import Objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.edge import Source
     from cseq.pools import Job
+    from cseq.transport import Source
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
 
 log = logging.getLogger("cseq")
 
-TURN_NS = 50_000  # what it costs all sides if the GIL changes hands by sleeping, twice
+GIL_SPIN_NS = 50_000  # what it costs all sides if the GIL changes hands by sleeping, twice
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
 LOOK_SECONDS = 0.5  # how often a thread looks whether its indexer is still wanted
 
@@ -62,7 +62,7 @@ class ThreadGroup:
         """Keep what went wrong first, and wake the consumer."""
         if self.failure is None:
             self.failure = error
-        self._ring.alarm()
+        self._ring.notify_all()
 
     def check(self) -> None:
         """Raise what has ended a thread."""
@@ -87,27 +87,29 @@ class ThreadGroup:
 
 
 def add_converters(
-    job: Job, ring: Ring, source: Source, inlet: Objects, group: ThreadGroup
+    job: Job, ring: Ring, source: Source, batch_writer: Objects, group: ThreadGroup
 ) -> None:
     """Add the second stage, in threads: from `source` to objects, each on a stream of its own."""
     first = job.num_workers + 1
     for number in range(job.num_converters):
-        seat = Seat(ring, CONVERTER, first + number, last=True)
-        group.add(f"cseq-c{number}", partial(_convert, job, seat, source, inlet))
+        runner = Runner(ring, CONVERTER, first + number, last=True)
+        group.add(f"cseq-c{number}", partial(_convert, job, runner, source, batch_writer))
 
 
-def _convert(job: Job, seat: Seat, source: Source, inlet: Objects) -> None:
+def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
     """Convert until the ring is closed."""
     converter = CudaConverter(job.output)
 
-    def work(seat: Seat) -> None:
+    def work(runner: Runner) -> None:
         try:
-            inlet.publish(seat, inlet.write(seat, converter.convert(source.fetch(seat))))
+            batch_writer.publish(
+                runner, batch_writer.write(runner, converter.convert(source.fetch(runner)))
+            )
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            inlet.fail(seat, error)
+            batch_writer.fail(runner, error)
 
     try:
-        run(seat, work, idle=converter.reap)
+        run(runner, work, idle=converter.reap)
     finally:
         converter.close()
 
@@ -124,9 +126,9 @@ class ThreadPool(Feed):
         ring = Ring(memory, job.buffer, job.room, runners)
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         if HAS_GIL:
-            ring.turn = look_ns(TURN_NS)
+            ring.gil_spin = spin_ns(GIL_SPIN_NS)
         else:
-            ring.spin = look_ns()
+            ring.spin = spin_ns()
         self._edge = Objects(job.buffer)
         self._group = ThreadGroup(ring)
         self._closed = False
@@ -157,18 +159,18 @@ class ThreadPool(Feed):
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed."""
         job = self._job
-        desk = context.Desk(number, job.num_workers, job.seed)
-        context.enter(desk)
+        batch_context = context.BatchContext(number, job.num_workers, job.seed)
+        context.enter(batch_context)
         made = self._make(number, job.worker)
         if made is None:
             return
-        seat = Seat(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        indexing = indexer.Indexing(made, desk, self._edge, convert=self._converter())
+        runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
+        indexing = indexer.Indexing(made, batch_context, self._edge, convert=self._converter())
         self._hint.watch(indexing)
         try:
-            run(seat, indexing.work)
+            run(runner, indexing.work)
         finally:
-            desk.rise()
+            batch_context.clear()
             del indexing.indexer  # before its first batch, what stands in for it refers back
             indexer.dispose(job.worker, made, copied=False)
 

@@ -35,9 +35,9 @@ class Room:
 def room() -> Iterator[Room]:
     """Collate as in a worker."""
     before = dict(names.collate_map)
-    desk = context.Desk(0, 1, 0)
-    desk.allocator = room = Room()
-    left = context.enter(desk)
+    batch_context = context.BatchContext(0, 1, 0)
+    batch_context.allocator = room = Room()
+    left = context.enter(batch_context)
     collate.stack_in_slots()
     try:
         yield room

@@ -11,5 +11,5 @@
 #include "cseq_place.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
-#include "cseq_turn.h"
+#include "cseq_gil.h"
 #include "cseq_wait.h"

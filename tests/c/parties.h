@@ -52,7 +52,7 @@ typedef struct {
     uint32_t stage, owner;
     int last;          /* no stage follows */
     uint64_t *latest;  /* 1 + the ticket of the round that a queue's runner has claimed last */
-    cseq_turn *turn;   /* 0: it takes no turns */
+    cseq_gil *turn;   /* 0: it takes no turns */
 } seat;
 
 /* A cell, CSEQ_NONE after a sleep, CSEQ_CLOSED. */
@@ -60,7 +60,7 @@ static int runner_claim(const seat *s, uint64_t ns) {
     if (cseq_ring_closed(s->ring)) return CSEQ_CLOSED;
     int cell = cseq_ring_claim(s->ring, s->stage, s->owner);
     if (cell < 0)
-        cell = s->turn ? cseq_turn_await(s->turn, s->ring, s->stage, s->owner, ns)
+        cell = s->turn ? cseq_gil_await(s->turn, s->ring, s->stage, s->owner, ns)
                        : cseq_ring_await(s->ring, s->stage, s->owner, ns);
     if (cell >= 0)
         (cseq_store_rlx_u64)(&cseq_ring_cell(s->ring, (uint32_t)cell)->started_ns, 1);
@@ -107,7 +107,7 @@ CSEQ_INLINE void runner_publish(const seat *s, uint32_t cell) {
 
 typedef struct {
     cseq_ring *ring;
-    cseq_turn *turn; /* 0: it takes no turns */
+    cseq_gil *turn; /* 0: it takes no turns */
     uint32_t order[MOST_CELLS], first, outstanding;
     uint32_t abandoned[MOST_CELLS], abandoned_count;
     uint32_t next_cell, unwoken, wake_at;
@@ -140,7 +140,7 @@ static int trainer_vacant(const trainer *t) {
 
 static void trainer_wake(trainer *t) {
     t->unwoken = 0;
-    cseq_gate_knock(&t->ring->gate[0]);
+    cseq_gate_notify(&t->ring->gate[0]);
 }
 
 static void trainer_post(trainer *t, uint32_t cell) {
@@ -159,7 +159,7 @@ static void trainer_post(trainer *t, uint32_t cell) {
     if (cell < cseq_ring_round(t->ring)) t->next_cell = (cell + 1) % cseq_ring_round(t->ring);
     cseq_ring_post(t->ring, cell, ticket);
     t->posted++;
-    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_turn_seen(t->turn))) trainer_wake(t);
+    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_gil_is_spinning(t->turn))) trainer_wake(t);
 }
 
 static void trainer_sweep(trainer *t) {
@@ -267,11 +267,11 @@ static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
     int cell = -1;
     if (t->ordered && t->outstanding) cell = (int)t->order[t->first];
     if (t->turn) {
-        cseq_turn_doze(t->turn, t->ring, cell, seen, ns, &t->unwoken);
+        cseq_gil_wait_ready(t->turn, t->ring, cell, seen, ns, &t->unwoken);
         return;
     }
     if (t->unwoken) trainer_wake(t);
-    cseq_ring_doze(t->ring, cell, seen, ns);
+    cseq_ring_wait_ready(t->ring, cell, seen, ns);
 }
 
 CSEQ_INLINE int trainer_finished(const trainer *t) {
@@ -282,7 +282,7 @@ CSEQ_INLINE int trainer_finished(const trainer *t) {
 static int trainer_next(trainer *t, const uint32_t *failed, uint64_t ns) {
     trainer_refill(t);
     while (!trainer_take(t)) {
-        uint32_t seen = cseq_ring_alarms(t->ring);
+        uint32_t seen = cseq_ring_notices(t->ring);
         if (failed && cseq_load_acq_u32(failed)) return 0;
         trainer_refill(t);
         if (trainer_finished(t)) return 0;

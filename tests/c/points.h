@@ -80,7 +80,7 @@ CSEQ_INLINE uint32_t point_swap_sc_u32(const char *place, uint32_t *p, uint32_t 
     }
 #endif
 #ifdef M_KNOCK_ORDER
-    if (PLACE("cseq_gate_knock")) return cseq_load_sc_u32(p);
+    if (PLACE("cseq_gate_notify")) return cseq_load_sc_u32(p);
 #endif
     ON_RMW();
     return cseq_swap_sc_u32(p, v);
@@ -100,10 +100,10 @@ CSEQ_INLINE uint64_t point_swap_sc_u64(const char *place, uint64_t *p, uint64_t 
 CSEQ_INLINE uint32_t point_add_sc_u32(const char *place, uint32_t *p, uint32_t v) {
     point(place);
 #ifdef M_NO_EVENT
-    if (PLACE("cseq_gate_knock")) return 0;
+    if (PLACE("cseq_gate_notify")) return 0;
 #endif
 #ifdef M_NO_ALARM
-    if (PLACE("cseq_gate_alarm")) return 0;
+    if (PLACE("cseq_gate_notify_all")) return 0;
 #endif
     ON_RMW();
     return cseq_add_sc_u32(p, v);
@@ -138,12 +138,12 @@ CSEQ_INLINE void point_wait(const char *place, uint32_t *word, uint32_t seen, ui
 CSEQ_INLINE void point_wake(const char *place, uint32_t *word) {
     point(place);
 #ifdef M_NO_WAKE
-    if (PLACE("cseq_gate_knock")) return;
+    if (PLACE("cseq_gate_notify")) return;
 #endif
     ring_wake(word);
 #ifdef M_KNOCK_ORDER
     point(place);
-    if (PLACE("cseq_gate_knock")) cseq_swap_sc_u32(word + 1, 0); /* asleep */
+    if (PLACE("cseq_gate_notify")) cseq_swap_sc_u32(word + 1, 0); /* asleep */
 #endif
 }
 
@@ -163,6 +163,6 @@ CSEQ_INLINE void point_wake(const char *place, uint32_t *word) {
 #define cseq_wake(word) point_wake(__func__, word)
 
 #include "cseq_fault.h"
-#include "cseq_turn.h"
+#include "cseq_gil.h"
 
 #endif

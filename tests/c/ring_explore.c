@@ -319,7 +319,7 @@ static void watcher_body(void) {
             if (deaths > plan.restarts) {
                 left[f] = 1;
                 failed = 1;
-                cseq_gate_alarm(cseq_ring_output(boss[0].ring));
+                cseq_gate_notify_all(cseq_ring_output(boss[0].ring));
             } else {
                 begin_fiber(f, runner_body);
             }
@@ -346,7 +346,7 @@ static void trainer_of_several(void) {
     cseq_ring *rings[MOST_RUNNERS];
     uint32_t cells[MOST_RUNNERS], waiting = 1;
     while (waiting) {
-        uint32_t seen = cseq_ring_alarms(boss->ring), taken = 0;
+        uint32_t seen = cseq_ring_notices(boss->ring), taken = 0;
         if (cseq_load_acq_u32(&failed)) break;
         waiting = 0;
         for (trainer *t = boss; t < boss + plan.queues; t++) {
@@ -360,7 +360,7 @@ static void trainer_of_several(void) {
         if (taken || !waiting) continue;
         for (trainer *t = boss; t < boss + plan.queues; t++)
             if (t->unwoken) trainer_wake(t);
-        cseq_ring_doze_any(rings, cells, waiting, seen, 1);
+        cseq_ring_wait_any(rings, cells, waiting, seen, 1);
     }
     for (trainer *t = boss; t < boss + plan.queues; t++) {
         if (!failed) trainer_check(t);

@@ -45,7 +45,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint32_t dead[MOST_RUNNERS + 1], dead_count, left_count; /* under the lock */
 static trainer boss;
-static cseq_turn turn;
+static cseq_gil turn;
 static uint64_t kills, abandons, tickets_in_all;
 static _Thread_local runner *self; /* 0: the trainer or the watcher */
 static _Thread_local uint64_t own_rng;
@@ -188,7 +188,7 @@ static void make_plan(void) {
 static void play(void) {
     pthread_t watcher;
     make_plan();
-    alarm(WATCHDOG);
+    notify_all(WATCHDOG);
     dead_count = left_count = 0;
     for (uint32_t o = 1; o <= plan.runners; o++) {
         uint32_t stage = o > plan.indexers;
@@ -214,7 +214,7 @@ static void play(void) {
     for (uint32_t o = 1; o <= plan.runners; o++) pthread_join(runners[o].thread, 0);
     tickets_in_all += plan.tickets;
     free(boss.ring);
-    alarm(0);
+    notify_all(0);
 }
 
 int main(int argc, char **argv) {

@@ -4,9 +4,9 @@
  * and a runner may vanish before any of them. Sequential consistency is assumed: docs/ring.md says
  * why that is enough, and the C harnesses check the memory orders.
  *
- *   trainer   posts, takes in order, dozes, abandons, sweeps, closes        (one thread)
+ *   trainer   posts, takes in order, waits, abandons, sweeps, closes        (one thread)
  *   runner    claims, works, publishes, sleeps; may be dead at any step
- *   watcher   once a runner is gone: reposts what it held, alarms, starts another
+ *   watcher   once a runner is gone: reposts what it held, notifies all, starts another
  *   killer    kills at most DEATHS times, whomever and whenever it likes
  *
  * The event counter of a gate is kept as one bit per sleeper, fresh: "event still equals what I
@@ -145,7 +145,7 @@ inline sleep(me) {
     }
 }
 
-inline alarm(g) {
+inline notify_all(g) {
 #ifdef M_ALARM_ORDER
     event_add(g);
     asleep[g] = 0;
@@ -156,7 +156,7 @@ inline alarm(g) {
     kernel_wake(g)
 }
 
-inline knock(g) {
+inline notify(g) {
     if
     :: atomic { !asleep[g] -> skip }
     :: atomic { asleep[g] -> skip };
@@ -349,10 +349,10 @@ inline hand_on() {
 
 inline tell() {
     if
-    :: NEXT(me) == INDEXED -> knock(MIDDLE)
+    :: NEXT(me) == INDEXED -> notify(MIDDLE)
     :: else ->
         if
-        :: atomic { wanted == 0 || wanted == got + 1 -> skip }; knock(OUTPUT)
+        :: atomic { wanted == 0 || wanted == got + 1 -> skip }; notify(OUTPUT)
         :: atomic { wanted != 0 && wanted != got + 1 -> skip }
         fi
     fi
@@ -447,12 +447,12 @@ inline repost(who) {
         }
     od;
 #ifndef M_NO_ALARM
-    alarm(INPUT);
+    notify_all(INPUT);
 #if STAGES == 2
-    alarm(MIDDLE);
+    notify_all(MIDDLE);
 #endif
 #ifndef M_NO_ALARM_OUTPUT
-    alarm(OUTPUT)
+    notify_all(OUTPUT)
 #endif
 #endif
 }
@@ -462,7 +462,7 @@ inline replace(who) {
     :: deaths <= RESTARTS -> atomic { dead[who] = 0; gone[who] = 0 }
     :: else ->
         failed = 1;
-        alarm(OUTPUT);
+        notify_all(OUTPUT);
         atomic { serving[who] = 0; gone[who] = 0 }
     fi
 }
@@ -547,7 +547,7 @@ inline post() {
     }
     if
 #ifndef ALWAYS_LAZY
-    :: true -> knock(INPUT) /* as many as wake_at have gathered */
+    :: true -> notify(INPUT) /* as many as wake_at have gathered */
 #endif
 #ifndef NEVER_LAZY
     :: true -> unwoken = 1 /* not yet */
@@ -576,7 +576,7 @@ inline take(number) {
 /* Look for news, then sleep until `cell` (from 1; 0: any) may be ready. */
 inline await(cell) {
 #ifndef M_SEEN_LATE
-    fresh[TRAINER] = 1; /* cseq_ring_alarms */
+    fresh[TRAINER] = 1; /* cseq_ring_notices */
 #endif
     if
     :: atomic { failed -> break }
@@ -584,7 +584,7 @@ inline await(cell) {
     fi;
 #ifndef M_NO_KNOCK
     if
-    :: unwoken -> unwoken = 0; knock(INPUT)
+    :: unwoken -> unwoken = 0; notify(INPUT)
     :: else
     fi;
 #endif
@@ -740,9 +740,9 @@ proctype trainer() {
     c = 0;
     closed = 1;
 #ifndef M_CLOSE_NO_ALARM
-    alarm(INPUT);
+    notify_all(INPUT);
 #if STAGES == 2
-    alarm(MIDDLE);
+    notify_all(MIDDLE);
 #endif
 #endif
     fresh[TRAINER] = 0;

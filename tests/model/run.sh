@@ -47,7 +47,7 @@ long    holds        -DGREEDY
 long    holds        -DRUNNERS=1 -DQUEUE -DTICKETS=5 -DABANDON -DCELLS=3 -DDEATHS=2
 long    holds        -DGREEDY -DTICKETS=2 -DSTAGES=2
 
-# ── every run ends (LTL, weak fairness): alarms without timeouts, timeouts without alarms or wake-ups
+# ── every run ends (LTL, weak fairness): notifications without timeouts, timeouts without notifications or wake-ups
 normal  ends         -DCOARSE -DGREEDY -DNEVER_LAZY -DTICKETS=1 -DCELLS=1
 short   ends         -DPARK -DM_NO_ALARM -DCOARSE -DGREEDY -DNEVER_LAZY -DTICKETS=1 -DCELLS=1
 normal  ends         -DPARK -DM_NO_ALARM -DCOARSE -DGREEDY -DTICKETS=1 -DCELLS=1 -DSTAGES=2

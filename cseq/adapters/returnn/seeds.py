@@ -14,7 +14,7 @@ from cseq.seeding import seed_imported
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from cseq.context import Desk
+    from cseq.context import BatchContext
 
 __all__ = ["SequenceSeeds"]
 
@@ -28,8 +28,8 @@ class SequenceSeeds:
     RETURNN seeds them, if at all, once an epoch and alike in every worker.
     """
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk  # of `cseq.rng`
+    def __init__(self, batch_context: BatchContext) -> None:
+        self._batch_context = batch_context  # of `cseq.rng`
         self._epoch = 0
         self._key = 0  # of the epoch
         self._words: tuple[int, ...] = (0, 0, 0, 0)  # of the sequence
@@ -70,12 +70,12 @@ class SequenceSeeds:
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_AUGMENTATION, 1)
         self._epoch = epoch
         self._passed = []
-        self._desk.seed = self._key
-        self._desk.rise()
+        self._batch_context.seed = self._key
+        self._batch_context.clear()
 
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
-        self._desk.sit(_Place(self._epoch, number, place))
+        self._batch_context.set(_Place(self._epoch, number, place))
         self._words = derive(self._key, place, PURPOSE_AUGMENTATION, 4)
         seed_imported(self._words)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):

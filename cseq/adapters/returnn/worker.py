@@ -116,9 +116,9 @@ class Producer:
         self._dataset: Any = None  # made when it is needed, and again after `finish`
         self._serial: int | None = None  # of the request that the dataset was prepared for
         self._keys: list[str] | None = None  # of its data, in this epoch
-        self._desk = context.Desk(number, num_workers, 0)
-        context.enter(self._desk)
-        self._seeds = SequenceSeeds(self._desk)
+        self._batch_context = context.BatchContext(number, num_workers, 0)
+        context.enter(self._batch_context)
+        self._seeds = SequenceSeeds(self._batch_context)
         self._shards = self._shards_of(plan.dataset["_num_shards"], plan.dataset["_shard_index"])
 
     def _shards_of(self, num_shards: int, shard_index: int) -> tuple[int, int]:
@@ -204,7 +204,7 @@ class Producer:
             self._dataset.finish_epoch(free_resources=free_resources)
         if free_resources:
             self._dataset = None
-            self._seeds = SequenceSeeds(self._desk)
+            self._seeds = SequenceSeeds(self._batch_context)
             gc.collect()
 
     # -- an epoch -------------------------------------------------------------------------------

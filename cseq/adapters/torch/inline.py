@@ -31,8 +31,10 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._is_iterable = self._dataset_kind == names.ITERABLE
         self._is_making = False
-        self._desk = context.Desk(0, 0, 0)
-        self._seeds = BatchSeeds(self._desk, lambda: self._is_making) if rng == "batch" else None
+        self._batch_context = context.BatchContext(0, 0, 0)
+        self._seeds = (
+            BatchSeeds(self._batch_context, lambda: self._is_making) if rng == "batch" else None
+        )
         if resume is not None:
             self._num_yielded, self._base_seed = resume.yielded, resume.base_seed
         self.progress = Progress(iterable=self._is_iterable, num_workers=0, rng=rng)
@@ -98,7 +100,7 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         if seeds is None:
             batch: Any = self._dataset_fetcher.fetch(index)
             return batch
-        left = context.enter(self._desk)
+        left = context.enter(self._batch_context)
         self._is_making = True
         try:
             seeds.borrow(number)

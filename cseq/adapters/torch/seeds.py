@@ -17,7 +17,7 @@ from cseq.adapters.torch import names
 from cseq.seeding import Seeds
 
 if TYPE_CHECKING:
-    from cseq.context import Desk
+    from cseq.context import BatchContext
 
 __all__ = ["BatchSeeds", "seed_worker"]
 
@@ -44,22 +44,22 @@ class BatchSeeds:
 
     Parameters
     ----------
-    desk : Desk
+    batch_context : BatchContext
         Of this worker; or one for batches that the trainer makes, to be entered meanwhile.
     is_making : callable, optional
         Whether a batch is being made, if this is the trainer; its generators are restored then.
     """
 
-    def __init__(self, desk: Desk, is_making: Any = None) -> None:
-        self._desk = desk
+    def __init__(self, batch_context: BatchContext, is_making: Any = None) -> None:
+        self._batch_context = batch_context
         self._is_making = is_making
         self._seeds: Seeds | None = None
 
     def begin(self, base_seed: int) -> None:
         """Begin an epoch, whose batches are seeded from this seed."""
         self.close()
-        self._desk.seed = base_seed
-        self._seeds = Seeds(self._desk, self._is_making)
+        self._batch_context.seed = base_seed
+        self._seeds = Seeds(self._batch_context, self._is_making)
         self._seeds.open()
 
     def close(self) -> None:
@@ -71,14 +71,14 @@ class BatchSeeds:
     def seed(self, batch: int) -> int:
         """Seed for a batch; return torch's seed."""
         assert self._seeds is not None
-        self._desk.sit(Place(0, batch, batch))
+        self._batch_context.set(Place(0, batch, batch))
         self._seeds.seed()
         return torch.default_generator.initial_seed()
 
     def borrow(self, batch: int) -> None:
         """Save the trainer's generators, and seed for a batch."""
         assert self._seeds is not None
-        self._desk.sit(Place(0, batch, batch))
+        self._batch_context.set(Place(0, batch, batch))
         self._seeds.begin()
 
     def restore(self) -> None:

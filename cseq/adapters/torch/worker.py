@@ -236,10 +236,10 @@ class Batches:
     def _begin(self, epoch: Epoch) -> None:
         """Make the fetcher, where the data set is to begin."""
         if self._worker.batch_seeds:
-            desk = context.here.desk
-            assert desk is not None
+            batch_context = context.here.batch_context
+            assert batch_context is not None
             if self._seeds is None:
-                self._seeds = BatchSeeds(desk)
+                self._seeds = BatchSeeds(batch_context)
             self._seeds.begin(epoch.base_seed)
         state = {} if epoch.state is None else pickle.loads(epoch.state)
         self._made = state.get("made", 0)

@@ -62,7 +62,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         return self._running
 
     def _items(self, skip: int) -> Iterator[Any]:
-        """Hand out the items of an epoch."""
+        """SlotEncoder out the items of an epoch."""
         items = iter(self.source_datapipe)
         found = sum(1 for _ in itertools.islice(items, skip))
         if found < skip:

@@ -56,19 +56,19 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
         self.epoch = 0
         self._connection: Connection[Any, Any] | None = None
         self._slots: Writer | None = None
-        self._turn: threading.Lock | None = None
+        self._lock: threading.Lock | None = None
 
     def connect(self, address: str, worker: int) -> None:
         """Connect to the relay in the main process."""
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._connection, self._slots = _call(address)
         self._connection.send(worker)
 
     def _ask(self, epoch: int, position: int) -> tuple[list[EncodedItem], bytes | None]:
         """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
-        assert self._turn is not None
+        assert self._lock is not None
         assert self._connection is not None
-        with self._turn:
+        with self._lock:
             self._connection.send((epoch, position))
             items, error = pickle.loads(self._connection.recv_bytes())
             return [self._received(*item) for item in items], error  # asking again frees the slots
@@ -109,7 +109,7 @@ class Relay:
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
         self._num_workers = num_workers
-        self._turn = threading.Lock()  # around the stream and all that is below
+        self._lock = threading.Lock()  # around the stream and all that is below
         self._epoch: Epoch | None = None
         self._sent = [0] * num_workers
         self._together = 0  # items that the next asking may look for beyond its first
@@ -175,7 +175,7 @@ class Relay:
 
         No items: there are no more, or the epoch is over.
         """
-        with self._turn, contextlib.suppress(InterruptedError):
+        with self._lock, contextlib.suppress(InterruptedError):
             self._held[worker] = []
             if self._epoch is not None and self._epoch.number == epoch:
                 if position < self._sent[worker]:
@@ -238,7 +238,7 @@ class Relay:
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch in the dispatching process."""
         self.stop()
-        with self._turn:
+        with self._lock:
             self._rewind()
             self._sent = [0] * self._num_workers
             self._streams.begin([epoch])
@@ -246,7 +246,7 @@ class Relay:
 
     def ask(self, verb: str, function: GraphFn | None) -> None:
         """Have the dispatching process pause or resume."""
-        with self._turn:
+        with self._lock:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:

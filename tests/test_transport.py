@@ -10,18 +10,18 @@ import pytest
 
 import cseq
 from cseq import failure
-from cseq._core import Consumer, Order, Ring, Seat, ring_bytes
+from cseq._core import Consumer, Order, Ring, Runner, ring_bytes
 from cseq._memory import SMALL, Block
 from cseq.arena import Arena
-from cseq.edge import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.slot_size import FIRST
 from cseq.stage import CONVERTER, INDEXER, RAISED
+from cseq.transport import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq.edge import Outlet
+    from cseq.transport import BatchReader
 
 
 class Returned(Exception):
@@ -34,24 +34,24 @@ class Bench:
     def __init__(self, arena: Arena, cast: Any = None, *, stages: int = 1) -> None:
         self.ring = Ring(Block(ring_bytes(2, 1, 2), zero=True), 2, 1, 2)
         self.arena = arena
-        self.seat = Seat(self.ring, INDEXER, 1, last=stages == 1)
-        self.second = Seat(self.ring, CONVERTER, 2, last=True)
+        self.runner = Runner(self.ring, INDEXER, 1, last=stages == 1)
+        self.second = Runner(self.ring, CONVERTER, 2, last=True)
         self.writer = Writer(arena.segment.fd, arena.segment.width)
-        self.inlet = SlotWriter(self.writer, cast)
+        self.batch_writer = SlotWriter(self.writer, cast)
         self.reader = SlotReader(arena)
-        self.outlet = self.reader
+        self.batch_reader = self.reader
 
     @property
-    def outlet(self) -> Outlet:
+    def batch_reader(self) -> BatchReader:
         """The trainer's end."""
-        return self._outlet
+        return self._batch_reader
 
-    @outlet.setter
-    def outlet(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    @batch_reader.setter
+    def batch_reader(self, batch_reader: BatchReader) -> None:
+        self._batch_reader = batch_reader
         order = Order(1000, shuffle=False, seed=0)
         self.consumer = Consumer(
-            self.ring, order, self._fill, self._read, self._describe, **outlet.ends
+            self.ring, order, self._fill, self._read, self._describe, **batch_reader.ends
         )
         self.consumer.begin(0, 0, 1000, 1000, 0, 1, 1)
 
@@ -62,8 +62,8 @@ class Bench:
         token, cell, status, slot, capacity, record = self.consumer.peek() or (0,) * 6
         assert token
         if status == RAISED:
-            return token, cell, None, self.outlet.error(cell, slot, capacity, record)
-        return token, cell, self.outlet.decode(cell, slot, capacity, record), None
+            return token, cell, None, self.batch_reader.error(cell, slot, capacity, record)
+        return token, cell, self.batch_reader.decode(cell, slot, capacity, record), None
 
     def _describe(self, cell: int, error: BaseException) -> Any:
         return Returned(error), None
@@ -71,13 +71,13 @@ class Bench:
     def post(self) -> None:
         """Have a ticket posted and claimed."""
         self.consumer.refill()
-        assert self.seat.claim()
-        self.inlet.begin(self.seat)
+        assert self.runner.claim()
+        self.batch_writer.begin(self.runner)
 
     def send(self, batch: Any) -> None:
         """Put a batch through the first stage."""
         self.post()
-        self.inlet.publish(self.seat, self.inlet.write(self.seat, batch))
+        self.batch_writer.publish(self.runner, self.batch_writer.write(self.runner, batch))
 
     def receive(self) -> Any:
         """Take what comes out: a batch, or the exception."""
@@ -162,7 +162,7 @@ def test_an_exception_through_a_slot(bench: Bench) -> None:
     """An exception arrives as itself, in place of whatever had been written already."""
     bench.post()
     bench.writer.empty(10**5)
-    bench.inlet.fail(bench.seat, KeyError("x" * 50_000))
+    bench.batch_writer.fail(bench.runner, KeyError("x" * 50_000))
     error = bench.receive()
     assert type(error) is KeyError
     assert error.args == ("x" * 50_000,)
@@ -181,7 +181,7 @@ def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.Mon
     monkeypatch.setattr(Writer, "_grow", grow)
     bench.post()
     assert bench.writer.capacity == FIRST
-    bench.inlet.fail(bench.seat, ValueError("y" * 50_000))
+    bench.batch_writer.fail(bench.runner, ValueError("y" * 50_000))
     error = bench.receive()
     assert grown
     assert isinstance(error, cseq.WorkerError)
@@ -192,10 +192,10 @@ def test_a_kept_array_without_spares(bench: Bench) -> None:
     """Where there is no spare slot, a kept array is refused at publish; the ticket can fail."""
     bench.post()
     kept = bench.writer.empty(10)
-    record = bench.inlet.write(bench.seat, np.arange(3))
+    record = bench.batch_writer.write(bench.runner, np.arange(3))
     with pytest.raises(RuntimeError, match="held"):
-        bench.inlet.publish(bench.seat, record)
-    bench.inlet.fail(bench.seat, RuntimeError("kept"))
+        bench.batch_writer.publish(bench.runner, record)
+    bench.batch_writer.fail(bench.runner, RuntimeError("kept"))
     assert type(bench.receive()) is RuntimeError
     kept[:] = 1
 
@@ -214,7 +214,7 @@ def test_given_up(bench: Bench, n: int) -> None:
     bench.consumer.end()
     bench.consumer.refill()
     assert bench.ring.abandoned_count == 1
-    bench.inlet.fail(bench.seat, KeyError())
+    bench.batch_writer.fail(bench.runner, KeyError())
     assert bench.arena.leased == (n > 3)
     assert bench.free_slots() == (4 if n > 3 else 5)
     for _ in range(3):  # others are written into the slots that are free
@@ -234,13 +234,13 @@ def test_two_stages_in_processes() -> None:
         bench.send({"a": np.arange(n)})
         assert bench.second.claim()
         writer = Writer(arena.segment.fd, arena.segment.width)
-        source, inlet = SlotSource(writer), SlotWriter(writer, None)
+        source, batch_writer = SlotSource(writer), SlotWriter(writer, None)
         batch = source.fetch(bench.second)
         assert batch["a"].tolist() == list(range(n))
-        record = inlet.write(bench.second, [batch["a"] * 2])
+        record = batch_writer.write(bench.second, [batch["a"] * 2])
         batch["a"][:] = -1  # what was written does not lie there
         del batch
-        inlet.publish(bench.second, record)
+        batch_writer.publish(bench.second, record)
         (got,) = bench.receive()
         assert got.tolist() == list(range(0, 2 * n, 2))
         writer.close()
@@ -255,7 +255,7 @@ def test_a_converter_thread_takes_the_batch_out(n: int) -> None:
     arena = Arena()
     bench = Bench(arena, stages=2)
     objects = Objects(2, bench.reader)
-    bench.outlet = objects
+    bench.batch_reader = objects
     bench.send(np.arange(n))
     assert bench.second.claim()
     batch = bench.reader.fetch(bench.second)
@@ -273,9 +273,9 @@ def test_errors_before_a_converter_thread() -> None:
     arena = Arena()
     bench = Bench(arena, stages=2)
     objects = Objects(2, bench.reader)
-    bench.outlet = objects
+    bench.batch_reader = objects
     bench.post()
-    bench.inlet.fail(bench.seat, KeyError("indexer"))
+    bench.batch_writer.fail(bench.runner, KeyError("indexer"))
     assert bench.receive().args == ("indexer",)
     bench.send(np.arange(10**5))
     assert bench.second.claim()
@@ -306,7 +306,7 @@ def between_threads() -> Bench:
     """Make a bench whose ends are objects."""
     arena = Arena()
     bench = Bench(arena)
-    bench.inlet = bench.outlet = Objects(2)  # type: ignore[assignment]
+    bench.batch_writer = bench.batch_reader = Objects(2)  # type: ignore[assignment]
     arena.close()
     return bench
 
@@ -316,12 +316,12 @@ def test_objects() -> None:
     bench, error = between_threads(), KeyError()
     bench.send(Batch())
     bench.post()
-    bench.inlet.fail(bench.seat, error)
+    bench.batch_writer.fail(bench.runner, error)
     assert type(bench.receive()) is Batch
     gc.collect()
     assert Batch.alive == 0
     assert bench.receive() is error
-    assert bench.outlet.ends["objects"] == [None, None]
+    assert bench.batch_reader.ends["objects"] == [None, None]
 
 
 def test_objects_dropped() -> None:

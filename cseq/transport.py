@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import TypedDict
 
-    from cseq._core import Ring, Seat
+    from cseq._core import Ring, Runner
     from cseq._memory import Mapping, Memory
     from cseq._plan import Reader
     from cseq._slots import Slots
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_SLOT",
+    "BatchReader",
+    "BatchWriter",
     "Importer",
     "Imports",
-    "Inlet",
     "Lost",
     "Objects",
-    "Outlet",
     "SlotReader",
     "SlotSource",
     "SlotWriter",
@@ -63,35 +63,35 @@ class Lost(RuntimeError):
     """A batch lies in the memory of a process that has ended."""
 
 
-class Inlet(Protocol):
+class BatchWriter(Protocol):
     """The end that a runner fills."""
 
     @property
-    def begin(self) -> Callable[[Seat], None]:
+    def begin(self) -> Callable[[Runner], None]:
         """Prepare for the runner's present ticket."""
 
     @property
-    def give(self) -> Callable[[Seat, Any], bool]:
+    def try_publish(self) -> Callable[[Runner, Any], bool]:
         """Write and publish a batch, if one call can do both; else return False."""
 
-    def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
+    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Write the batch to where the next stage, or the trainer, reads it."""
 
-    def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
+    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
         """Publish the ticket; the caller has dropped the batch."""
 
-    def fail(self, seat: Seat, error: BaseException) -> None:
+    def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the ticket with an exception instead of a batch."""
 
 
 class Source(Protocol):
     """The end that a converter empties."""
 
-    def fetch(self, seat: Seat) -> Any:
+    def fetch(self, runner: Runner) -> Any:
         """Return the batch of the present ticket."""
 
 
-class Outlet(Protocol):
+class BatchReader(Protocol):
     """The end that the trainer empties: decodes what tickets in the ring hold, and changes nothing.
 
     `Consumer` frees the cell, and frees or leases its slot.
@@ -139,32 +139,32 @@ class Objects:
         below.pop("small", None)
         return {**below, "objects": self._held}
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, runner: Runner) -> None:
         """Nothing to do."""
 
-    def give(self, seat: Seat, batch: Any) -> bool:
+    def try_publish(self, runner: Runner, batch: Any) -> bool:
         """Store the batch under the cell's number, and publish the ticket."""
-        self._held[seat.cell] = batch
-        seat.publish()
+        self._held[runner.cell] = batch
+        runner.publish()
         return True
 
-    def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:
+    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Store the batch under the cell's number."""
-        self._held[seat.cell] = batch
+        self._held[runner.cell] = batch
         return ()
 
-    def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
+    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
         """Publish the ticket."""
-        seat.publish(BATCH, record)
+        runner.publish(BATCH, record)
 
-    def fail(self, seat: Seat, error: BaseException) -> None:
+    def fail(self, runner: Runner, error: BaseException) -> None:
         """Store the exception under the cell's number."""
-        self._held[seat.cell] = error
-        seat.publish(RAISED)
+        self._held[runner.cell] = error
+        runner.publish(RAISED)
 
-    def fetch(self, seat: Seat) -> Any:
+    def fetch(self, runner: Runner) -> Any:
         """Return the batch of the present ticket."""
-        return self._held[seat.cell]
+        return self._held[runner.cell]
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Return the object."""
@@ -185,30 +185,30 @@ class SlotWriter:
         self._writer = writer
         self._cast = writer.cast = cast
         # The writer's methods, without a call in between.
-        self.begin = writer.turn
-        self.give = writer.give
+        self.begin = writer.begin_ticket
+        self.try_publish = writer.try_publish
 
-    def write(self, seat: Seat, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
+    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Encode the batch."""
         self._writer.settle()
         return codec.encode(batch, self._writer, self._cast)
 
-    def publish(self, seat: Seat, record: tuple[int, ...]) -> None:
+    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
         """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
         self._writer.end()
-        self._writer.publish(seat, BATCH, record)
+        self._writer.publish(runner, BATCH, record)
 
-    def fail(self, seat: Seat, error: BaseException) -> None:
+    def fail(self, runner: Runner, error: BaseException) -> None:
         """Write the exception into the slot; its text alone, if memory is short."""
         try:
-            record = self._write_error(seat, failure.pack(error))
+            record = self._write_error(runner, failure.pack(error))
         except MemoryError:  # the slot's first pages are always there
-            record = self._write_error(seat, failure.pack_text(error))
-        self._writer.publish(seat, RAISED, record)
+            record = self._write_error(runner, failure.pack_text(error))
+        self._writer.publish(runner, RAISED, record)
 
-    def _write_error(self, seat: Seat, packed: bytes) -> tuple[int, ...]:
+    def _write_error(self, runner: Runner, packed: bytes) -> tuple[int, ...]:
         """Write a packed exception over what the slot holds."""
-        self._writer.begin(seat.slot, seat.capacity)
+        self._writer.begin(runner.slot, runner.capacity)
         record = codec.encode(packed, self._writer, None)
         self._writer.end()
         return record
@@ -233,19 +233,19 @@ class SlotReader:
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
         used = codec.used(record)
         if used <= SMALL:
-            return codec.decode(self._arena.look(slot, capacity, used), record, copied=True)
+            return codec.decode(self._arena.mapping_of(slot, capacity, used), record, copied=True)
         return codec.decode(self._arena.lend(slot, used, capacity), record)
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""
         return failure.unpack(SlotReader.decode(self, cell, slot, capacity, record))
 
-    def fetch(self, seat: Seat) -> Any:
+    def fetch(self, runner: Runner) -> Any:
         """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
-        slot = seat.slot
-        seat.attach()
-        batch = self.decode(seat.cell, slot, seat.capacity, seat.record)
-        seat.detach()
+        slot = runner.slot
+        runner.attach()
+        batch = self.decode(runner.cell, slot, runner.capacity, runner.record)
+        runner.detach()
         if self._arena.slots.vacate(slot):
             self._arena.release(slot)
         return batch
@@ -325,7 +325,7 @@ class Imports(SlotReader):
         if self._ring.token(cell) == self._fetched[0]:
             self._importer.discard(self._fetched[1])
         elif stage == CONVERTER and status == BATCH:
-            memory = self._arena.look(slot, capacity)
+            memory = self._arena.mapping_of(slot, capacity)
             self._importer.discard(codec.decode(memory, record))
 
 
@@ -335,9 +335,9 @@ class SlotSource:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
 
-    def fetch(self, seat: Seat) -> Any:
+    def fetch(self, runner: Runner) -> Any:
         """Decode the batch of the present ticket; what is written goes behind it."""
-        writer, record = self._writer, seat.record
-        writer.begin(seat.slot, seat.capacity)
+        writer, record = self._writer, runner.record
+        writer.begin(runner.slot, runner.capacity)
         writer.resume(codec.used(record))
         return codec.decode(writer.loan(), record)

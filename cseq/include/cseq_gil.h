@@ -9,19 +9,19 @@
  *   a runner   claims once there is a ticket and the trainer `waits`
  *
  * No result depends on it: a thread that has polled for `ns` sleeps as without this file
- * (cseq_ring_doze, cseq_ring_await). All words are hints, and wrong values cost time.
+ * (cseq_ring_wait_ready, cseq_ring_await). All words are hints, and wrong values cost time.
  *
  *   word       written by
  *   ns         the trainer, before there are runners
  *   parked     each runner: +1 on its way into a wait, -1 on its way out
- *   looker     a runner: its number by compare-and-swap, then 0. One is enough to catch the next
+ *   spinner     a runner: its number by compare-and-swap, then 0. One is enough to catch the next
  *              ticket. If a looking runner dies, looking stays disabled
  *   runners    that one
  *   waits      the trainer: 1 while it waits, else 0
  *   trainer    the trainer
  */
-#ifndef CSEQ_TURN_H
-#define CSEQ_TURN_H
+#ifndef CSEQ_GIL_H
+#define CSEQ_GIL_H
 
 #include "cseq_ring.h"
 
@@ -50,20 +50,20 @@ CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
 typedef struct {
     uint32_t ns; /* how long to look at most; 0: not at all */
     char pad[CSEQ_LINE - 4];
-    uint32_t parked, looker;
+    uint32_t parked, spinner;
     cseq_trust runners;
     char pad1[CSEQ_LINE - 16];
     uint32_t waits;
     cseq_trust trainer;
     char pad2[CSEQ_LINE - 12];
-} cseq_turn;
+} cseq_gil;
 
 /* For a runner without a ticket and without the lock: the cell of one claimed, or CSEQ_NONE.
- * SYNC: looker's trust (the store of 0; against the compare-and-swap) */
-CSEQ_INLINE int cseq_turn_claim(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner) {
+ * SYNC: spinner's trust (the store of 0; against the compare-and-swap) */
+CSEQ_INLINE int cseq_gil_claim(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32_t owner) {
     int cell = CSEQ_NONE;
-    if (!t->ns || cseq_load_rlx_u32(&t->looker)) return cell;
-    if (!cseq_cas_sc_u32(&t->looker, 0, owner)) return cell;
+    if (!t->ns || cseq_load_rlx_u32(&t->spinner)) return cell;
+    if (!cseq_cas_sc_u32(&t->spinner, 0, owner)) return cell;
     if (cseq_trust_ask(&t->runners)) {
         const uint64_t begun = cseq_now_ns();
         while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < t->ns) {
@@ -72,27 +72,27 @@ CSEQ_INLINE int cseq_turn_claim(cseq_turn *t, cseq_ring *r, uint32_t stage, uint
         }
         cseq_trust_tell(&t->runners, cell >= 0);
     }
-    cseq_store_rel_u32(&t->looker, 0);
+    cseq_store_rel_u32(&t->spinner, 0);
     return cell;
 }
 
 /* A runner waits for a ticket, without the lock. As cseq_ring_await. */
-CSEQ_INLINE int cseq_turn_await(cseq_turn *t, cseq_ring *r, uint32_t stage, uint32_t owner,
+CSEQ_INLINE int cseq_gil_await(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32_t owner,
                                 uint64_t ns) {
     cseq_add_sc_u32(&t->parked, 1);
-    int cell = cseq_turn_claim(t, r, stage, owner);
+    int cell = cseq_gil_claim(t, r, stage, owner);
     if (cell < 0) cell = cseq_ring_await(r, stage, owner, ns);
     cseq_add_sc_u32(&t->parked, (uint32_t)-1);
     return cell;
 }
 
 /* Whether tickets just posted are seen without a wake-up: a runner is looking. */
-CSEQ_INLINE int cseq_turn_seen(const cseq_turn *t) {
-    return cseq_load_rlx_u32(&t->looker) != 0;
+CSEQ_INLINE int cseq_gil_is_spinning(const cseq_gil *t) {
+    return cseq_load_rlx_u32(&t->spinner) != 0;
 }
 
 /* For the trainer that waits for a cell, without the lock: 1 if its batch is ready. */
-CSEQ_INLINE int cseq_turn_look(cseq_turn *t, const cseq_ring *r, uint32_t cell, uint32_t seen) {
+CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, uint32_t seen) {
     int ready = 0, worth = 0;
     if (!t->ns || !cseq_trust_ask(&t->trainer)) return ready;
     const uint64_t begun = cseq_now_ns();
@@ -100,28 +100,28 @@ CSEQ_INLINE int cseq_turn_look(cseq_turn *t, const cseq_ring *r, uint32_t cell, 
         cseq_pause();
         ready = cseq_ring_ready(r, cell);
         worth = ready && cseq_load_rlx_u32(&t->parked) >= r->runners;
-    } while (!worth && cseq_ring_alarms(r) == seen && cseq_now_ns() - begun < t->ns);
+    } while (!worth && cseq_ring_notices(r) == seen && cseq_now_ns() - begun < t->ns);
     cseq_trust_tell(&t->trainer, worth);
     return ready;
 }
 
 /* Wake the runners for tickets posted since they were last woken. */
-CSEQ_INLINE void cseq_turn_wake(cseq_ring *r, uint32_t *unwoken) {
+CSEQ_INLINE void cseq_gil_wake(cseq_ring *r, uint32_t *unwoken) {
     if (*unwoken) {
         *unwoken = 0;
-        cseq_gate_knock(&r->gate[0]);
+        cseq_gate_notify(&r->gate[0]);
     }
 }
 
-/* The trainer waits for a cell (for cell < 0, any), without the lock. As cseq_ring_doze.
+/* The trainer waits for a cell (for cell < 0, any), without the lock. As cseq_ring_wait_ready.
  * `unwoken`: tickets posted since the runners were last woken; they are before the trainer sleeps. */
-CSEQ_INLINE void cseq_turn_doze(cseq_turn *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
+CSEQ_INLINE void cseq_gil_wait_ready(cseq_gil *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
                                 uint32_t *unwoken) {
     cseq_store_rlx_u32(&t->waits, 1);
-    if (!cseq_turn_seen(t)) cseq_turn_wake(r, unwoken);
-    if (cell < 0 || !cseq_turn_look(t, r, (uint32_t)cell, seen)) {
-        cseq_turn_wake(r, unwoken);
-        cseq_ring_doze(r, cell, seen, ns);
+    if (!cseq_gil_is_spinning(t)) cseq_gil_wake(r, unwoken);
+    if (cell < 0 || !cseq_gil_spin(t, r, (uint32_t)cell, seen)) {
+        cseq_gil_wake(r, unwoken);
+        cseq_ring_wait_ready(r, cell, seen, ns);
     }
     cseq_store_rlx_u32(&t->waits, 0);
 }
