@@ -89,7 +89,7 @@ static void ring_wake(uint32_t *word) { (cseq_wake)(word); }
 
 static void run(uint32_t owner) {
     self = owner;
-    notify_all(0);
+    alarm(0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     char *memory = mmap(0, memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
     REQUIRE(memory != MAP_FAILED && memory != (char *)boss.ring, "cannot map the ring elsewhere");
@@ -218,7 +218,7 @@ static void play(uint64_t end) {
     uint32_t abandon_every;
     make_plan();
     abandon_every = below(&own_rng, 2) ? 0 : 50 + below(&own_rng, 500);
-    notify_all(WATCHDOG);
+    alarm(WATCHDOG);
     REQUIRE(pthread_create(&keeper, 0, keep, 0) == 0, "no thread");
     while (trainer_next(&boss, 0, PARK)) {
         if (abandon_every && boss.delivered % abandon_every == 0) trainer_abandon(&boss);
@@ -230,7 +230,7 @@ static void play(uint64_t end) {
     tickets_in_all += boss.end - boss.start;
     munmap(boss.ring, memory_bytes);
     close(memory_fd);
-    notify_all(0);
+    alarm(0);
 }
 
 int main(int argc, char **argv) {

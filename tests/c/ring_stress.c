@@ -188,7 +188,7 @@ static void make_plan(void) {
 static void play(void) {
     pthread_t watcher;
     make_plan();
-    notify_all(WATCHDOG);
+    alarm(WATCHDOG);
     dead_count = left_count = 0;
     for (uint32_t o = 1; o <= plan.runners; o++) {
         uint32_t stage = o > plan.indexers;
@@ -214,7 +214,7 @@ static void play(void) {
     for (uint32_t o = 1; o <= plan.runners; o++) pthread_join(runners[o].thread, 0);
     tickets_in_all += plan.tickets;
     free(boss.ring);
-    notify_all(0);
+    alarm(0);
 }
 
 int main(int argc, char **argv) {
