@@ -2,8 +2,8 @@
 # make quick    the quick ones of them: all but those in tests/slow.txt
 # make demo     train a small network on handwritten digits (examples/digits.py)
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
-# make conformance-torch  torch's and torchdata's loader tests, with cseq's DataLoader in place, once there
-#                is one: ARGS (--tags must,own), TIMES (1); tests/conformance/README.md
+# make conformance-torch  torch's and torchdata's loader tests, with cseq's DataLoader in place
+#                (ARGS="--class module:Class --tags must,own -k ..."); tests/conformance/README.md
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
 #                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md

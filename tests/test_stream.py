@@ -667,7 +667,7 @@ def test_death_at_every_labelled_point(
 
 
 def test_processes_can_be_asked_after_their_end() -> None:
-    """Their exit codes are known then."""
+    """For the exit code, which a pid would not tell."""
     with streams() as s:
         s.begin([2, 2])
         children = s.children()

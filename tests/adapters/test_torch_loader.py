@@ -467,7 +467,7 @@ def test_attributes_are_torchs() -> None:
         {"multiprocessing_context": "fork"},
         {"num_workers": 1, "multiprocessing_context": "other"},
         {"rng": "other"},
-        {"snapshot_every_n_steps": 0},
+        {"snapshot_every_n_steps": -1},
     ],
     ids=str,
 )

@@ -66,8 +66,6 @@ def indices(batches: Any) -> Any:
 def test_the_rest_of_an_epoch(numbers: Any, count: int) -> None:
     """With another number of workers, too."""
     first, second = numbers
-    if not first:
-        count = max(count, 1)  # nothing was drawn before the first batch
     rest, resumed, _ = left_and_resumed(
         lambda: loader(Augmented(23), first, batch_size=3, shuffle=True),
         count,
@@ -262,6 +260,36 @@ def test_a_lowered_count() -> None:
     assert [batch.tolist() for batch in made] == [[4, 5], [6, 7], [8, 9]]
 
 
+class Drawing(Plain):
+    """Draws from torch's generator, which is its state."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1000, ()))
+
+    def state_dict(self) -> Any:
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: Any) -> None:
+        torch.set_rng_state(state["generator"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("every", [1, 15])
+def test_map_style_data_with_a_state(num_workers: int, every: int) -> None:
+    made = loader(Drawing(12), num_workers, shuffle=True, snapshot_every_n_steps=every)
+    iterator = iter(made)
+    first = made.state_dict()
+    batches = taken(iterator, 5)
+    state = made.state_dict()
+    made.load_state_dict(state)
+    batches += made
+    made.load_state_dict(first)
+    assert same(list(made), batches)
+    assert len(batches) == 12
+    with pytest.raises(ValueError, match=rf"num_workers={num_workers} .* num_workers=3"):
+        loader(Drawing(12), 3).load_state_dict(state)
+
+
 # ── iterable data sets ─────────────────────────────────────────────────────────────────────
 
 
@@ -353,6 +381,89 @@ def test_a_data_set_without_a_state_is_read_again(count: int) -> None:
 def test_iterable_generators_go_on_with_seeds_for_each_batch() -> None:
     rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(9, 4), batch_size=2, rng="batch"), 3)
     assert same(rest, resumed)
+
+
+class Epochs(data.IterableDataset[Any]):
+    """Counts its epochs, and its samples if it is its own iterator."""
+
+    def __init__(self, own: bool) -> None:
+        self.own = own
+        self.epoch = 0
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        self.at = 0
+        return self if self.own else self.generate()
+
+    def generate(self) -> Iterator[Any]:
+        while self.at < 7:
+            self.at += 1
+            yield self.epoch, self.at
+        self.epoch += 1
+
+    def __next__(self) -> Any:
+        if self.at >= 7:
+            self.epoch += 1
+            raise StopIteration
+        self.at += 1
+        return self.epoch, self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_finished_epoch_leaves_the_data_set_where_it_is(num_workers: int) -> None:
+    def make() -> Any:
+        persistent = num_workers > 0
+        return loader(Epochs(False), num_workers, batch_size=None, persistent_workers=persistent)
+
+    made = make()
+    first, state, second = list(made), made.state_dict(), list(made)
+    assert {epoch for epoch, _ in first} == {0}
+    assert {epoch for epoch, _ in second} == {1}
+    made._iterator = None
+    made = make()
+    made.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert list(made) == second
+    made._iterator = None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_set_that_is_its_own_iterator(num_workers: int) -> None:
+    """Its state is set behind `iter`, which begins it anew."""
+    rest, resumed, _ = left_and_resumed(
+        lambda: loader(Epochs(True), num_workers, batch_size=None), 3
+    )
+    assert rest == resumed
+    assert rest
+
+
+def test_the_worker_of_a_batch_after_a_resume() -> None:
+    """It is the one of the batch's number, whose data set may have a state."""
+
+    class Told(Plain):
+        def __getitem__(self, index: int) -> Any:
+            info = data.get_worker_info()
+            assert info is not None
+            return index, info.id
+
+    rest, resumed, _ = left_and_resumed(lambda: loader(Told(11), 3, batch_size=None), 4)
+    assert rest == resumed == [[k, k % 3] for k in range(4, 11)]
+
+
+def test_a_state_from_before_the_first_batch() -> None:
+    """The seed is the one that a RandomSampler would draw then."""
+    for num_workers in (0, 2):
+        made = loader(Plain(20), num_workers, batch_size=4, shuffle=True)
+        iterator = iter(made)
+        state = made.state_dict()
+        batches = list(iterator)
+        made.load_state_dict(state)
+        assert same(list(made), batches)
 
 
 # ── states that do not fit ─────────────────────────────────────────────────────────────────

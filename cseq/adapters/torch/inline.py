@@ -24,6 +24,11 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
     """
 
     def __init__(self, loader: Any, *, rng: str, resume: Resume | None = None) -> None:
+        state = (resume.states[0] if resume and resume.states else None) or {}
+        # A finished epoch: the data set is as it was left, before anything is drawn for the next.
+        if resume is not None and resume.base_seed is None and state.get("dataset") is not None:
+            loader.dataset.load_state_dict(state["dataset"])
+            state = {}
         names.Base.__init__(self, loader)
         self._base_seed: int
         self._sampler_iter: Any
@@ -36,17 +41,18 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
             BatchSeeds(self._batch_context, lambda: self._is_making) if rng == "batch" else None
         )
         if resume is not None:
-            self._num_yielded, self._base_seed = resume.yielded, resume.base_seed
+            self._num_yielded = resume.yielded
+            if resume.base_seed is not None:
+                self._base_seed = resume.base_seed
         self.progress = Progress(iterable=self._is_iterable, num_workers=0, rng=rng)
         self.progress.begin(self._base_seed, resume)
         if self._seeds is not None:
             self._seeds.begin(self._base_seed)
-        self._open(resume)
+        self._open(resume, state)
 
-    def _open(self, resume: Resume | None) -> None:
+    def _open(self, resume: Resume | None, state: dict[str, Any]) -> None:
         """Make the fetcher, and the keys, where the epoch begins."""
         progress = self.progress
-        state = (resume.states[0] if resume and resume.states else None) or {}
         fetching = worker.Fetching(
             self._dataset_kind,
             self._dataset,

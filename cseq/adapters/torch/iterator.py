@@ -72,7 +72,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         names.Base.__init__(self, loader)
         self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
-        self._in_order = loader.in_order
+        self._in_order = getattr(loader, "in_order", True)  # before torch 2.6 there is none
         if self._num_workers <= 0:
             raise AssertionError(
                 "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
@@ -82,7 +82,13 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         self._is_iterable = loader._dataset_kind == names.ITERABLE
-        self._snapshot_every = snapshot_every
+        # Batches of keys are not made again for a state: it has to be that of the last one.
+        self._snapshot_every = snapshot_every if self._is_iterable else min(1, snapshot_every)
+        # Batch k is made by worker k mod N, in an epoch that is resumed as well: its first key goes
+        # to stream 0, which is of the worker of this number.
+        self._offset = 0
+        if resume is not None and not self._is_iterable:
+            self._offset = resume.yielded % self._num_workers
         self._first = 0  # batches that were delivered before this epoch was resumed
         self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
         self._number = 0  # of the epoch
@@ -103,6 +109,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
             torch.is_grad_enabled() if method == "fork" else True,
+            self._offset,
         )
         self._streams = Streams(
             producer,
@@ -114,8 +121,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             timed_from="wait",
         )
         self._shutdown = False
-        self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
-        self._items: Iterator[Any] | None = None  # None: workers are asked in turn
+        several = self._num_workers
+        streams = [(n - self._offset) % several for n in range(several)]
+        self._workers = [WorkerProcess(self._streams, stream) for stream in streams]
+        self._items: Iterator[Any]
         try:
             self._reset(loader, first_iter=True, resume=resume)
         except BaseException:
@@ -138,7 +147,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             self._base_seed = drawn.item()
         if resume is not None:
             self._num_yielded = resume.yielded
-            self._base_seed = resume.base_seed
+            if resume.base_seed is not None:
+                self._base_seed = resume.base_seed
         self._ended = False
         self._number += 1
         self.progress.begin(self._base_seed, resume)
@@ -176,7 +186,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             worker.Epoch(
                 self._base_seed,
                 made=progress.counts[number],
-                state=progress.states[number],
+                state=progress.states[(number + self._offset) % self._num_workers],
                 snapshot_every=self._snapshot_every,
                 tagged=self._is_iterable and not self._in_order,
                 number=self._number,
@@ -218,7 +228,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         if self._ended:
             raise StopIteration
         try:
-            item = self._next_in_turn() if self._items is None else next(self._items)
+            item = self._next_item()
         except StopIteration:
             self._end()
             raise
@@ -230,8 +240,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             raise self._died(died) from None
         progress = self.progress
         progress.yielded += 1
-        if self._is_iterable and not self._in_order:
-            progress.counts[item.worker] += 1
         kind = type(item)
         if kind is worker.Stated:
             if item.state is not None:
@@ -243,21 +251,34 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             return names.pin(item, self._pin_memory_device)
         return item
 
+    def _next_item(self) -> Any:
+        """Return the next item of the workers; see `worker`."""
+        if not self._is_iterable:
+            return next(self._items)
+        progress = self.progress
+        while True:
+            item = self._next_in_turn() if self._in_order else next(self._items)
+            if type(item) is worker.Stated and item.is_over:
+                progress.states[item.worker] = item.state
+                progress.ended[item.worker] = True
+                continue
+            if self._in_order:
+                progress.counts[progress.turn] += 1
+                progress.turn = (progress.turn + 1) % self._num_workers
+            else:
+                progress.counts[item.worker] += 1
+            return item
+
     def _next_in_turn(self) -> Any:
-        """Return the next item of an iterable data set: of each worker in turn that has more."""
+        """Return the next item of the worker whose turn it is, of those that have more."""
         progress = self.progress
         while not all(progress.ended):
-            number = progress.turn
-            if not progress.ended[number]:
+            if not progress.ended[progress.turn]:
                 try:
-                    item = self._streams.next(number)
+                    return self._streams.next(progress.turn)
                 except StopIteration:
-                    progress.ended[number] = True
-                else:
-                    progress.counts[number] += 1
-                    progress.turn = (number + 1) % self._num_workers
-                    return item
-            progress.turn = (number + 1) % self._num_workers
+                    progress.ended[progress.turn] = True
+            progress.turn = (progress.turn + 1) % self._num_workers
         raise StopIteration
 
     def _end(self) -> None:
@@ -282,7 +303,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     def _died(self, died: WorkerDied) -> WorkerDied:
         """Say of a worker that has died what is searched for in such messages."""
         died.__traceback__ = None  # the streams keep it, and it has a frame that keeps the streams
-        pid = None if died.worker is None else self._workers[died.worker].pid
+        number = None
+        if died.worker is not None:
+            number = (died.worker + self._offset) % self._num_workers
+        pid = None if number is None else self._workers[number].pid
         how = "exited unexpectedly"
         if died.exitcode is not None and died.exitcode < 0:
             how = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
@@ -292,7 +316,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             batch=died.batch,
             indices=died.indices,
             exitcode=died.exitcode,
-            worker=died.worker,
+            worker=number,
         )
 
     # -- the end

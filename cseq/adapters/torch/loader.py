@@ -38,8 +38,9 @@ class DataLoader(data.DataLoader[T_co]):
         are the same for any number of workers, after a worker's death, and after a resume.
         None: `defaults.rng`, which is 'worker'.
     snapshot_every_n_steps : int
-        How often a data set that has a state is asked for it: behind every so many batches of a
-        worker. Batches between that and the last one delivered are made again at a resume.
+        How often an IterableDataset that has a state is asked for it: behind every so many batches
+        of a worker. Batches between that and the last one delivered are made again at a resume. A
+        map-style data set that has a state is asked behind every batch. 0: never.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class DataLoader(data.DataLoader[T_co]):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.rng = choice("rng", rng, (None, *RNGS))
-        self.snapshot_every_n_steps = count("snapshot_every_n_steps", snapshot_every_n_steps)
+        self.snapshot_every_n_steps = count(
+            "snapshot_every_n_steps", snapshot_every_n_steps, least=0
+        )
         self._progress: Progress | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -72,6 +75,7 @@ class DataLoader(data.DataLoader[T_co]):
             self._loaded,
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
+            keeps=self.num_workers == 0 or self.persistent_workers,
         )
 
     def state_dict(self) -> dict[str, Any]:

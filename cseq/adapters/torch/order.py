@@ -86,10 +86,10 @@ class RandomOrder(Order):
         self._state: State = {}
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        keys = self._draw(state)
+        keys = self._draw(yielded, state)
         return islice(keys, yielded, None) if yielded else keys
 
-    def _draw(self, state: State) -> Iterator[Any]:
+    def _draw(self, yielded: int, state: State) -> Iterator[Any]:
         """Yield the keys; with the first, the generator is made or noted."""
         generator = self._sampler.generator
         given = state.get("generator")
@@ -100,8 +100,9 @@ class RandomOrder(Order):
                 self._state = {"generator": given}
             else:
                 seed = state.get("seed")
-                if seed is None:
-                    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+                if seed is None or not yielded:  # drawn as ever, also if it is known
+                    drawn = _draw_seed(torch.default_generator)
+                    seed = drawn if seed is None else seed
                 generator.manual_seed(seed)
                 self._state = {"seed": seed}
             yield from self._with(generator)
@@ -122,8 +123,19 @@ class RandomOrder(Order):
         return iter(batches)
 
     def state(self, yielded: int) -> State:  # noqa: ARG002
-        """Return the seed, or the generator's state."""
-        return dict(self._state)
+        """Return the seed, or the generator's state; as they would be if the first key came now."""
+        if self._state:
+            return dict(self._state)
+        if self._sampler.generator is not None:
+            return {"generator": self._sampler.generator.get_state()}
+        generator = torch.Generator()
+        generator.set_state(torch.default_generator.get_state())
+        return {"seed": _draw_seed(generator)}
+
+
+def _draw_seed(generator: torch.Generator) -> int:
+    """Draw a seed as a RandomSampler does."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class StatefulOrder(Order):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+import numpy.random  # here, and not in every worker that is forked
 import torch
 
 from cseq.adapters.torch import names
@@ -27,7 +27,7 @@ def seed_worker(base_seed: int, number: int) -> int:
     seed = base_seed + number
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(names.numpy_seed(base_seed, number))  # noqa: NPY002 - the global one is meant
+    numpy.random.seed(names.numpy_seed(base_seed, number))  # noqa: NPY002 - the global one is meant
     return seed
 
 

@@ -28,7 +28,8 @@ class Resume:
     ----------
     yielded : int
         Batches that were delivered.
-    base_seed : int
+    base_seed : int or None
+        None: a new one is drawn, for an epoch that begins where the data set has come to.
     sampler : dict
         See `Order.keys`.
     counts, ended, turn
@@ -38,7 +39,7 @@ class Resume:
     """
 
     yielded: int
-    base_seed: int
+    base_seed: int | None
     sampler: State
     counts: list[int]
     ended: list[bool]
@@ -142,8 +143,10 @@ class Kept:
         return copy.deepcopy(self._state)
 
 
-def read(state: State, *, iterable: bool, num_workers: int) -> Resume | None:
+def read(state: State, *, iterable: bool, num_workers: int, keeps: bool) -> Resume | None:
     """Read a state, of this format or torchdata's; None: the next epoch begins anew.
+
+    `keeps`: the data set is the same object in all epochs.
 
     Raises
     ------
@@ -165,10 +168,10 @@ def read(state: State, *, iterable: bool, num_workers: int) -> Resume | None:
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
         )
     yielded = min(state["_num_yielded"], state["_sampler_iter_yielded"])
-    if state["_iterator_finished"] or state["base_seed"] is None:
-        return None
-    workers = state["workers"]
+    finished, workers = state["_iterator_finished"], state["workers"]
     has_states = any(each is not None for each in workers)
+    if state["base_seed"] is None or (finished and not (has_states and keeps)):
+        return None
     if (iterable or has_states) and state["num_workers"] != num_workers:
         what = "an IterableDataset" if iterable else "a data set that has a state"
         raise ValueError(
@@ -176,6 +179,9 @@ def read(state: State, *, iterable: bool, num_workers: int) -> Resume | None:
             f"num_workers={num_workers}: with {what} both must be the same, since every worker "
             "has a share of its own"
         )
+    if finished:
+        kept = [each and {"dataset": each.get("dataset"), "made": 0} for each in workers]
+        return Resume(0, None, {}, [], [], 0, kept)
     counts, ended, turn = state["counts"], state["ended"], state["turn"]
     if not iterable:
         counts, ended, turn = [], [], 0

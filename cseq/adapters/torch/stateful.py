@@ -28,7 +28,9 @@ class DatasetState:
 
     def __init__(self, dataset: Any, fetcher: Any) -> None:
         iterator = getattr(fetcher, "dataset_iter", None)
-        found = {"dataset": dataset, "iterator": None if iterator is dataset else iterator}
+        # One that is both is set as an iterator: `iter` may begin it anew.
+        own = None if iterator is dataset else dataset
+        found: dict[str, Any] = {"dataset": own, "iterator": iterator}
         self._fetcher = fetcher
         self._stateful = {name: each for name, each in found.items() if is_stateful(each)}
 

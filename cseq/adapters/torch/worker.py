@@ -43,6 +43,7 @@ class Stated(NamedTuple):
     batch: Any
     worker: int
     state: bytes | None
+    is_over: bool = False  # there is no batch: this worker's data set has come to its end
 
 
 class Fetching(NamedTuple):
@@ -90,10 +91,11 @@ class Worker(NamedTuple):
     index: Any  # what an iterable data set is asked with: one None for each sample
     batch_seeds: bool
     grad: bool  # the trainer's torch.is_grad_enabled(), which a forked worker has, too
+    offset: int  # which worker makes the items of stream 0
 
     def __call__(self, number: int, num_workers: int) -> Batches:
         """Make it."""
-        return Batches(self, number, num_workers)
+        return Batches(self, (number + self.offset) % num_workers, num_workers)
 
 
 class Epoch(NamedTuple):
@@ -173,6 +175,8 @@ class Batches:
         while True:
             item = self._next(index, self._number_of_next())
             if item is END:
+                if self._state:
+                    yield self._stated(None, is_over=True)
                 return
             yield item
             del item  # or it would be there while the next one is made
@@ -269,8 +273,14 @@ class Batches:
         epoch = self._epoch
         assert epoch is not None
         if self._state and not self._made % epoch.snapshot_every:
-            return Stated(batch, self._number, dumps(self._state.take(self._made)))
+            return self._stated(batch)
         return Stated(batch, self._number, None) if epoch.tagged else batch
+
+    def _stated(self, batch: Any, *, is_over: bool = False) -> Stated:
+        """Return a batch with the state behind it."""
+        assert self._state is not None
+        state = dumps(self._state.take(self._made))
+        return Stated(batch, self._number, state, is_over)
 
     def _raised(self) -> Raised:
         """Return what kept the worker from getting ready, in place of a batch."""
