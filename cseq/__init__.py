@@ -21,7 +21,7 @@ The modules; imports point down::
     ├── stream.py       a stream of items from each worker process
     ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
-    ├── pools/          who runs the stages: inline (this is test mode), thread, process
+    ├── pools/          what runs the stages: inline (this is test mode), thread, process
     ├── place.py        where the loop is: epoch, samples
     ├── supervisor.py   the worker processes of one pool: started, replaced, ended
     ├── worker.py       one worker process: setup, messages, stacks, at both ends

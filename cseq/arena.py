@@ -37,10 +37,10 @@ MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
 
 
 class Locks(Protocol):
-    """What page-locks the mappings for a device."""
+    """Page-locks mappings for a device: `converter.page_locks`."""
 
     def register(self, memory: Memory, /) -> bool:
-        """Page-lock a mapping."""
+        """Page-lock a mapping; return whether that succeeded."""
 
     def unregister(self, memory: Memory, /) -> None:
         """Unlock a mapping before it is dropped."""
@@ -49,7 +49,7 @@ class Locks(Protocol):
 class Arena:
     """All slots, as the trainer sees them.
 
-    Any thread may call any method; leases may end on any thread.
+    Any thread may call any method, and leases may end on any thread.
 
     Parameters
     ----------
@@ -65,8 +65,6 @@ class Arena:
     ----------
     segment : Segment
         The file, for the workers.
-    slots : Slots
-        Which of them are in use.
     memory_limit : int
         In bytes.
     copies : int
@@ -74,7 +72,7 @@ class Arena:
     mapped : list of Mapping or None
         The present mapping of every slot, if it was looked at.
     slots : Slots
-        Their states and sizes.
+        States and sizes of the slots.
     """
 
     def __init__(
@@ -108,9 +106,9 @@ class Arena:
         return self.slots.leased_bytes
 
     def prepare(self) -> None:
-        """Make the lowest free slot fit for a ticket; make more slots if none is free.
+        """Commit what a ticket needs of the lowest free slot; make more slots if none is free.
 
-        Nothing is taken, so an exception (Ctrl-C) leaves nothing behind.
+        No slot is taken, so an exception (Ctrl-C) leaks none.
 
         Raises
         ------
@@ -130,7 +128,7 @@ class Arena:
                 slots.resize(slot, FIRST)
 
     def acquire(self) -> int:
-        """Take the lowest free slot, or a new one, fit for a ticket.
+        """Take the lowest free slot, or a new one, prepared for a ticket.
 
         Raises
         ------
@@ -178,7 +176,6 @@ class Arena:
 
         Parameters
         ----------
-        slot : int
         used : int
             Bytes of the slot that the batch takes.
         capacity : int
@@ -190,7 +187,7 @@ class Arena:
             If there is no room for the copy, or for a mapping.
         """
         if used <= SMALL:
-            return self.copy(slot, used, capacity)
+            return copy_of(self.mapping_of(slot, capacity, used), used)
         lease: Memory | None = None
         with self._lock:
             mapping = self._look(slot, capacity, used)
@@ -199,10 +196,6 @@ class Arena:
             else:
                 self._count_copy()
         return copy_of(mapping, used) if lease is None else lease
-
-    def copy(self, slot: int, used: int, capacity: int) -> Memory:
-        """Return a copy of the first `used` bytes of a slot, which stays taken."""
-        return copy_of(self.mapping_of(slot, capacity, used), used)
 
     def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
         """Return the memory of a taken slot itself, valid for as long as the slot stays taken."""
@@ -290,7 +283,7 @@ class Arena:
         return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
 
     def _count_copy(self) -> None:
-        """Count a copy, and say once that there are some."""
+        """Count a copy; the first one is logged."""
         self.copies += 1
         if self.copies == 1:
             logger.warning(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cseq import indexer
 from cseq.check import count
-from cseq.converter import output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,9 +76,9 @@ def batch_size_of(batch_size: Any) -> int:
 
 
 def converters_of(workers: int, converters: int | None) -> int:
-    """Check `num_converters`; without workers there are none."""
+    """Check `num_converters`, or choose it; without workers there are none."""
     if converters is None:
-        return output.default_converters(workers) if workers else 0
+        return max(workers // 4, min(workers, 4))
     number = count("num_converters", converters)
     if not workers:
         return 0

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq._plan import ALIGNMENT, LONG, Plan, Reader
+from cseq._plan import LONG, Plan, Reader
 from cseq.importable import named_here
 from cseq.pickling import dumps
 from cseq.unpicklable import unpicklable
@@ -55,7 +55,6 @@ Dtype: TypeAlias = np.dtype[Any]
 Leaf: TypeAlias = tuple[Dtype, int, bool]  # dtype, dimensions, Fortran order
 
 __all__ = [
-    "ALIGNMENT",
     "LONG",
     "Record",
     "castable",

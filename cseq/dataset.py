@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq import context
+from cseq import context, failure
 from cseq._memory import SMALL
 
 if TYPE_CHECKING:
@@ -77,13 +77,7 @@ def _is_iterable_style(dataset: object) -> bool:
 
 
 class DatasetIndexer:
-    """The worker that `from_dataset` makes: ``__getitem__`` takes an array of indices.
-
-    Attributes
-    ----------
-    dataset : object
-    collate : callable
-    """
+    """The worker that `from_dataset` makes: ``__getitem__`` takes an array of indices."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
@@ -110,7 +104,9 @@ class DatasetIndexer:
         try:
             return self.collate(samples)
         except Exception as error:
-            _note(error, f"cseq: collating {len(samples)} samples, of indices {numbers[:16]}")
+            failure.annotate(
+                error, f"cseq: collating {len(samples)} samples, of indices {numbers[:16]}"
+            )
             raise
 
     def _samples(self, numbers: list[int]) -> Iterator[Any]:
@@ -120,16 +116,10 @@ class DatasetIndexer:
             try:
                 sample = dataset[number]
             except Exception as error:
-                _note(error, f"cseq: sample {number} of {type(dataset).__name__}")
+                failure.annotate(error, f"cseq: sample {number} of {type(dataset).__name__}")
                 raise
             yield sample
             del sample  # it is dropped before the next one is made
-
-
-def _note(error: BaseException, note: str) -> None:
-    """Add a note to an exception that names the sample (from Python 3.11 on)."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
 
 
 def default_collate(samples: Samples) -> Any:
@@ -203,7 +193,7 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
     plain = first.dtype.hasobject is False and all(each.dtype == first.dtype for each in arrays)
     if not plain or first.nbytes * len(arrays) < IN_PLACE:
         return np.stack(arrays)
-    return np.stack(arrays, out=_room_for_arrays(first, len(arrays)))
+    return np.stack(arrays, out=context.empty((len(arrays), *first.shape), first.dtype))
 
 
 def _stack_tensors(torch: Any, tensors: Samples) -> Any:
@@ -231,11 +221,6 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
     )
 
 
-def _room_for_arrays(first: NDArray[Any], count: int) -> NDArray[Any]:
-    """Make an array in the slot that holds so many like the first one."""
-    return context.empty((count, *first.shape), first.dtype)
-
-
 def _room_for_tensors(torch: Any, first: Any, count: int) -> Any:
     """Make a tensor in the slot that holds so many like the first one."""
     room = torch.from_numpy(context.empty(first.nbytes * count, np.uint8))
@@ -246,21 +231,14 @@ def _room_for_tensors(torch: Any, first: Any, count: int) -> Any:
 
 
 class _Stack:
-    """A batch's array, into which large arrays of one place in the samples go one by one.
-
-    Parameters
-    ----------
-    first : array or tensor
-    count : int
-        Samples in the batch.
-    """
+    """An array of a batch, for `count` arrays like `first`, copied into it one by one."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._kind = type(first)
         self._shape, self._dtype = first.shape, first.dtype
         self._torch = torch = None if isinstance(first, np.ndarray) else sys.modules["torch"]
         self.whole = (
-            _room_for_arrays(first, count)
+            context.empty((count, *first.shape), first.dtype)
             if torch is None
             else _room_for_tensors(torch, first, count)
         )

@@ -27,20 +27,19 @@ class Held(NamedTuple):
 
 
 class Deaths:
-    """Counts deaths of workers in an epoch, and tells when they are too many.
+    """Counts deaths of workers in an epoch, and makes the error when they are too many.
 
     Parameters
     ----------
     budget : int
         Replacements that are allowed in an epoch.
-    num_workers : int
     unit, advice : str
         What a ticket is to the user, and what to do when it ends its workers.
     """
 
     def __init__(self, budget: int, num_workers: int, unit: str, advice: str) -> None:
         self._budget = budget
-        self._starts = TRIES * num_workers  # all of them may be struck at once while they start
+        self._starts = TRIES * num_workers  # all of them may die at once while they start
         self._unit, self._advice = unit, advice
         self._deaths = 0
         self._unready = 0
@@ -79,7 +78,7 @@ class Deaths:
         )
 
     def _too_many(self, place: str) -> str | None:
-        """Say why this death is one too many, if it is."""
+        """Return why this death is one too many, or None."""
         if place and self._by_place[place] >= TRIES:
             return f"this {self._unit} has ended {TRIES} workers: {self._advice}"
         if self._unready >= self._starts:
@@ -95,7 +94,7 @@ class Deaths:
         return None
 
     def _oom(self, exitcode: int | None) -> str:
-        """Say whether the system counted a kill for lack of memory."""
+        """Return how many kills for lack of memory the system counted, as a part of a message."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

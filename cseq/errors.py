@@ -4,7 +4,7 @@
 
     CseqError
     ├── WorkerError       (RuntimeError)  an indexer raised something that cannot travel
-    ├── WorkerDied        (RuntimeError)  worker processes died, more often than is repaired
+    ├── WorkerDied        (RuntimeError)  worker processes died too often to be replaced
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
     └── RemoteTraceback                   the cause of an error from another process: its text
 

@@ -42,18 +42,13 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
     if pickled is None:
         error = WorkerError(f"{name}: {message} (this exception could not be pickled)")
     else:
-        error = _unpickled(pickled, f"{name}: {message}")
+        try:
+            error = pickle.loads(pickled)
+        except Exception as reason:  # noqa: BLE001 - anything may go wrong in the user's class
+            why = f"this exception could not be unpickled here: {reason!r}"
+            error = WorkerError(f"{name}: {message} ({why})")
     error.__cause__ = cause = RemoteTraceback(text)
     cause.worker = worker
-    return error
-
-
-def _unpickled(pickled: bytes, text: str) -> BaseException:
-    """Unpickle an exception; it may be of a module that only its worker can import."""
-    try:
-        error: BaseException = pickle.loads(pickled)
-    except Exception as reason:  # noqa: BLE001 - anything may go wrong in the user's class
-        return WorkerError(f"{text} (this exception could not be unpickled here: {reason!r})")
     return error
 
 
@@ -134,7 +129,7 @@ def deliver(error: BaseException, place: str) -> NoReturn:
         error = named(error, place)
         raise error
     finally:
-        del error  # its traceback has this frame: a circle, which would keep the manager alive
+        del error  # its traceback refers to this frame: the cycle would keep the manager alive
 
 
 def named(error: BaseException, place: str) -> BaseException:

@@ -43,8 +43,6 @@ class Feed:
 
     Parameters
     ----------
-    ring : Ring
-    sampler : Sampler
     batch_reader : BatchReader
         Where finished batches come out.
     ordered : bool
@@ -60,7 +58,7 @@ class Feed:
     num_workers, num_converters : int
         How many owners of the ring run the indexers, and, after these, the converters.
     threads : bool
-        Whether they compute in turn with the loop.
+        Whether they share a GIL with the loop.
     """
 
     def __init__(

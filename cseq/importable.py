@@ -1,4 +1,4 @@
-"""What a new process can import, and what one that has met this one has by name.
+"""What a new process can import, and which classes and functions have a name here.
 
 What cannot be imported has to travel by value: everything in ``__main__`` (scripts, notebooks),
 classes and functions defined inside functions, and modules that the import system would not find

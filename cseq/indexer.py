@@ -160,14 +160,12 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class LabelHint:
-    """Tells of labels that become floats: once, for all runners that share it.
+    """Warns of labels that become floats; once for all runners that share it.
 
     Parameters
     ----------
-    output : Output
-        What batches become.
     tell : callable
-        Gets the text.
+        Called with the text.
     """
 
     def __init__(self, output: Output, tell: Callable[[str], object]) -> None:

@@ -31,7 +31,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
 
 
 def memory_limit_of(value: int | str | None) -> int:
-    """Get the argument ``memory_limit`` in bytes.
+    """Check the argument ``memory_limit``, and return it in bytes.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def memory_limit_of(value: int | str | None) -> int:
 
 
 def _parse_size(text: str) -> int:
-    """Read '2GiB'."""
+    """Read a size such as '2GiB'."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(
@@ -74,7 +74,7 @@ def _parse_size(text: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Take a quarter of the memory that this process may use, in bytes.
+    """Return a quarter of the memory that this process may use, in bytes.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def default_memory_limit(root: Folder = ROOT) -> int:
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Tell how many bytes this process may still take; None where the system does not say.
+    """Return how many bytes this process may still take; None where the system does not say.
 
     Parameters
     ----------
@@ -108,13 +108,12 @@ def oom_kills(root: Folder = ROOT) -> int | None:
     root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    counts = [_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
-    told = [count for count in counts if count is not None]
-    return told[0] if told else None
+    counts = (_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root))
+    return next((count for count in counts if count is not None), None)
 
 
 def check_available(nbytes: int) -> None:
-    """Raise MemoryError if so much would make the system kill a process: it does not itself."""
+    """Raise MemoryError if fewer bytes are available: Linux would kill a process instead."""
     free = available_memory()
     if free is not None and nbytes > free:
         raise MemoryError(
@@ -142,7 +141,7 @@ def _free_of_groups(root: Folder) -> Iterator[int]:
 
 
 def _groups(root: Folder) -> Iterator[tuple[str, str]]:
-    """Name this process's control groups and all above them, and the file with their limit."""
+    """List this process's control groups and all above them, each with its limit's file."""
     for line in _lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -152,7 +151,7 @@ def _groups(root: Folder) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
-    """Name a control group and all above it; in a container, only some may exist."""
+    """List a control group and all above it; in a container, only some may exist."""
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), -1, -1):
         yield join(top, *parts[:depth]), name

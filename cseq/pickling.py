@@ -50,7 +50,7 @@ REMEDY = (
     "__init__ (it runs in each worker process), or use thread_type='thread', which copies nothing"
 )
 
-# cloudpickle's list of modules that go by value is one for the process.
+# cloudpickle has one list of modules that go by value, for the whole process.
 _by_value_lock = threading.Lock()
 
 

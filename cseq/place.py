@@ -8,7 +8,7 @@ __all__ = ["Place", "Progress"]
 
 
 class Progress(Protocol):
-    """How far the loop is in an epoch, as a pool tells."""
+    """How far the loop is in an epoch, as a pool reports it."""
 
     @property
     def begun(self) -> bool:
@@ -24,7 +24,7 @@ class Progress(Protocol):
 
 
 class Last(NamedTuple):
-    """The progress that a pool told before it was closed; at first, none."""
+    """The last progress of a pool that was closed; at first, none."""
 
     begun: bool = False
     ended: bool = False
@@ -36,7 +36,6 @@ class Place:
 
     Attributes
     ----------
-    epoch : int
     consumed : int
         Samples that all ranks together have had before the iterator's first.
     progress : Progress

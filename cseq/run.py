@@ -42,12 +42,7 @@ P = TypeVar("P", bound=Interruptible)
 
 
 class Run(Generic[P]):
-    """One start of a manager, up to its end: a pool, and whether it is still the present one.
-
-    Parameters
-    ----------
-    pool : Pool
-    """
+    """One start of a manager, up to its end; `generation` is the generation of its iterators."""
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
@@ -59,7 +54,7 @@ class Run(Generic[P]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it, not one that has forked this one."""
+        """Whether this process started it, and is not a forked child of one that did."""
         return os.getpid() == self._pid
 
     def interrupt(self) -> None:
@@ -98,10 +93,9 @@ def close_with(owner: object, run: Run[Any]) -> weakref.finalize[..., Any]:
 
 
 def close_elsewhere(close: Callable[[], object]) -> None:
-    """Call `close` on another thread, and do not wait for it: for what is dropped.
+    """Call `close` on another thread, without waiting for it; the interpreter's end waits.
 
     Garbage collection can happen on any thread, between any two instructions, so it must not wait.
-    The interpreter's end does.
     """
     closed = Latch()
     _closings.add(closed)
@@ -114,8 +108,8 @@ def close_elsewhere(close: Callable[[], object]) -> None:
             closed.set()
 
     def begin() -> None:
-        # What is closed may ask for its thread, which `threading` is to know: else it would make
-        # up one that stays in its list.
+        # `close` may call `threading.current_thread`, which registers a dummy for a thread that
+        # `threading` has not started; that would stay in its list.
         _begun_or_done(lambda: threading.Thread(target=work, name=NAME, daemon=True).start(), work)
 
     # Not at once: the start of a `threading.Thread` takes locks that this very thread may hold.

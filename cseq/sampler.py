@@ -82,19 +82,20 @@ class Sampler:
         self.shuffle = shuffle
         if hasattr(seed, "initial_seed"):
             raise TypeError(f"seed={seed!r} is a generator; give an integer: initial_seed() of it")
-        self.seed = _within("seed", seed, 0, MOST_SEED)
+        self.seed = count("seed", seed, 0, MOST_SEED)
         self.drop_last = drop_last
-        self.rank, self.world_size = _shard(rank, world_size)
+        self.world_size = count("world_size", world_size)
+        self.rank = count("rank", rank, 0, self.world_size - 1)
         self.pad = pad
         self._stride = self.batch_size * self.world_size  # samples of a global batch
-        self._order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
+        self.order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
         self.length = self._cut(0)
 
     def changed(
         self, *, seed: int | None = None, rank: int | None = None, world_size: int | None = None
     ) -> Sampler:
         """Return the same with another seed, or another part of the global batches."""
-        indices = self._order.indices
+        indices = self.order.indices
         return Sampler(
             self.dset_size if indices is None else indices,
             batch_size=self.batch_size,
@@ -126,9 +127,9 @@ class Sampler:
         TypeError, ValueError
             An argument is not an integer, or out of range.
         """
-        number = _within("epoch", epoch, 0, MOST_SEED)
-        self._cut(_within("consumed", consumed, 0, self.dset_size))
-        self._order.begin(number)
+        number = count("epoch", epoch, 0, MOST_SEED)
+        self._cut(count("consumed", consumed, 0, self.dset_size))
+        self.order.begin(number)
 
     def _cut(self, consumed: int) -> int:
         """Cut the positions from `consumed` on into batches; return how many."""
@@ -175,11 +176,6 @@ class Sampler:
         return full * self.batch_size + self._share(tail)
 
     @property
-    def order(self) -> Order:
-        """The order that batches are cut out of."""
-        return self._order
-
-    @property
     def cut(self) -> tuple[int, int, int, int]:
         """Full batches, the position of the first one, from one to the next, and their size."""
         return self._full, self._start, self._stride, self.batch_size
@@ -221,7 +217,7 @@ class Sampler:
             There is no such batch.
         """
         if 0 <= batch < self._full:
-            return self._order.read(self._start + batch * self._stride, self.batch_size)
+            return self.order.read(self._start + batch * self._stride, self.batch_size)
         indices = np.empty(self.size(batch), np.int64)
         self.fill(batch, indices)
         return indices
@@ -238,7 +234,7 @@ class Sampler:
         """
         size = self.batch_size
         if 0 <= batch < self._full:
-            self._order.read_into(self._start + batch * self._stride, size, out)
+            self.order.read_into(self._start + batch * self._stride, size, out)
             return size
         size = self.size(batch)
         if size > len(out):
@@ -252,23 +248,9 @@ class Sampler:
         while done < len(out):
             start %= self.dset_size
             size = min(len(out) - done, self.dset_size - start)
-            self._order.read_into(start, size, out[done:])
+            self.order.read_into(start, size, out[done:])
             done += size
             start += size
-
-
-def _shard(rank: object, world_size: object) -> tuple[int, int]:
-    """Check a rank and a number of ranks."""
-    ranks = count("world_size", world_size)
-    return _within("rank", rank, 0, ranks - 1), ranks
-
-
-def _within(name: str, value: object, least: int, most: int) -> int:
-    """Check a whole number in [least, most]."""
-    number = count(name, value, least)
-    if number > most:
-        raise ValueError(f"{name}={number} is above {most}; give an integer of at most {most}")
-    return number
 
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
@@ -279,7 +261,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
             "samples, or numpy.fromiter(..., int) of it if it yields their indices"
         )
     if isinstance(dset_size, (bool, np.bool_, str, bytes)) or not hasattr(dset_size, "__len__"):
-        return _within("dset_size", dset_size, 1, MOST_SAMPLES), None
+        return count("dset_size", dset_size, 1, MOST_SAMPLES), None
     if not _holds_numbers(dset_size):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}; give len(...) of it, or a one-dimensional "

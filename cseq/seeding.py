@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._core import derive
+from cseq.threads import is_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,74 +32,47 @@ PURPOSE_BATCH = 4
 PURPOSE_INDEXER = 5
 
 
-class Generator:
-    """One of the generators: how it is seeded, saved and restored.
+class Generator(NamedTuple):
+    """One of the generators: the names of its methods, and how it is seeded.
 
     Attributes
     ----------
     name : str
-        The module that holds it.
+        The module that has it, or whose functions are its methods.
     word : int
         Which of the batch's words is its seed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        word: int,
-        seed: Callable[[Any, int], object],
-        save: Callable[[Any], Any],
-        restore: Callable[[Any, Any], object],
-    ) -> None:
-        self.name = name
-        self.word = word
-        self._seed = seed
-        self._save = save
-        self._restore = restore
+    name: str
+    word: int
+    methods: tuple[str, str, str]  # that seed it, return its state and set it
+    attribute: str = ""  # of the module; empty: the module itself
+    bits: int = 64  # of the word that it takes
 
     def seed(self, words: Sequence[int]) -> None:
         """Seed it with its word of these."""
-        self._seed(sys.modules[self.name], words[self.word])
+        self._method(0)(words[self.word] % (1 << self.bits))
 
     def save(self) -> Any:
         """Return its state."""
-        return self._save(sys.modules[self.name])
+        return self._method(1)()
 
     def restore(self, state: Any) -> None:
         """Set its state."""
-        self._restore(sys.modules[self.name], state)
+        self._method(2)(state)
+
+    def _method(self, number: int) -> Any:
+        module = sys.modules[self.name]
+        home = getattr(module, self.attribute) if self.attribute else module
+        return getattr(home, self.methods[number])
 
 
 GENERATORS = (
-    Generator(
-        "random",
-        0,
-        lambda module, word: module.seed(word),
-        lambda module: module.getstate(),
-        lambda module, state: module.setstate(state),
-    ),
-    Generator(
-        "numpy.random",
-        1,
-        lambda module, word: module.seed(word % 2**32),
-        lambda module: module.get_state(),
-        lambda module, state: module.set_state(state),
-    ),
-    Generator(
-        "torch",
-        2,
-        # Not torch.manual_seed, which also seeds every device: 100 times as long.
-        lambda module, word: module.default_generator.manual_seed(word),
-        lambda module: module.default_generator.get_state(),
-        lambda module, state: module.default_generator.set_state(state),
-    ),
+    Generator("random", 0, ("seed", "getstate", "setstate")),
+    Generator("numpy.random", 1, ("seed", "get_state", "set_state"), bits=32),
+    # Not torch.manual_seed, which also seeds every device: 100 times as long.
+    Generator("torch", 2, ("manual_seed", "get_state", "set_state"), attribute="default_generator"),
 )
-
-
-def is_imported(name: str) -> bool:
-    """Tell whether a module is imported to its end."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def seed_imported(words: Sequence[int]) -> None:

@@ -26,7 +26,6 @@ class Segment:
 
     Parameters
     ----------
-    file : Descriptor
     width : int
         Bytes from one slot to the next; the size of the file where it has no slots.
     slots : int

@@ -60,26 +60,18 @@ THREAD_TYPE_AT = 7  # its place among the arguments
 
 
 class State(enum.Enum):
-    """What state a manager is in.
+    """What state a manager is in; `start` ends what runs and begins at IDLE.
 
     ::
 
         IDLE ──start──► RUNNING ──with──► ENTERED
-          ▲               │  ▲ └─start─┘     │
-          └────finish─────┘  └───────────────┼── (never: leaving the `with` finishes)
-          └──────────────leaving─────────────┘
+          ▲                │                 │
+          └─────finish─────┴──end of `with`──┘
     """
 
     IDLE = "not started"
     RUNNING = "started"
     ENTERED = "in its own 'with'"
-
-
-ALLOWED = {
-    State.IDLE: {State.RUNNING, State.IDLE},
-    State.RUNNING: {State.RUNNING, State.ENTERED, State.IDLE},
-    State.ENTERED: {State.IDLE},
-}
 
 
 class Epoch(BatchIterator):
@@ -425,7 +417,7 @@ class MSequence(Generic[B_co]):
         """Set the epoch of the next ``iter()``, or of the latest one if it has given nothing yet.
 
         The epoch whose place was loaded (`load_state_dict`) keeps that place. If the loop is in the
-        middle of this very epoch, it stays there, and `state_dict` goes on telling its place; the
+        middle of this very epoch, it stays there, and `state_dict` still returns its place; the
         next ``iter()`` then begins the epoch again from its start, unless it is over by then.
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
@@ -533,7 +525,7 @@ class MSequence(Generic[B_co]):
                 self._run = Run(make(job))
                 self._finalizer = close_with(self, self._run)
                 self._run.pool.open()  # not before: a signal handler may raise anywhere
-                self._change(State.RUNNING)
+                self._state = State.RUNNING
             except BaseException:
                 self._end()
                 raise
@@ -562,7 +554,7 @@ class MSequence(Generic[B_co]):
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
-        self._change(State.IDLE)
+        self._state = State.IDLE
 
     def _refuse_inside_with(self, verb: str) -> None:
         """Raise OSError inside the manager's own ``with``, which needs what runs."""
@@ -572,12 +564,6 @@ class MSequence(Generic[B_co]):
                 "the block first"
             )
 
-    def _change(self, state: State) -> None:
-        """Change the state; no other function does."""
-        if state not in ALLOWED[self._state]:
-            raise RuntimeError(f"a manager cannot go from {self._state} to {state}")
-        self._state = state
-
     def __enter__(self) -> Self:
         with self._lock:
             if self._state is not State.RUNNING:
@@ -585,7 +571,7 @@ class MSequence(Generic[B_co]):
                     f"'with' needs a manager that was just started, this one is "
                     f"{self._state.value}; write: with manager.start() as m:"
                 )
-            self._change(State.ENTERED)
+            self._state = State.ENTERED
         return self
 
     def __exit__(

@@ -32,7 +32,7 @@ class Need:
         return True
 
     def excess(self, width: int) -> tuple[int, int]:
-        """Return above how many bytes a slot is too large, and to how many it shrinks."""
+        """Return above how many bytes a slot shrinks, and to how many."""
         if self._count < 2 * WINDOW:
             return width, width
         room = room_for(max(self._now, self._before), 0, width)

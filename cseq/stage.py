@@ -1,8 +1,8 @@
 """The one loop every runner runs: claim, work, publish.
 
 A runner is a thread or a process with a `Runner` at the ring. What it does with a ticket is its
-*work*; how a batch travels from there on is the work's business, too: through a slot of shared
-memory between processes, or as the object itself between threads.
+*work*, which also passes the batch on: through a slot of shared memory between processes, or as the
+object itself between threads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "overdue", "run", "spin_ns
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
-IDLE_NS = 1_000_000_000  # a runner with nothing to do looks up once a second
-SPIN_NS = 20_000  # about what a sleep costs the two that take part in it
+IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
+SPIN_NS = 20_000  # about what a sleep and its wake-up cost
 
-START_SHARE = 10  # so many times its `timeout` may a worker take to get ready
+START_SHARE = 10  # a worker may take this many times `timeout` to get ready
 
 
 def overdue(

@@ -174,7 +174,7 @@ class Times(NamedTuple):
 
 
 class Clock:
-    """Times of the epochs of some rings; it stands still between two epochs.
+    """Times of the epochs of some rings; it stops between two epochs.
 
     Reads clocks when an epoch begins and ends, and once for the first batch; none for the others.
 
@@ -188,7 +188,7 @@ class Clock:
 
     def __init__(self, *rings: Ring) -> None:
         self._rings = rings
-        # What was summed up, and when it began to run (None: it stands). In one tuple, since
+        # What was summed up, and when it began to run (None: it is stopped). In one tuple, since
         # `read` may be called from other threads.
         runners = sum(len(ring.idle_ns()) for ring in rings)
         nothing = Times(0.0, 0.0, (0.0,) * runners, 0.0)
@@ -203,10 +203,8 @@ class Clock:
     def started(self) -> None:
         """The first batch that was awaited is there: what was waited until now was the start."""
         self.starting = False
-        if (
-            sum(ring.taken_batches for ring in self._rings) > 1
-        ):  # others came before it, without a wait
-            return
+        if sum(ring.taken_batches for ring in self._rings) > 1:
+            return  # others came before it, without a wait
         now = self._now()
         self.start_waited = now.waited
         self._state = self._state[0], now

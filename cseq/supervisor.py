@@ -62,7 +62,6 @@ class Supervisor:
 
     Parameters
     ----------
-    launcher : Launcher
     capacity, room, runners : int
         Of a ring: cells, indices in each, owners.
     owners : int
@@ -70,13 +69,10 @@ class Supervisor:
     readers : int
         How many of them, the first, get the user's object.
     task : callable
-        Tells ``Setup.task`` of an owner, on the supervisor's thread.
+        Returns ``Setup.task`` of an owner; called on the supervisor's thread.
     describe : callable
-        Names the ticket of an owner in a cell, on the supervisor's thread.
-    deaths : Deaths
-    memory_limit : int
-        Of the arena.
-    locks : Locks, optional
+        Names the ticket of an owner in a cell; called on the supervisor's thread.
+    memory_limit, locks
         Of the arena.
     rings : int
         1: all workers share it. Else each worker has one of its own, a queue (see `Ring`).
@@ -89,16 +85,12 @@ class Supervisor:
 
     Attributes
     ----------
-    rings : list of Ring
-    arena : Arena
-    owners : int
-    deaths : Deaths
     failure : BaseException or None
         What went wrong on the supervisor's thread; `check` raises it.
     takes_objects : bool
         Whether workers are forked from this process: objects are inherited, not pickled.
     closed : bool
-        Nothing is expected of the workers any more.
+        All workers are to end; none is replaced.
     """
 
     def __init__(
@@ -174,13 +166,13 @@ class Supervisor:
     ) -> None:
         """Start the workers, and do not wait for them to get ready.
 
-        The launcher and the workers are started by a thread, where no signal handler can raise and
-        a process get lost. Whatever is raised here: `close` ends what has begun.
+        The supervisor's thread starts the launcher and the workers: no signal handler runs there,
+        so none can leak a process. If this raises, `close` ends what has begun.
 
         Parameters
         ----------
         worker : object
-            What the user brought.
+            The user's object, for the readers.
         name : str
             What error messages call it.
         preload : sequence of str, False or None
@@ -234,7 +226,7 @@ class Supervisor:
             bell, ear = socket.socketpair()
             with bell, ear, selectors.DefaultSelector() as self._selector:
                 self._selector.register(ear, selectors.EVENT_READ, None)
-                self._bell = bell  # a thread that does not see it yet has set `closed` before
+                self._bell = bell  # `close` sets `closed` before it looks for it
                 self._serve()
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -300,9 +292,9 @@ class Supervisor:
                 log.warning("%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Make certain that a worker is gone, post its tickets again, and replace it."""
+        """Ensure that a worker has ended, post its tickets again, and replace it."""
         child, owner = worker.child, worker.owner
-        child.kill()  # its socket is closed, which need not mean that all of it is gone
+        child.kill()  # a process may close its socket and live on
         exitcode = child.status(LAST_GRACE)
         if not child.gone:
             raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and does not end")
@@ -380,8 +372,8 @@ class Supervisor:
     ) -> None:
         """Raise, or kill the worker, if something has taken longer than `timeout` seconds.
 
-        `working` says who works (the owner), since when (ns of `now_ns`), and on what; see
-        `overdue`, also for workers that are not ready.
+        `working` lists owners, since when they work (ns of `now_ns`), and on what; see `overdue`.
+        Workers that are not ready are checked as well.
         """
         starting = [(w.owner, w.entered) for w in self._snapshot() if w.state == ENTERED]
         for owner, took in overdue(working, starting, timeout):
@@ -455,7 +447,7 @@ class Supervisor:
             worker.close()
 
     def free(self) -> None:
-        """Release the shared memory, once no process or thread uses it."""
+        """Release the shared memory; no process or thread may use it any more."""
         self.arena.close()
         self._segment.close()
         if self._object is not None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads", "imported"]
+__all__ = ["Latch", "Threads", "imported", "is_imported"]
 
-LAST = 1.0  # seconds that a thread has to be gone when it has done what it was for
+LAST = 1.0  # seconds that a thread may take to end once its work is done
 
 
 class Latch:
@@ -48,7 +48,7 @@ class Latch:
 
 
 class Threads:
-    """Some threads, and how to be rid of them.
+    """Some threads, started and joined together.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class Threads:
         if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
             return [thread.name for thread in self._threads]
         for thread in self._threads:
-            if thread.ident is not None and not self.is_here(thread):
+            if thread.ident not in (None, _thread.get_ident()):
                 thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
 
@@ -110,11 +110,6 @@ class Threads:
                 return thread.ident
         return None
 
-    def is_here(self, thread: threading.Thread | None = None) -> bool:
-        """Whether the caller is this thread, or one of them."""
-        mine = self._threads if thread is None else [thread]
-        return any(each.ident == _thread.get_ident() for each in mine)
-
 
 def imported(name: str) -> Any:
     """Import a module; an exception of a signal handler does not break its import off.
@@ -124,7 +119,7 @@ def imported(name: str) -> Any:
     ImportError
         And whatever else the module raises.
     """
-    if _is_imported(name):
+    if is_imported(name):
         return sys.modules[name]
     if _is_importing():
         # The other thread could wait for a lock that the caller's import holds, for ever. That
@@ -161,7 +156,7 @@ def _is_importing() -> bool:
     return False
 
 
-def _is_imported(name: str) -> bool:
-    """Tell whether a module is there, and complete."""
+def is_imported(name: str) -> bool:
+    """Whether a module is imported to its end."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)

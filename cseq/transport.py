@@ -123,7 +123,6 @@ class Objects:
 
     Parameters
     ----------
-    cells : int
     below : SlotReader, optional
         Where the stage before has written its batches, if not here.
     """
@@ -261,9 +260,6 @@ class Imports(SlotReader):
 
     Parameters
     ----------
-    arena : Arena
-    ring : Ring
-    importer : Importer
     convert : callable
         Converts an indexer's batch at once.
 

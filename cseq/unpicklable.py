@@ -34,7 +34,6 @@ def unpicklable(
 
     Parameters
     ----------
-    obj : object
     name : str
         What the message calls it.
     error : Exception

@@ -108,7 +108,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
-    """Set a worker process up; it ends with the trainer (when `sock` does), or so much later."""
+    """Set up a worker process; it ends when the trainer closes `sock`, or `grace_ns` later."""
     if os.environ.get("CSEQ_MALLOC", "") != "default":
         keep_freed()
     setup, (ring_fd, arena_fd, stacks_fd, *object_fd) = _receive_setup(sock)
@@ -155,7 +155,6 @@ class WorkerProcess:
     ----------
     owner : int
         Its number among the owners of tickets, from 1.
-    child : Child
     state : bytes
         The latest message's; empty before there is one.
     entered : int

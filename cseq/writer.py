@@ -200,7 +200,7 @@ class Writer(SlotEncoder):
         return self.loan().view(offset, kind, dims, fortran)
 
     def loan(self) -> Memory:
-        """Return the slot as a memory; `end` knows whether there are references to it."""
+        """Return the slot as a memory; `end` checks whether there are references to it."""
         if self._window is None:
             self._window = Window(self.memory, self.capacity)
             self._loans.append(weakref.ref(self._window))
@@ -222,7 +222,7 @@ class Writer(SlotEncoder):
         return -1
 
     def end(self) -> None:
-        """Finish the slot, with no reference to the batch left; use a spare if arrays are alive.
+        """Finish the slot, once the batch is dropped; copy it to a spare if arrays in it are alive.
 
         Raises
         ------
@@ -240,7 +240,7 @@ class Writer(SlotEncoder):
             self._keep()
             self._move()
             return
-        gc.collect()  # it may be in a cycle that nothing holds
+        gc.collect()  # such an array may be in a cycle that nothing refers to
         if any(loan() is not None for loan in self._loans):
             raise RuntimeError(
                 "arrays of a slot are still held after its batch was made; its memory is written "

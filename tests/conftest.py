@@ -192,7 +192,18 @@ def let_end(leaks: Leaks, deadline: float) -> None:
             poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             os.close(descriptor)
     for thread in leaks.threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        join(thread, deadline)
+
+
+def join(thread: threading.Thread, deadline: float) -> None:
+    """Wait until a thread has ended, or the time is up; one that is just being started, too."""
+    while time.monotonic() < deadline:
+        try:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        except RuntimeError:  # `threading` lists it, but does not let it be joined yet
+            time.sleep(0.001)
+        else:
+            return
 
 
 def settled_leaks(before: Census) -> Leaks:

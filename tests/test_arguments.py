@@ -79,7 +79,7 @@ def test_the_overloads(name: str, kind: str) -> None:
 
 def test_the_number_of_converters() -> None:
     """By default a quarter of the workers, but up to four; none without workers."""
-    assert [arguments.converters_of(n, None) for n in (0, 1, 4, 5, 16, 40)] == [0, 1, 4, 4, 4, 10]
+    assert [arguments.converters_of(n, None) for n in (0, 1, 3, 5, 16, 20)] == [0, 1, 3, 4, 4, 5]
     assert arguments.converters_of(0, 3) == 0
     assert arguments.converters_of(3, 3) == 3
     with pytest.raises(ValueError, match="num_converters=4 exceeds num_workers=3"):

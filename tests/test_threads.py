@@ -44,7 +44,6 @@ def test_threads() -> None:
 
     def work() -> None:
         names.append(threading.current_thread().name)
-        assert threads.is_here()
         go.wait()
 
     for name in ("one", "two"):
@@ -53,11 +52,19 @@ def test_threads() -> None:
     threads.start()
     assert threads.begun
     assert threads.ident("one") != threads.ident("two")
-    assert not threads.is_here()
     assert threads.join(time.monotonic()) == ["one", "two"]
     go.set()
     assert threads.join(time.monotonic() + SOON) == []
     assert sorted(names) == ["one", "two"]
+
+
+def test_a_thread_does_not_join_itself() -> None:
+    """A thread that joins its own `Threads` does not wait for itself, and is among those left."""
+    threads, left = Threads(), []
+    threads.add("one", lambda: left.append(threads.join(time.monotonic() + SOON)))
+    threads.start()
+    assert threads.join(time.monotonic() + SOON) == []
+    assert left == [["one"]]
     assert threads.ident("one") is None
     assert threads.join(0) == []
 

@@ -84,9 +84,9 @@ class CudaConverter:
             return pack(transfer.batch, self._counts)
 
     def reap(self, *, wait: bool = False) -> None:
-        """Let go of memory whose copies are done; `wait` until all are.
+        """Release memory whose copies are done; `wait` until all are.
 
-        To be called when no ticket comes: else a converter with nothing to do would keep a slot.
+        To be called when no ticket comes: else an idle converter would keep a slot.
         """
         self._under_way.reap(wait=wait)
 

@@ -61,13 +61,9 @@ class Handle:
         except Exception as error:
             raise Lost(f"a tensor of a converter process cannot be had: {error}") from error
 
-    def counts(self) -> Iterator[str]:
-        """Name torch's files of reference counts that this tensor is counted in."""
-        yield from _counts_in(self.arguments)
-
 
 def _counts_in(arguments: object) -> Iterator[str]:
-    """Find the names among what torch says (a sparse tensor is several)."""
+    """Find the names of torch's files in a handle's arguments (a sparse tensor is several)."""
     if isinstance(arguments, bytes) and COUNTS.fullmatch(arguments):
         yield arguments.decode("ascii")
     elif isinstance(arguments, tuple):
@@ -83,8 +79,8 @@ SHM = "/dev/shm"
 class Counts:
     """Torch's files of reference counts, which a process that is killed leaves in /dev/shm.
 
-    There is one for some ten thousand tensors. Whoever knows that its process is gone, or will
-    never be asked again, removes it.
+    There is one for some ten thousand tensors. It is removed once its process has ended, or is
+    about to.
     """
 
     MANY = 16
@@ -94,7 +90,7 @@ class Counts:
 
     def add(self, handle: Handle) -> None:
         """Remember a handle's."""
-        for name in handle.counts():
+        for name in _counts_in(handle.arguments):
             if name not in self._names:
                 if len(self._names) >= self.MANY:  # torch removes those that are used up
                     self._names = {n for n in self._names if os.path.exists(SHM + n)}

@@ -38,12 +38,6 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | Non
         return None
 
 
-def _from_numpy() -> Callable[[Array], Tensor]:
-    """Give what lays a tensor on an array."""
-    function: Callable[[Array], Tensor] = importlib.import_module("torch").from_numpy
-    return function
-
-
 def is_usable(array: Array, target: Dtype) -> bool:
     """Tell whether a tensor can be laid on the array as it is.
 
@@ -139,11 +133,10 @@ class Converter:
         target = target_of(dtype, output.dtype)
         if target is None:
             return None
-        ready = output.torch_dtype is None and target[0] == dtype
-        return _from_numpy() if ready else self.convert
-
-    def close(self) -> None:
-        """Do nothing: there is nothing under way."""
+        if output.torch_dtype is not None or target[0] != dtype:
+            return self.convert
+        from_numpy: Convert = importlib.import_module("torch").from_numpy
+        return from_numpy
 
 
 def _make_null(output: Output) -> Convert:  # noqa: ARG001
@@ -153,10 +146,8 @@ def _make_null(output: Output) -> Convert:  # noqa: ARG001
 
 def _make_call(output: Output) -> Convert:
     """Make what applies the user's function to every array."""
-    function = output.function
-    if function is None:
-        raise TypeError("an Output of kind 'call' needs a function")
-    return _on_arrays(function)
+    assert output.function is not None
+    return _on_arrays(output.function)
 
 
 def _make_array(output: Output) -> Convert:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Lane:
     """A queue of copies to a device, beside all else that it does.
 
-    This one is for rehearsals: the CPU plays the device, and every copy is done at once.
+    This one is for tests: the CPU stands for the device, and every copy is done at once.
     """
 
     # Whether memory that copies start from is to be page-locked.
@@ -86,7 +86,7 @@ class CudaLane(Lane):
             tensor.record_stream(current)
 
     def collect(self) -> None:
-        """Ask torch to; also its file of reference counts, else it outlives a process like ours."""
+        """Call torch's collector, which also removes its file of reference counts."""
         self._torch.cuda.ipc_collect()
 
 
@@ -121,7 +121,7 @@ class UnderWay:
             self._queue.append((event, tensors))
 
     def reap(self, *, wait: bool = False) -> None:
-        """Let go of what is no longer read; `wait` for all of it."""
+        """Release what is no longer read; `wait` for all of it."""
         while self._queue:
             if wait:
                 self._queue[0][0].synchronize()

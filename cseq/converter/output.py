@@ -157,11 +157,6 @@ def converter_kind(compat: bool | None, os_name: str) -> Literal["thread", "proc
     return "thread" if in_threads else "process"
 
 
-def default_converters(num_workers: int) -> int:
-    """Give the number of converters that ``num_converters=None`` stands for."""
-    return max(num_workers // 4, min(num_workers, 4))
-
-
 def cast_dtype(output: Output) -> Dtype | None:
     """Give the type that workers cast numeric arrays to while they copy them; None: no cast."""
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
@@ -226,7 +221,7 @@ def resolve(output: Output) -> Output:
 
 
 def _name_device(torch: ModuleType, device: str) -> str:
-    """Give the device with its number, which threads and processes cannot tell by themselves."""
+    """Return the device with its number: each thread has a current device of its own."""
     if device == "cuda":
         # Asking for the current device initialises CUDA; before that, it can only be the first.
         return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"

@@ -31,7 +31,6 @@ from cseq.launcher.base import (
     Child,
     Launcher,
     check_reading,
-    default_start_method,
     describe_exit,
     reading,
     start_methods,
@@ -44,7 +43,6 @@ __all__ = [
     "Child",
     "Launcher",
     "close_in_forks",
-    "default_start_method",
     "describe_exit",
     "make_launcher",
     "reading",
@@ -52,6 +50,13 @@ __all__ = [
 ]
 
 ENTRY = "cseq.pools.process:main"
+
+# Where the class of each start method is: a trainer imports one of the two modules.
+LAUNCHERS = {
+    "forkserver": ("cseq.launcher.server", "ForkServerLauncher"),
+    "spawn": ("cseq.launcher.direct", "SpawnLauncher"),
+    "fork": ("cseq.launcher.direct", "ForkLauncher"),
+}
 
 
 def make_launcher(
@@ -62,7 +67,7 @@ def make_launcher(
     Parameters
     ----------
     method : str or None
-        'forkserver', 'spawn' or 'fork'; None for `default_start_method`.
+        'forkserver', 'spawn' or 'fork'; None for the best that there is, `start_methods()[0]`.
     entry : str
         ``module:function`` that workers run.
     threads : int or None
@@ -76,15 +81,11 @@ def make_launcher(
         In a worker process that is just importing what it needs.
     """
     check_reading()
-    method = method or default_start_method()
-    if method not in start_methods():
-        names = ", ".join(map(repr, start_methods()))
+    there = start_methods()
+    method = method or there[0]
+    if method not in there:
+        names = ", ".join(map(repr, there))
         raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
-    launcher: Launcher
-    if method == "forkserver":
-        launcher = imported("cseq.launcher.server").ForkServerLauncher(entry, threads)
-    else:
-        direct = imported("cseq.launcher.direct")
-        make = direct.SpawnLauncher if method == "spawn" else direct.ForkLauncher
-        launcher = make(entry, threads)
+    module, name = LAUNCHERS[method]
+    launcher: Launcher = getattr(imported(module), name)(entry, threads)
     return launcher

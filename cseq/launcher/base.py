@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -50,7 +51,7 @@ class Child(Protocol):
         """Wait for the process to end, and return its exit code.
 
         None when it has not ended in time (`gone` is False), or has ended and its status is unknown
-        (`gone` is True): its fork server died before it, or someone else asked for it first.
+        (`gone` is True): its fork server died before it, or other code in this process reaped it.
         """
 
 
@@ -66,7 +67,7 @@ class Launcher(Protocol):
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Import modules once for all workers that are launched from now on.
 
-        Where workers are forked off a server; others import them each for itself. A module that
+        Only where workers are forked off a server; others import by themselves. A module that
         cannot be imported, that must not be there before a fork, or that takes longer than
         `seconds`, is left to the workers, too, with a line in the log.
         """
@@ -124,11 +125,6 @@ def start_methods(os_name: str = os.name, features: Sequence[str] | None = None)
     return ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
 
 
-def default_start_method() -> str:
-    """Name of the start method that None stands for."""
-    return start_methods()[0]
-
-
 def describe_exit(code: int | None) -> str:
     """Say how a process ended, for a message: 'was killed by SIGKILL', 'exited with code 3'."""
     if code is None:
@@ -142,7 +138,7 @@ def describe_exit(code: int | None) -> str:
 
 
 class Children:
-    """Those that were launched and may still live: the end of a launcher is the end of them."""
+    """The workers of one launcher that may still live; `Launcher.close` ends them."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []
@@ -166,6 +162,13 @@ class Children:
         for child in children:
             child.status(max(LAST, deadline - time.monotonic()))
         return children
+
+
+def flush_output() -> None:
+    """Write out what the standard streams hold: each forked process would write it again."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, broken or closed
+            stream.flush()
 
 
 _reading = False

@@ -1,4 +1,4 @@
-"""In the new process: a worker, or the server that forks workers."""
+"""The new process's side: a worker, or the server that forks workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
-from cseq.launcher.base import SHIELDED, reading
+from cseq.launcher.base import SHIELDED, flush_output, reading
 from cseq.launcher.forks import close_in_forks, fork
 from cseq.launcher.record import (
     BORN,
@@ -47,7 +47,7 @@ FORKING = ("jemalloc_bg_thd",)
 
 
 def begin(start: Start) -> NoReturn:
-    """Be what a new interpreter was started for; its garbage collector is off so far."""
+    """Run the worker or the server that this interpreter is for; its garbage collector is off."""
     _shield()
     _empty_stdin()
     _clear_main()
@@ -62,7 +62,7 @@ def begin(start: Start) -> NoReturn:
 def begin_as_copy(
     sock: socket.socket, number: int, entry: str, local: object, threads: int | None
 ) -> NoReturn:
-    """Be a worker, as a copy of the trainer just made."""
+    """Run a worker in a forked copy of the trainer."""
     try:
         compute.limit(threads)
         gc.freeze()  # the trainer's objects: looking through them would copy their pages
@@ -113,14 +113,14 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _drop_handlers() -> None:
-    """Forget the trainer's signal handlers: they are not for workers."""
+    """Reset the trainer's signal handlers: they are not for workers."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) and number not in SHIELDED:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty: what a terminal says is for the trainer.
+    """Make standard input empty: what is typed at a terminal is for the trainer.
 
     Streams that the trainer has closed are opened too, or a socket would take their places.
     """
@@ -162,7 +162,7 @@ def _work(sock: socket.socket, number: int, entry: str, local: object = None) ->
         code = _code_of(stop.code)
     except ConnectionError:
         code = 0 if hung_up(sock) else _report()  # the trainer is gone: nothing to report
-    except BaseException:  # noqa: BLE001 - the last one to see it
+    except BaseException:  # noqa: BLE001 - no caller above handles it
         code = _report()
     _leave(code)
 
@@ -186,18 +186,16 @@ def _leave(code: int) -> NoReturn:
     """End the process, whatever else runs in it."""
     try:
         atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 - the last one to see it
+    except BaseException:  # noqa: BLE001 - no caller above handles it
         _report()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+    flush_output()
     os._exit(code)
 
 
 class _Forker:
-    """The fork server itself: one thread, which forks, reaps, and says so.
+    """The fork server itself: one thread, which forks and reaps workers, and reports both.
 
-    It ends when the trainer closes its socket, or dies; workers see to themselves.
+    It ends when the trainer closes its socket, or dies. Each worker has its own socket.
     """
 
     def __init__(self, sock: socket.socket, entry: str) -> None:
@@ -234,7 +232,7 @@ class _Forker:
         """Wait for something and do it; False when the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            self._woken.recv(4096)  # before it reaps: who ends now will wake it again
+            self._woken.recv(4096)  # first: a child that ends from now on wakes it again
             self._reap()
         if self._sock.fileno() not in ready:
             return True
@@ -262,9 +260,7 @@ class _Forker:
                 importlib.import_module(name)
         except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
             outcome = FAILED
-        for stream in (sys.stdout, sys.stderr):  # or each worker would print it again
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream.flush()
+        flush_output()
         if _tasks() - self._tasks:
             return THREADS
         if _files() - self._files:

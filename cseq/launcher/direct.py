@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from typing import TYPE_CHECKING
 
-from cseq.launcher.base import FOREVER, KILL, START, Children, check_owner, no_objects
+from cseq.launcher.base import (
+    FOREVER,
+    KILL,
+    START,
+    Children,
+    check_owner,
+    flush_output,
+    no_objects,
+)
 from cseq.launcher.child import begin_as_copy
 from cseq.launcher.forks import fork, handing_over, pair
 from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
@@ -49,7 +55,6 @@ class _DirectLauncher:
 
     method = ""
     takes_objects = False
-
     importing = ""
 
     def __init__(self, entry: str, threads: int | None) -> None:
@@ -113,9 +118,7 @@ class ForkLauncher(_DirectLauncher):
     takes_objects = True
 
     def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
-        for stream in (sys.stdout, sys.stderr):  # or it would be printed twice
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream.flush()
+        flush_output()
         with handing_over(theirs):
             pid = fork()
             if pid == 0:

@@ -96,7 +96,7 @@ class PosixProcess:
                 return
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # someone else was faster: how it ended is lost
+            except ChildProcessError:  # other code has reaped it: its status is lost
                 self.gone = True
             else:
                 self.gone = pid == self.pid
@@ -182,9 +182,11 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
     means = means_of(os.name)
     executable, environment = executable_of(os.name)
     environment |= compute.variables(threads, environment)
-    popen = _subprocess().Popen(
-        [executable, *_interpreter_flags(), "-c", _BOOTSTRAP, title],
-        stdin=_subprocess().PIPE,
+    subprocess = _subprocess()
+    flags = subprocess._args_from_interpreter_flags()  # -X, -W, -O …, as multiprocessing has it
+    popen = subprocess.Popen(
+        [executable, *flags, "-c", _BOOTSTRAP, title],
+        stdin=subprocess.PIPE,
         env=environment,
         pass_fds=() if means.shares else (theirs.fileno(),),
         creationflags=means.flags,
@@ -210,12 +212,6 @@ def _search_path() -> list[str]:
     path = [os.fsdecode(place) for place in sys.path if isinstance(place, (str, bytes))]
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return path if home in map(os.path.abspath, path) else [*path, home]
-
-
-def _interpreter_flags() -> list[str]:
-    """Return the trainer's options -X, -W, -O …, as multiprocessing passes them."""
-    flags: list[str] = _subprocess()._args_from_interpreter_flags()
-    return flags
 
 
 def executable_of(os_name: str) -> tuple[str, dict[str, str]]:

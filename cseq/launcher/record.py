@@ -1,4 +1,4 @@
-"""What trainer and fork server say to each other."""
+"""The records that trainer and fork server exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher whose workers a small server forks off itself."""
+"""The launcher whose workers are forked by a small server process."""
 
 from __future__ import annotations
 
@@ -59,16 +59,12 @@ class _Import:
 
     def __init__(self, server: ForkServer) -> None:
         self.outcome: int | None = None  # of those in `record`
+        self.exited = False  # the server has nothing more to say of it
         self.serial = server.enrol(self)
 
     def learn(self, record: Record) -> None:
         """Take in what the server says."""
-        self.outcome = record.value
-
-    @property
-    def exited(self) -> bool:
-        """Whether the server has nothing more to say of it."""
-        return self.outcome is not None
+        self.outcome, self.exited = record.value, True
 
 
 class _ServedChild:
@@ -84,7 +80,7 @@ class _ServedChild:
         self._owner = os.getpid()
         self._pidfd: PidFd | None = None
         self._code: int | None = None
-        self._exited = False
+        self.exited = False  # the server has said how it ended
 
     def learn(self, record: Record) -> None:
         """Take in what the server says."""
@@ -93,10 +89,10 @@ class _ServedChild:
             self._pidfd = PidFd(record.fds[0]) if record.fds else None
         elif record.what == FAIL:
             self.refusal = record.value
-            self._exited = True
+            self.exited = True
         elif record.what == EXIT:
             self._code = record.value
-            self._exited = True
+            self.exited = True
             self._pidfd = None
 
     @property
@@ -105,20 +101,15 @@ class _ServedChild:
         return bool(self.pid or self.refusal)
 
     @property
-    def exited(self) -> bool:
-        """Whether the server has said how it ended."""
-        return self._exited
-
-    @property
     def gone(self) -> bool:
-        return self._exited or self._has_ended(0)
+        return self.exited or self._has_ended(0)
 
     def kill(self) -> None:
         self.send_signal(KILL)
 
     def send_signal(self, number: int) -> None:
         pidfd = self._pidfd
-        if self._exited or os.getpid() != self._owner:
+        if self.exited or os.getpid() != self._owner:
             return
         if pidfd is not None:
             pidfd.send_signal(number)
@@ -128,7 +119,7 @@ class _ServedChild:
     def status(self, timeout: float) -> int | None:
         if os.getpid() == self._owner:
             deadline = time.monotonic() + timeout
-            self._server.wait(lambda: self._exited, deadline)
+            self._server.wait(lambda: self.exited, deadline)
             if self._server.lost:
                 self._has_ended(deadline - time.monotonic())
         return self._code
@@ -142,7 +133,7 @@ class _ServedChild:
 
 
 class ForkServer:
-    """The trainer's hand on one fork server process."""
+    """One fork server process, as the trainer sees it."""
 
     def __init__(self) -> None:
         self.has = 0  # modules that it has imported for its workers
@@ -231,7 +222,7 @@ class ForkServer:
         return news
 
     def _take(self, record: Record) -> None:
-        """SlotEncoder a record to its child, and forget a child with its last record."""
+        """Give a record to its child, which is removed with its last one."""
         child = self._children[record.serial]
         child.learn(record)
         if child.exited:
@@ -247,7 +238,7 @@ class ForkServer:
         with self._lock:
             self.lost = True
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes who reads, and ends the server
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, ends the server
             while self._reading:
                 self._changed.wait()
             self._sock.close()
@@ -295,13 +286,13 @@ class ForkServerLauncher:
 
     def cancel(self) -> None:
         """End a server that is importing something."""
-        self._cancelled = True  # before it is looked who imports: `_furnish` looks in reverse
+        self._cancelled = True  # first: `_furnish` sets `_importer` before it reads this
         server = self._importer
         if server is not None:
             server.kill()
 
     def _serving(self) -> ForkServer:
-        """Return a server that has its modules and is not known to be dead."""
+        """Return a server that has imported its modules and is not known to be dead."""
         for _ in range(MOST_TRIES):
             server = self._start()
             fault = self._furnish(server)

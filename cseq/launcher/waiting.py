@@ -63,7 +63,7 @@ class PidFd:
 
 def wait_for(pid: int) -> None:
     """Wait for a child to end, without reaping it."""
-    with contextlib.suppress(ChildProcessError):  # someone else has reaped it
+    with contextlib.suppress(ChildProcessError):  # other code has reaped it
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 

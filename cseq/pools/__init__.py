@@ -1,4 +1,4 @@
-"""Who runs the stages: one protocol, three pools.
+"""What runs the stages: one protocol, three pools.
 
 ``inline``   the caller itself, batch by batch: this is test mode
 ``thread``   threads of this process
@@ -32,7 +32,7 @@ POOLS = {
 
 
 class Job(NamedTuple):
-    """All that a pool has to know: the arguments of `MSequence`, checked.
+    """What a pool is made from: the arguments of `MSequence`, checked.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     num_converters : int
         0, in a pool's job, where there is no CUDA.
     compat : bool or None
-        CUDA conversion in threads; None: as this system wants it.
+        CUDA conversion in threads; None: as the system requires.
     memory_limit : int
         Bytes of shared memory that delivered batches may hold before copies are delivered.
     """
@@ -69,21 +69,16 @@ class Job(NamedTuple):
         """Most samples that a batch can have."""
         return min(self.sampler.batch_size, self.sampler.dset_size)
 
-    @property
-    def seed(self) -> int:
-        """The sampler's."""
-        return self.sampler.seed
-
     def without_worker(self) -> Job:
         """Return what a closed pool keeps: pools are parts of cycles, the worker is the user's."""
         return self._replace(worker=None)
 
 
 class Pool(Progress, Protocol):
-    """What a sequence needs of a pool; one thread at a time.
+    """What `MSequence` calls of a pool; one thread at a time.
 
     Its progress is that of the epoch that was begun last. Making a pool starts nothing: an
-    interrupt may drop it before any object has it that closes it.
+    interrupt may drop it before there is a `Run` to close it.
     """
 
     @property
@@ -91,7 +86,7 @@ class Pool(Progress, Protocol):
         """The worker processes, if there are any."""
 
     def open(self) -> None:
-        """Start what is to run. Whatever is raised, also by a signal handler: `close` ends it."""
+        """Start the runners. If this raises, or a signal handler does, `close` ends them."""
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

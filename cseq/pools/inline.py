@@ -31,13 +31,13 @@ class InlinePool:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._sampler = job.sampler
-        self._batch_context = context.BatchContext(0, 1, job.seed)
+        self._batch_context = context.BatchContext(0, 1, job.sampler.seed)
         convert = None if job.output.kind == "null" else Converter(job.output).convert
         self._runner = InlineRunner(
             job.sampler, self._batch_context, here, self, convert, self._raised
         )
         if job.seed_globals:
-            self._runner.seeds = Seeds(self._batch_context, self._is_making)
+            self._runner.seeds = Seeds(self._batch_context, lambda: self._runner.making)
             self._runner.loaded = self._runner.seeds.loaded
         self._made: Any = None  # the indexer
         self._hint = indexer.LabelHint(job.output, log.warning)
@@ -49,7 +49,7 @@ class InlinePool:
 
     @property
     def batch(self) -> int:
-        """The batch in hand: its number within the epoch."""
+        """The present batch: its number within the epoch."""
         return self._sampler.first + self._runner.at
 
     @property
@@ -85,10 +85,6 @@ class InlinePool:
         self.epoch = epoch
         self._runner.begin()
 
-    def _is_making(self) -> bool:
-        """Whether the indexer is at a batch."""
-        return self._runner.making
-
     def _build(self) -> Any:
         """Make the indexer, as a worker process does: with the global generators seeded."""
         seeds = self._runner.seeds
@@ -102,7 +98,7 @@ class InlinePool:
             seeds.restore()
 
     def interrupt(self) -> None:
-        """Nothing waits here: the batch in hand is finished."""
+        """Nothing waits here: the present batch is finished."""
 
     @property
     def next(self) -> Callable[[], Any]:
@@ -110,7 +106,7 @@ class InlinePool:
         return self._runner.next
 
     def _raised(self, error: Exception) -> None:
-        """Raise, or note down, what the indexer raised."""
+        """Raise, or log and leave out, what the indexer raised."""
         runner = self._runner
         place = failure.where(self.epoch, self.batch, self._sampler.indices(runner.at).tolist())
         if not runner.made:

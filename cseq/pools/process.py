@@ -88,7 +88,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
 
 
 def _grace_ns(task: Task) -> int:
-    """Tell how long a worker may live without a trainer: a converter tidies up before it goes."""
+    """Return how long a worker may live without a trainer: a converter removes its files first."""
     return TIDY_NS if task.stage == CONVERTER else 0
 
 
@@ -147,7 +147,7 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
 def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
     """Remove a converter's files, and end the process, when the trainer is gone."""
     poll = select.poll()
-    poll.register(sock.fileno(), 0)  # a hang-up is always told
+    poll.register(sock.fileno(), 0)  # POLLHUP is always reported
     poll.poll()
     converter.clean()
     os._exit(1)
@@ -190,11 +190,11 @@ class ProcessPool(Feed):
         self._reader = SlotReader(self._arena)
         self._receiver = Receiver(job.output) if in_processes else None
         self._imports: Imports | None = None
-        convert, leaf_for = self._make_convert()
+        batch_reader, convert, leaf_for = self._make_ends(ring)
         super().__init__(
             ring,
             job.sampler,
-            self._make_batch_reader(ring),
+            batch_reader,
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._raise_failure,
@@ -217,41 +217,38 @@ class ProcessPool(Feed):
             timeout=job.timeout,
         )
 
-    def _make_convert(self) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-        """Return what the trainer does to a batch that came out of the ring, and to its leaves."""
-        if self._receiver is not None or self._job.output.kind == "null":
-            return None, None
-        if self._job.num_converters:
-            return receive, None
-        converter = Converter(self._job.output)
-        return converter.convert, converter.leaf_for
-
-    def _make_batch_reader(self, ring: Ring) -> BatchReader:
-        """Return where batches come out."""
+    def _make_ends(
+        self, ring: Ring
+    ) -> tuple[BatchReader, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
+        """Return where batches come out, and what the trainer does to them and to their leaves."""
+        job = self._job
         if self._receiver is not None:
-            convert = Converter(self._job.output).convert
+            convert = Converter(job.output).convert
             self._imports = Imports(self._arena, ring, self._receiver, convert)
-            return self._imports
-        if self._job.num_converters:
-            return Objects(self._job.buffer, self._reader)
-        return self._reader
+            return self._imports, None, None
+        if job.num_converters:
+            return Objects(job.buffer, self._reader), receive, None
+        if job.output.kind == "null":
+            return self._reader, None, None
+        converter = Converter(job.output)
+        return self._reader, converter.convert, converter.leaf_for
 
     def _task(self, owner: int) -> Task:
-        """Tell a worker what to do, on the supervisor's thread."""
+        """Return what a worker is to do; called on the supervisor's thread."""
         job = self._job
         stage = INDEXER if owner <= job.num_workers else CONVERTER
         return Task(
             stage=stage,
             num_workers=job.num_workers,
             last=stage == CONVERTER or not job.num_converters,
-            seed=job.seed,
+            seed=job.sampler.seed,
             seed_globals=job.seed_globals,
             cast=cast_dtype(job.output),
             output=job.output._replace(function=None),  # that is applied in the trainer
         )
 
     def _raise_failure(self) -> None:
-        """Raise what went wrong elsewhere, or deal with a batch that takes too long."""
+        """Raise errors of workers and threads; raise or restart for a batch that takes too long."""
         self.supervisor.check()
         self._group.check()
         if self._job.timeout is not None:
@@ -279,7 +276,7 @@ class ProcessPool(Feed):
         super().begin(epoch, consumed)
 
     def close(self) -> None:
-        """Tell the workers to leave, and see to it that they have."""
+        """End the workers, and then free what they used."""
         self.supervisor.closed = True
         if self._receiver is not None:  # before the processes go whose memory it may still read
             self._receiver.close()

@@ -30,9 +30,9 @@ __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
 
 log = logging.getLogger("cseq")
 
-GIL_SPIN_NS = 50_000  # what it costs all sides if the GIL changes hands by sleeping, twice
+GIL_SPIN_NS = 50_000  # what two handovers of the GIL by sleeping cost, over all threads
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
-LOOK_SECONDS = 0.5  # how often a thread looks whether its indexer is still wanted
+LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was closed
 
 
 class ThreadGroup:
@@ -70,7 +70,7 @@ class ThreadGroup:
             raise self.failure
 
     def stack(self, name: str) -> str:
-        """Show where a thread is."""
+        """Return where a thread is, as text."""
         frame = sys._current_frames().get(self._threads.ident(name) or 0)
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -159,7 +159,7 @@ class ThreadPool(Feed):
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed."""
         job = self._job
-        batch_context = context.BatchContext(number, job.num_workers, job.seed)
+        batch_context = context.BatchContext(number, job.num_workers, job.sampler.seed)
         context.enter(batch_context)
         made = self._make(number, job.worker)
         if made is None:

@@ -16,7 +16,6 @@ from cseq.converter.host import Converter
 from cseq.converter.output import (
     cast_dtype,
     converter_kind,
-    default_converters,
     for_test,
     parse,
     resolve,
@@ -184,13 +183,6 @@ def test_compat() -> None:
     for name in ("nt", "posix"):
         assert converter_kind(True, name) == "thread"
         assert converter_kind(False, name) == "process"
-
-
-def test_number_of_converters() -> None:
-    """A quarter of the workers convert, but four do as long as there are as many workers."""
-    assert [default_converters(n) for n in (1, 2, 3, 4, 5, 16, 19, 20, 64)] == [
-        1, 2, 3, 4, 4, 4, 4, 5, 16,
-    ]  # fmt: skip
 
 
 def test_test_modes() -> None:
