@@ -11,6 +11,7 @@
 #                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
 # make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
+# make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
@@ -32,6 +33,7 @@ BENCH_VENV ?= .bench-venv
 FORMATS_VENV ?= .formats-venv
 FORMATS ?=
 FRAMEWORKS_VENV ?= .frameworks-venv
+COVERAGE_VENV ?= .coverage-venv
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
@@ -44,7 +46,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress coverage measure-coverage sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -136,6 +138,23 @@ recipes: build $(VENV)/.frameworks
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
 
+# In an environment and a copy of the tree of their own: the core is built to report its lines, and
+# interpreters of that environment measure themselves. Tests of time may fail under a tracer.
+coverage:
+	$(MAKE) VENV=$(COVERAGE_VENV) measure-coverage
+
+COVERAGE = cd build/coverage && $(abspath $(PY)) -m coverage
+
+measure-coverage: $(VENV)/.test $(VENV)/.coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	git ls-files -z | tar --null --files-from=- -cf - | tar -xf - -C build/coverage
+	cd build/coverage && CSEQ_TRACE=1 $(abspath $(PY)) setup.py --quiet build_ext --inplace
+	-$(COVERAGE) run -m pytest -n $(JOBS) $(ARGS)
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) report --skip-covered --show-missing
+	@$(COVERAGE) report --include='*.py' --format=total | sed 's/.*/Python: &%/'
+	@$(COVERAGE) report --include='*.pyx' --format=total | sed 's/.*/Cython: &%/'
+
 # The model needs spin; without it that part is left out, and says so.
 sanitize:
 	tests/c/run.sh $(SECONDS)
@@ -197,4 +216,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV)

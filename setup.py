@@ -16,7 +16,9 @@ from setuptools.errors import PlatformError
 
 # CSEQ_DEBUG=1 checks bounds and invariants; each mode has its own C file, and a switch rebuilds.
 DEBUG = os.environ.get("CSEQ_DEBUG", "0") not in ("", "0")
-MODE = "debug" if DEBUG else "release"
+# CSEQ_TRACE=1 reports each line to a tracer, for `make coverage`.
+TRACE = os.environ.get("CSEQ_TRACE", "0") not in ("", "0")
+MODE = "trace" if TRACE else "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
 UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
@@ -77,7 +79,8 @@ core = [
             ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
             ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
         ]
-        + [("CSEQ_DEBUG", "1")] * DEBUG,
+        + [("CSEQ_DEBUG", "1")] * DEBUG
+        + [("CYTHON_TRACE_NOGIL", "1"), ("CYTHON_USE_SYS_MONITORING", "0")] * TRACE,
         undef_macros=["NDEBUG"] * DEBUG,
         libraries=["ws2_32"] if WINDOWS else [],
         extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
@@ -88,7 +91,7 @@ core = [
 
 modules = cythonize(
     core,
-    build_dir=f"build/{MODE}",
+    build_dir=None if TRACE else f"build/{MODE}",  # Cython.Coverage looks beside the source
     compiler_directives={
         "language_level": 3,
         "freethreading_compatible": True,
@@ -98,6 +101,7 @@ modules = cythonize(
         "wraparound": DEBUG,
         "initializedcheck": DEBUG,
         "nonecheck": DEBUG,
+        "linetrace": TRACE,
     },
 )
 setup(cmdclass={"build_ext": BuildCore}, ext_modules=of_this_project(modules))

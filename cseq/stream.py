@@ -693,10 +693,6 @@ class StreamPool:
             num_workers=len(consumers),
         )
 
-    def taken_slots(self) -> set[int]:
-        """The slots of tickets, and of requests that may be read again."""
-        return set[int]().union(*(consumer.taken_slots() for consumer in self.consumers)) - {-1}
-
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
         return [self.supervisor.pid(number + 1) for number in range(self.num_workers)]

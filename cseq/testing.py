@@ -153,8 +153,9 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
     arena = _supervisor(running).arena
-    made, taken = arena.slots, len(running._run.pool.taken_slots())
+    made = arena.slots
     total, free, leased = made.capacity, len(made.free()), made.leased
+    taken = sum(map(made.is_taken, range(total)))
     committed = os.fstat(arena.segment.fd).st_blocks * 512
     return Slots(total, free, leased, taken, total - free - leased - taken, committed)
 

@@ -247,6 +247,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is there before the first test, torch's modules above all, out of collections."""
+    gc.collect()
+    gc.freeze()
+
+
 def cpu_seconds() -> float:
     """CPU time of this process, and of all that it has started and that have ended."""
     times = os.times()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def lost_slots(s: Streams) -> set[int]:
     """Slots that are in use for nothing; all of them if any is leased."""
     pool: Any = s._run.pool
-    slots = pool._arena.slots
+    slots = pool.supervisor.arena.slots
     every = range(slots.capacity)
     if slots.leased:
         return set(every)

@@ -51,8 +51,6 @@ def test_every_sample_once_and_the_same_after_a_resume(script: Path, tmp_path: P
     """Each sample arrives once, as the data set has it, for any workers and after a resume."""
     if lacking := missing(script):
         pytest.skip(f"not installed: {', '.join(lacking)}")
-    made = run(script, "make", tmp_path)
-    assert made.returncode == 0, made.stderr
     done = run(script, "check", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all right\n")

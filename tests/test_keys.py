@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+
+
+PAUSE = 0.0005  # seconds between two looks at what nothing signals
 
 
 class Makes:
@@ -500,7 +505,7 @@ def await_answers(s: Streams, worker: int) -> None:
     """Wait until a worker has made all that it was asked for."""
     ring = s._run.pool.consumers[worker].ring
     while ring.depths()[0] or ring.held(1):
-        pass
+        time.sleep(PAUSE)
 
 
 def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
@@ -513,7 +518,7 @@ def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
                 await_answers(s, 1)
                 if not got:
                     while s._run.pool.consumers[0].ring.depths()[2] < 1:
-                        pass
+                        time.sleep(PAUSE)
                 got.append(next(iter(s)))
             gate.write(b"1")
             got += s
@@ -597,7 +602,7 @@ def test_another_epoch_waits_for_nothing_under_way(tmp_path: Path) -> None:
     with gated(tmp_path, prefetch=2) as (s, gate):
         begin(s, [[2], [1], [0], [1]])
         while not s._run.pool.consumers[0].ring.held(1):
-            pass
+            time.sleep(PAUSE)
         for k in range(10, 30):
             begin(s, [[5], [k], [5], [k]], ordered=False)
             assert next(iter(s))[:2] == (1, [k])
@@ -745,15 +750,17 @@ def test_workers_killed_at_any_time(
 
 
 FAULTY = """
-import sys
+import sys, time
 import cseq
-from cseq import _memory
+from cseq import _memory, testing
 from cseq.stream import Streams
 
 class Producer:
+    seconds = 0
     def __init__(self, number, num_workers): self.kept = []
     def begin(self, assignment): pass
     def make(self, key):
+        time.sleep(self.seconds)
         k = key[0]
         array = cseq.empty((5000, 3)[k % 9 == 8], int)
         array[:] = k
@@ -762,28 +769,32 @@ class Producer:
 
 assert _memory.DEBUG
 ordered = sys.argv[1] == "ordered"
-s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
-for length in (300, 200):
-    s.begin([0, 0], iter([[k] if k % 4 else [k, None] for k in range(length)]), ordered=ordered)
-    got = [(k, bool((a == k).all())) for k, a in s]
-    print((got if ordered else sorted(got)) == [(k, True) for k in range(length)])
-print(s.stats().restarts)
+for point in sys.argv[2:]:
+    # It notifies only where the trainer sleeps, which it does for an item that takes so long.
+    Producer.seconds = 0.002 if point == "notify" else 0
+    # A ticket passes some points several times, and few are passed with slots that are exchanged.
+    with testing.dying(point, {"notify": 5, "move": 3, "moved": 3}.get(point, 23)):
+        s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
+    whole = []
+    for length in (300, 200):
+        keys = iter([[k] if k % 4 else [k, None] for k in range(length)])
+        s.begin([0, 0], keys, ordered=ordered)
+        got = [(k, bool((a == k).all())) for k, a in s]
+        whole.append((got if ordered else sorted(got)) == [(k, True) for k in range(length)])
+    print(point, *whole, s.stats().restarts > 0)
+    s.close()
 """
 
 
 @pytest.mark.parametrize("order", ["ordered", "unordered"])
-@pytest.mark.parametrize("point", ["claim", "encode", "move", "moved", "publish", "notify"])
 def test_death_at_every_labelled_point(
-    run_script: RunScript, debug_build: Path, point: str, order: str
+    run_script: RunScript, debug_build: Path, order: str
 ) -> None:
     """A worker killed between any two steps of claim, encode, publish loses nothing."""
-    count = {"notify": 2, "move": 3, "moved": 3}.get(point, 23)
-    environment = {"CSEQ_FAULT": f"{point}:{count}", "PYTHONPATH": str(debug_build)}
-    done = run_script(FAULTY, order, **environment)
+    points = ["claim", "encode", "move", "moved", "publish", "notify"]
+    done = run_script(FAULTY, order, *points, PYTHONPATH=str(debug_build))
     assert done.returncode == 0, done.stderr
-    first, second, restarts = done.stdout.split()
-    assert (first, second) == ("True", "True")
-    assert int(restarts) > 0 or point == "notify"  # it notifies only where the trainer sleeps
+    assert done.stdout.splitlines() == [f"{point} True True True" for point in points]
 
 
 # -- signal handlers
@@ -894,6 +905,7 @@ def test_signals_at_random_times(ordered: bool, assign: str) -> None:
     rng, strikes = random.Random(3), 0
     keys: list[Any] = [[k] if k % 5 else str(k) for k in range(1500)]
     before = signal.signal(signal.SIGALRM, strike)
+    gc.disable()  # hypothesis has a function that is called at collections: none may raise there
     try:
         with streams(prefetch=3) as s:
             begin(s, keys, ordered=ordered, assign=assign)
@@ -911,6 +923,7 @@ def test_signals_at_random_times(ordered: bool, assign: str) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        gc.enable()
     found = keys_of(got)
     assert (found if ordered else sorted(found, key=str)) == (
         keys if ordered else sorted(keys, key=str)

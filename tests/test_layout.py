@@ -174,7 +174,7 @@ ALLOWED = {
 CORE = {path.stem for path in PACKAGE.glob("_*.pyx")}
 # What nothing public shows: which tickets were posted, and that an iterator has been asked.
 REACHING = {("test_protocols.py", "_run"), ("streams.py", "_run"), ("test_edge.py", "_grow")}
-REACHING |= {("streaming.py", "_run"), ("streaming.py", "_arena"), ("test_keys.py", "_run")}
+REACHING |= {("streaming.py", "_run"), ("test_keys.py", "_run")}
 REACHING |= {("test_cuda_converter.py", "_lane")}  # that of a receiver in another's fixture
 
 

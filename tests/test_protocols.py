@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from indexers import Indices1
 from interrupting import interrupted
-from kinds import FEW, KINDS, PARALLEL, Kind, by_name
+from kinds import FEW, INLINE, KINDS, PARALLEL, Kind, by_name
 
 import cseq
 
@@ -205,9 +205,8 @@ def fastai(manager: Any) -> Loop:
     return Loop(manager, to_the_end=True)
 
 
-every_framework = pytest.mark.parametrize(
-    "framework", [Lightning, Trainer, Keras, keras_alone, ignite, fastai]
-)
+FRAMEWORKS: list[Callable[[Any], Any]] = [Lightning, Trainer, Keras, keras_alone, ignite, fastai]
+every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 
 @every_kind
@@ -222,9 +221,20 @@ def test_epochs_are_ours(kind: Kind, framework: Callable[[Any], Any]) -> None:
     assert run.seen == uninterrupted()
 
 
-@every_kind
-@every_framework
-@pytest.mark.parametrize("stop", [1, STEPS - 1, STEPS, STEPS + 2], ids="after{}".format)
+STOPS = [1, STEPS - 1, STEPS, STEPS + 2]
+# All of it in this process; with workers, all pairs of a kind, a framework and a stop.
+RESUMES = [(INLINE, framework, stop) for framework in FRAMEWORKS for stop in STOPS]
+RESUMES += [
+    (kind, framework, STOPS[(k + f) % len(STOPS)])
+    for k, kind in enumerate(PARALLEL)
+    for f, framework in enumerate(FRAMEWORKS)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "framework", "stop"),
+    [pytest.param(*one, id=f"{one[0].name}-{one[1].__name__}-{one[2]}") for one in RESUMES],
+)
 def test_resume(kind: Kind, framework: Callable[[Any], Any], stop: int) -> None:
     """A run broken off in mid-epoch or at an epoch's end goes on with what it had still to see."""
     with kind.begin(make(kind)) as manager:

@@ -4,7 +4,7 @@ A script is a user's program: it runs as `__main__`, and its classes travel to t
 there. It hands its functions to `main`, whose command line is
 
     SCRIPT make FOLDER           write the data
-    SCRIPT check FOLDER          compare what cseq's loaders give with what the data set holds
+    SCRIPT check FOLDER          write it, then compare what cseq's loaders give with it
     SCRIPT measure WAY FOLDER    one round of one way of loading; prints a line of JSON
 """
 
@@ -82,7 +82,8 @@ def main(
     if verb == "make":
         make(*arguments)
     elif verb == "check":
-        folder = arguments[0]
+        (folder,) = arguments
+        make(folder)
         check(folder, ours, theirs(folder, FORKED if forks else SERVED), numbers, same=same)
     elif verb == "measure":
         way, folder = arguments

@@ -256,11 +256,6 @@ class ProcessPool(Feed):
             restart = self._job.on_timeout == "restart"
             self.supervisor.check_time(working, self._job.timeout, restart=restart)
 
-    def taken_slots(self) -> set[int]:
-        """The slots of tickets."""
-        slots = self._arena.slots
-        return {slot for slot in range(slots.capacity) if slots.is_taken(slot)}
-
     def stats(self) -> Stats:
         """Count what this pool has done so far."""
         return replace(
