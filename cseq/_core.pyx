@@ -688,7 +688,7 @@ cdef class Ring:
 
 @cython.final
 cdef class Runner:
-    """A runner's place at the ring: claim a ticket of its stage, publish it.
+    """A runner's end of the ring: claims a ticket of its stage, and publishes it.
 
     Parameters
     ----------

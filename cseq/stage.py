@@ -1,6 +1,6 @@
 """The one loop every runner runs: claim, work, publish.
 
-A runner is a thread or a process with a `Runner` at the ring. What it does with a ticket is its
+A runner is a thread or a process; its end of the ring is a `Runner`. What it does with a ticket is its
 *work*, which also passes the batch on: through a slot of shared memory between processes, or as the
 object itself between threads.
 """

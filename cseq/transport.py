@@ -1,9 +1,9 @@
-"""The two ends of a hand-over to the next runner: as an object, or through a slot.
+"""How a batch travels from one runner to the next: as an object, or through a slot.
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
 shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). Converter processes write
-there where on the device the batch lies, and `Imports` fetches it. A runner has the edge that it
-fills, and a converter also the one that it empties.
+there where on the device the batch lies, and `Imports` fetches it. A runner has a `BatchWriter`,
+and a converter also a `Source`; the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Lost(RuntimeError):
 
 
 class BatchWriter(Protocol):
-    """The end that a runner fills."""
+    """Takes a batch from a runner."""
 
     @property
     def begin(self) -> Callable[[Runner], None]:
@@ -85,14 +85,14 @@ class BatchWriter(Protocol):
 
 
 class Source(Protocol):
-    """The end that a converter empties."""
+    """Gives a converter the batch of its ticket."""
 
     def fetch(self, runner: Runner) -> Any:
         """Return the batch of the present ticket."""
 
 
 class BatchReader(Protocol):
-    """The end that the trainer empties: decodes what tickets in the ring hold, and changes nothing.
+    """Decodes what tickets in the ring hold, for the trainer; changes nothing.
 
     `Consumer` frees the cell, and frees or leases its slot.
     """
