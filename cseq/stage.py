@@ -1,8 +1,8 @@
 """The one loop every runner runs: claim, work, publish.
 
-A runner is a thread or a process; its end of the ring is a `Runner`. What it does with a ticket is its
-*work*, which also passes the batch on: through a slot of shared memory between processes, or as the
-object itself between threads.
+A runner is a thread or a process; its end of the ring is a `Runner`. What it does with a ticket is
+its *work*, which also passes the batch on: through a slot of shared memory between processes, or as
+the object itself between threads.
 """
 
 from __future__ import annotations
