@@ -139,21 +139,16 @@ stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
 
 # In an environment and a copy of the tree of their own: the core is built to report its lines, and
-# interpreters of that environment measure themselves. Tests of time may fail under a tracer.
+# interpreters of that environment measure themselves. Tests of time or of tracing fail there.
 coverage:
 	$(MAKE) VENV=$(COVERAGE_VENV) measure-coverage
-
-COVERAGE = cd build/coverage && $(abspath $(PY)) -m coverage
 
 measure-coverage: $(VENV)/.test $(VENV)/.coverage
 	rm -rf build/coverage && mkdir -p build/coverage
 	git ls-files -z | tar --null --files-from=- -cf - | tar -xf - -C build/coverage
 	cd build/coverage && CSEQ_TRACE=1 $(abspath $(PY)) setup.py --quiet build_ext --inplace
-	-$(COVERAGE) run -m pytest -n $(JOBS) $(ARGS)
-	$(COVERAGE) combine --quiet
-	$(COVERAGE) report --skip-covered --show-missing
-	@$(COVERAGE) report --include='*.py' --format=total | sed 's/.*/Python: &%/'
-	@$(COVERAGE) report --include='*.pyx' --format=total | sed 's/.*/Cython: &%/'
+	-cd build/coverage && $(abspath $(PY)) -m coverage run -m pytest -n $(JOBS) $(ARGS)
+	cd build/coverage && $(abspath $(PY)) tests/covered.py
 
 # The model needs spin; without it that part is left out, and says so.
 sanitize:

@@ -1,4 +1,4 @@
-"""How a batch travels from one runner to the next: as an object, or through a slot.
+"""How a batch travels to the next runner: as an object, or through a slot.
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
 shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). Converter processes write

@@ -526,7 +526,7 @@ class Going:
 
     def __init__(self) -> None:
         self.generation = 3
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
 
 
 def test_the_iterator() -> None:

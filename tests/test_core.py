@@ -1180,7 +1180,7 @@ def test_giving_a_batch() -> None:
     ring = make_ring()
     ring.post(0, 0, 0, 0, 1, slot=3, capacity=4096)
     runner = claim(ring)
-    slot.turn(runner)
+    slot.begin_ticket(runner)
     assert not slot.begun
     assert not slot.try_publish(runner, [FLOATS])
     assert runner.cell == 0
@@ -1199,13 +1199,13 @@ def test_not_giving_a_batch() -> None:
         ring.post(number - 3, number, 0, 0, 1, slot=number, capacity=4096)
     runner = claim(ring)
     slot.loaned = True
-    slot.turn(runner)
+    slot.begin_ticket(runner)
     assert not slot.try_publish(runner, FLOATS)
     assert runner.cell == 0
     runner.publish()
     slot.loaned = False
     assert runner.claim() is True
-    slot.turn(runner)
+    slot.begin_ticket(runner)
     assert slot.begun == [(3, 4096), (4, 4096)]
 
 

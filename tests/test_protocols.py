@@ -311,7 +311,7 @@ def test_a_second_iterator_goes_on_with_the_work(kind: Kind) -> None:
     """What the workers have made for an iterator that was thrown away is not made again."""
     with kind.begin(make(kind, buffer=2)) as manager:
         batches = iter(manager)
-        ring = manager._run.pool.feed.consumer
+        ring = manager._run.pool.consumer
         tickets = ring.ticket
         for _ in range(5):
             old, batches = batches, iter(manager)

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 PROCESSES = """
-import os
+import contextlib, os
 def children():
     found = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
-            found += map(int, file.read().split())
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            with open(f"/proc/self/task/{task}/children") as file:
+                found += map(int, file.read().split())
     return found
 """
 

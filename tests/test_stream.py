@@ -1366,14 +1366,14 @@ class Reading:
         s.begin(lengths)
         count = len(lengths)
         self.left = [plain(one_alone(w, count, n, producer)) for w, n in enumerate(lengths)]
-        self.gil = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
+        self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
         self.taken = 0
         self.round: Iterator[Any] = iter(s)
         self.held: list[BaseException] = []  # with what their frames have
 
     def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
         """Take an item, in turn or of a worker; return whether that was interrupted."""
-        worker = self.gil[0] if self.gil else 0
+        worker = self.turns[0] if self.gil else 0
         items: list[Any] = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
@@ -1389,10 +1389,10 @@ class Reading:
                 raise
         if items:
             assert plain(decoded(self.s, item) for item in items) == self.left[worker][:1]
-            del self.gil[0], self.left[worker][0]
+            del self.turns[0], self.left[worker][0]
             self.taken += 1
         else:
-            assert struck.is_set() or not self.gil
+            assert struck.is_set() or not self.turns
         return struck.is_set()
 
     def committed(self) -> list[Any]:
@@ -1407,7 +1407,7 @@ class Reading:
 
     def finish(self, how: str) -> None:
         """Take the rest; no slot may be lost then."""
-        while self.gil:
+        while self.turns:
             self.take(how)
         self.take(how)
         self.held.clear()

@@ -312,7 +312,7 @@ class Observation:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.enable(2)
         faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
-        signal.notify_all(SECONDS * (3 if case.method in cases.FRESH else 1))
+        signal.alarm(SECONDS * (3 if case.method in cases.FRESH else 1))
         module, _, name = path.partition(":")
         events = Trainer(case, getattr(importlib.import_module(module), name)).run()
         self.result.write(json.dumps(events).encode())
