@@ -449,6 +449,7 @@ def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
 
 
 RARE = """
+import time
 import numpy as np
 import cseq
 from cseq import testing
@@ -457,6 +458,7 @@ class Worker:
     kept = None
     def __getitem__(self, indices):
         number = int(indices[0])
+        time.sleep(0.001)  # both workers are needed, so both shrink their slots
         made = np.full(4_000_000 if 20 <= number < 32 else SIZE, number)
         self.kept = made if number % 5 == 0 else None
         return made

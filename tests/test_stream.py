@@ -1373,7 +1373,7 @@ class Reading:
 
     def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
         """Take an item, in turn or of a worker; return whether that was interrupted."""
-        worker = self.turns[0] if self.gil else 0
+        worker = self.turns[0] if self.turns else 0
         items: list[Any] = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
