@@ -159,16 +159,16 @@ def is_ours(pid: int, new: frozenset[int]) -> bool:
 def is_my_file(path: Path) -> bool:
     """Whether a file still exists, belongs to this user and is no semaphore: cseq makes none.
 
-    A file of torch bears the number of the process that made it. That process may belong to another
-    test, at the same time; such a file has a name for as long as it is on its way to its reader.
+    A file of torch bears the number of the process that made it, which may belong to another test
+    that runs at the same time. It has a name for as long as it is on its way to its reader, or for
+    ever if torch's loader has ended that process in between; so only those of living processes of
+    this test count. What dead converters leave has tests of its own.
     """
     if path.name.startswith("sem."):
         return False
     maker = TORCH_FILE.match(path.name)
-    if maker is not None and os.path.exists(f"/proc/{maker[1]}"):
-        pid = int(maker[1])
-        if pid != os.getpid() and not is_ours(pid, frozenset()):
-            return False
+    if maker is not None and int(maker[1]) != os.getpid():
+        return is_ours(int(maker[1]), frozenset())
     with contextlib.suppress(OSError):
         return path.stat().st_uid == os.getuid()
     return False
