@@ -42,7 +42,7 @@ def main() -> int:
     compile_sources()
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     for case in cases:
-        contenders = generation(case, options)
+        contenders = present(case, options)
         if not contenders:
             continue
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else nan
@@ -95,7 +95,7 @@ def matches(group: str, case: Case, pattern: str) -> bool:
     return pattern == group or case.name.startswith(pattern) or fnmatch(case.name, pattern)
 
 
-def generation(case: Case, options: argparse.Namespace) -> list[Contender]:
+def present(case: Case, options: argparse.Namespace) -> list[Contender]:
     """Leave out contenders that are not asked for, or, saying so, that are not installed."""
     contenders = []
     for contender in case.contenders:
@@ -113,7 +113,11 @@ def write(report: dict[str, Any], folder: Path, name: str) -> None:
     """Write what there is so far."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"json": json.dumps(report, indent=1) + "\n", "md": as_markdown(report)}
-    charted = [case for case in report["cases"] if case["name"] in CHARTED]
+    charted = [
+        case
+        for case in report["cases"]
+        if case["name"] in CHARTED and any("median" in one for one in case["contenders"])
+    ]
     if charted:
         about = report["machine"]
         files["svg"] = as_svg(charted, f"{about['cpu']}, {about['cores']} cores, {about['date']}")

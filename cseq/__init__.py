@@ -31,7 +31,7 @@ The modules; imports point down::
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches
     ├── shard.py        which rank this process is, and of how many
-    ├── transport.py         the two ends of a hand-over: as an object, or through a slot
+    ├── transport.py    the two ends of a hand-over: as an object, or through a slot
     ├── codec.py        a batch of any shape ↔ a slot
     ├── arena.py        slots of shared memory, and the leases on them
     ├── writer.py       a worker's end of the slots, and its spares
@@ -49,9 +49,9 @@ The modules; imports point down::
     ├── unpicklable.py  which part of an object cannot be pickled
     ├── memory_limit.py  the memory of this machine and of its control groups
     ├── descriptors.py  anonymous files, received descriptors: none for executed programs
+    ├── check.py        checks of arguments
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        counts, waiting times, and the bottleneck
-    ├── check.py        checks of arguments
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, turns
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices

@@ -153,13 +153,7 @@ cdef class Memory:
                 raise ValueError(f"shape {shape} of {dtype} is too large")
             nbytes *= dims[i]
         self.inside(offset, nbytes)
-        Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
-        array = PyArray_NewFromDescr(
-            <PyTypeObject*>cnp.ndarray, dtype, nd, dims, NULL, self.data + offset,
-            cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY, NULL)
-        Py_INCREF(self)  # PyArray_SetBaseObject takes it over
-        PyArray_SetBaseObject(array, self)
-        return array
+        return array_at(self, offset, dtype, nd, dims, fortran)
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,7 +51,7 @@ def unexpected(caller: str, name: str, known: Iterable[str]) -> TypeError:
     """Say that a function has no such keyword, and what to write instead."""
     instead = ELSEWHERE.get(name)
     if instead is None:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = imported("difflib").get_close_matches(name, known, n=1)
         instead = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     return TypeError(f"{caller}() got an unexpected keyword argument {name!r}: {instead}")
 

@@ -50,6 +50,7 @@ OPENBLAS = (
     "scipy_openblas_set_num_threads",
     "scipy_openblas_set_num_threads64_",
 )
+STARTED = "blas_num_threads"  # a variable of OpenBLAS: how many threads it starts
 
 
 def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -88,10 +89,17 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _set_openblas(path: str, threads: int) -> None:
-    """Set the threads of an OpenBLAS that is loaded."""
+    """Set the threads of an OpenBLAS that is loaded, and whose own threads a fork has ended.
+
+    Its function starts as many as `STARTED` says before it looks at the new number, and each of
+    these spins for some 25 ms: on two cores the start of a worker waits for them. So the number is
+    written there, too.
+    """
     ctypes = importlib.import_module("ctypes")
     with contextlib.suppress(OSError):  # a file that is no library, or is gone
         library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        with contextlib.suppress(ValueError):  # a build without threads
+            ctypes.c_int.in_dll(library, STARTED).value = threads
         for name in OPENBLAS:
             if hasattr(library, name):
                 getattr(library, name)(threads)

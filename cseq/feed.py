@@ -99,7 +99,7 @@ class Feed:
             **batch_reader.ends,
         )
         self._interrupted = False
-        self._clock = Clock(ring)
+        self._clock = Clock(ring, computing=threads)
         self._place: tuple[int, int] | None = None  # what was begun last
         self.ended = False  # the loop was told that this epoch is over
 

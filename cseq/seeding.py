@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from cseq.context import BatchContext
 
-__all__ = ["Seeds", "seed_imported"]
+__all__ = ["Imported", "Seeds"]
 
 # docs/shuffle.md: 1 is the shuffle, 2 `cseq.rng`, 3 the adapters
 PURPOSE_BATCH = 4
@@ -75,11 +75,26 @@ GENERATORS = (
 )
 
 
-def seed_imported(words: Sequence[int]) -> None:
-    """Seed the generators whose modules are imported: three words, of 64 bits each."""
-    for generator in GENERATORS:
-        if is_imported(generator.name):
+class Imported:
+    """The generators whose modules are imported, for those who look before each item."""
+
+    def __init__(self) -> None:
+        self._loaded: list[Generator] = []
+        self._missing: tuple[Generator, ...] = GENERATORS
+
+    def seed(self, words: Sequence[int]) -> None:
+        """Seed them: three words, of 64 bits each."""
+        for generator in self._missing:
+            if generator.name in sys.modules:
+                self._look()
+                break
+        for generator in self._loaded:
             generator.seed(words)
+
+    def _look(self) -> None:
+        """Find the modules whose import is over."""
+        self._loaded = [each for each in GENERATORS if is_imported(each.name)]
+        self._missing = tuple(each for each in GENERATORS if each not in self._loaded)
 
 
 class Seeds:

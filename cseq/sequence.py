@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import html
 import inspect
 import os
 import threading
@@ -23,6 +22,7 @@ from cseq.pools import Job, pool_of
 from cseq.run import Run, close_with
 from cseq.sampler import Sampler
 from cseq.stats import Stats
+from cseq.threads import imported
 
 if TYPE_CHECKING:
     import weakref
@@ -357,10 +357,10 @@ class MSequence(Generic[B_co]):
 
     def _repr_html_(self) -> str:
         """Show in a notebook what `repr` shows, as a table."""
+        escape = imported("html").escape
         rows = [(type(self).__name__, ""), *self._facts()]
         cells = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in rows
+            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows
         )
         return f"<table>{cells}</table>"
 

@@ -145,38 +145,32 @@ def _part(seconds: float, of: float) -> float:
 
 
 class Times(NamedTuple):
-    """Seconds on the clocks of a ring, or between two readings of them."""
+    """Seconds on the clocks of some rings."""
 
     elapsed: float
     waited: float  # the loop, for batches
     idle: tuple[float, ...]  # each runner
     computed: float  # all threads of this process
 
-    def since(self, before: Times) -> Times:
-        """Return what was added; a sleep that began before counts from there."""
-        elapsed = self.elapsed - before.elapsed
-        idle = zip(self.idle, before.idle, strict=True)
-        return Times(
-            elapsed,
-            self.waited - before.waited,
-            tuple(min(now - then, elapsed) for now, then in idle),
-            self.computed - before.computed,
-        )
 
-    def plus(self, other: Times) -> Times:
-        """Return the sum."""
-        return Times(
-            self.elapsed + other.elapsed,
-            self.waited + other.waited,
-            tuple(a + b for a, b in zip(self.idle, other.idle, strict=True)),
-            self.computed + other.computed,
-        )
+class Pause(NamedTuple):
+    """The time between epochs, summed up: seconds that passed, seconds computed in them."""
+
+    elapsed: float
+    computed: float
 
 
 class Clock:
     """Times of the epochs of some rings; it stops between two epochs.
 
-    Reads clocks when an epoch begins and ends, and once for the first batch; none for the others.
+    Then no ticket is posted and every runner waits, so the beginning and the end of an epoch read
+    one clock, and `read` subtracts the pauses from what all runners have waited.
+
+    Parameters
+    ----------
+    *rings : Ring
+    computing : bool
+        Read what this process computed, too.
 
     Attributes
     ----------
@@ -186,19 +180,21 @@ class Clock:
         Seconds that the loop waited for the first one.
     """
 
-    def __init__(self, *rings: Ring) -> None:
+    def __init__(self, *rings: Ring, computing: bool = False) -> None:
         self._rings = rings
-        # What was summed up, and when it began to run (None: it is stopped). In one tuple, since
-        # `read` may be called from other threads.
-        runners = sum(len(ring.idle_ns()) for ring in rings)
-        nothing = Times(0.0, 0.0, (0.0,) * runners, 0.0)
-        self._state: tuple[Times, Times | None] = nothing, None
+        self._process_time = time.process_time if computing else float
         self.starting = True
         self.start_waited = 0.0
+        # Where counting began, the pauses since then, and when the present one began (None: an
+        # epoch runs). In one tuple, since `read` may be called from other threads.
+        self._state: tuple[Times, Pause, Pause | None]
+        self._state = self._now(), Pause(0.0, 0.0), self._mark()
 
     def run(self) -> None:
         """An epoch begins."""
-        self._state = self.read(), self._now()
+        zero, pauses, since = self._state
+        if since is not None:
+            self._state = zero, self._longer(pauses, since), None
 
     def started(self) -> None:
         """The first batch that was awaited is there: what was waited until now was the start."""
@@ -207,19 +203,46 @@ class Clock:
             return  # others came before it, without a wait
         now = self._now()
         self.start_waited = now.waited
-        self._state = self._state[0], now
+        self._state = now, Pause(0.0, 0.0), None
 
     def stop(self) -> None:
         """The epoch is over."""
-        self._state = self.read(), None
+        zero, pauses, since = self._state
+        if since is None:
+            self._state = zero, pauses, self._mark()
 
     def read(self) -> Times:
-        """Return the times of all epochs, and of the one that is not over."""
-        total, before = self._state
-        return total if before is None else total.plus(self._now().since(before))
+        """Return the times of all epochs, up to now or to the end of the last one."""
+        zero, pauses, since = self._state
+        if since is not None:
+            pauses = self._longer(pauses, since)
+        now = self._now()
+        elapsed = now.elapsed - zero.elapsed - pauses.elapsed
+        return Times(
+            elapsed,
+            now.waited - zero.waited,
+            # a sleep that began before counts from there
+            tuple(
+                min(max(seconds - then - pauses.elapsed, 0.0), elapsed)
+                for seconds, then in zip(now.idle, zero.idle, strict=True)
+            ),
+            now.computed - zero.computed - pauses.computed,
+        )
+
+    def _mark(self) -> Pause:
+        """Read the clocks of a pause."""
+        return Pause(now_ns() / 1e9, self._process_time())
+
+    def _longer(self, pauses: Pause, since: Pause) -> Pause:
+        """Add a pause that began at `since`."""
+        now = self._mark()
+        return Pause(
+            pauses.elapsed + now.elapsed - since.elapsed,
+            pauses.computed + now.computed - since.computed,
+        )
 
     def _now(self) -> Times:
         """Read all clocks."""
         idle = tuple(ns / 1e9 for ring in self._rings for ns in ring.idle_ns())
         waited = sum(ring.waited_ns for ring in self._rings) / 1e9
-        return Times(now_ns() / 1e9, waited, idle, time.process_time())
+        return Times(now_ns() / 1e9, waited, idle, self._process_time())

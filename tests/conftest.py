@@ -30,6 +30,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from cseq.arena import Arena
+    from cseq.writer import Writer
+
 with contextlib.suppress(ImportError):
     import hypothesis
 
@@ -414,3 +417,23 @@ def stacks_of(process: subprocess.Popen[str]) -> str:
 def as_text(output: bytes | str | None) -> str:
     """Decode what TimeoutExpired carries, which is bytes even of a process opened as text."""
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """An arena, closed after the test."""
+    from cseq.arena import Arena
+
+    arena = Arena()
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def writer(arena: Arena) -> Iterator[Writer]:
+    """A writer that has begun with slot 0 of `arena`."""
+    from slots import writer_of
+
+    writer = writer_of(arena)
+    yield writer
+    writer.close()

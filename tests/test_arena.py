@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slots import filled, linux, whole, writer_of
+from slots import filled, linux, whole
 
 from cseq import arena as arena_module
 from cseq import writer as writer_module
@@ -28,25 +28,9 @@ from cseq.slot_size import FIRST, WINDOW
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from conftest import RunScript
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    """An arena, closed after the test."""
-    arena = Arena()
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
-def writer(arena: Arena) -> Iterator[Writer]:
-    """A writer that has begun with slot 0."""
-    writer = writer_of(arena)
-    yield writer
-    writer.close()
 
 
 def test_the_lowest_free_slot_is_taken(arena: Arena) -> None:
@@ -330,7 +314,7 @@ arena.close()
 
 @linux
 def test_no_address_space() -> None:
-    """What cannot be mapped is a MemoryError; the slot stays with whoever had it."""
+    """What cannot be mapped is a MemoryError; the slot keeps its owner."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-W", "error", "-c", LIMITED]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

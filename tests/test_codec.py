@@ -121,22 +121,6 @@ class Plain:
         self.array = array
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    """An arena, closed after the test."""
-    arena = Arena()
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
-def writer(arena: Arena) -> Iterator[Writer]:
-    """A writer that has begun with slot 0."""
-    writer = writer_of(arena)
-    yield writer
-    writer.close()
-
-
 @pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test with structures that the writer knows, and with none."""

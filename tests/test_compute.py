@@ -129,6 +129,33 @@ def test_openblas(run_script: RunScript, method: str) -> None:
     assert 1 <= more <= 3, done.stderr  # OpenBLAS makes no more threads than there are cores
 
 
+IDLE = """
+import os
+import numpy as np
+import cseq
+
+np.ones((300, 300)) @ np.ones((300, 300))  # OpenBLAS's threads are there
+
+class Threads:
+    def __getitem__(self, indices):
+        return len(os.listdir("/proc/self/task"))
+
+for threads in (1, None):
+    with cseq.MPSequence(
+        Threads, 1, 1, out_type="null", start_method="fork", threads=threads, seed_globals=False
+    ).start() as batches:
+        print(*batches)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.skipif("fork" not in start_methods(), reason="no fork here")
+def test_a_limit_starts_no_threads(run_script: RunScript) -> None:
+    """A forked worker that may compute with one thread gets no others, not even for a while."""
+    limited, free = run_script(IDLE).stdout.split()
+    assert limited == free
+
+
 TORCH = """
 import sys
 import numpy as np

@@ -770,7 +770,7 @@ def test_rings_in_one_memory() -> None:
 
 
 def test_several_tickets_are_waited_for() -> None:
-    """Whoever publishes one of them wakes the sleeper."""
+    """Publishing one of them wakes the sleeper."""
     nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
     memory = Block(2 * nbytes, zero=True)
     rings = [Ring(memory, 4, 2, 1, at=k * nbytes) for k in range(2)]

@@ -297,7 +297,7 @@ def test_the_seeds_are_those_of_the_documentation() -> None:
         np.random.seed(words[1] % 2**32)
         assert got == (random.random(), np.random.rand())
         seeds.close()
-        seeding.seed_imported(words)
+        seeding.Imported().seed(words)
         assert got == (random.random(), np.random.rand())
     finally:
         seeds.close()

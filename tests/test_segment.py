@@ -40,7 +40,7 @@ def test_a_dropped_segment_is_closed() -> None:
 
 @linux
 def test_a_segment_cannot_be_cut() -> None:
-    """Nobody can take the pages away under a mapping."""
+    """The pages cannot be taken away under a mapping."""
     segment = Segment.create(1 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 0)

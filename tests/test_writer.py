@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slots import take, whole, writer_of
+from slots import take, whole
 
 from cseq import memory_limit
 from cseq import writer as writer_module
@@ -20,23 +20,7 @@ from cseq.slot_size import FIRST
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    """An arena, closed after the test."""
-    arena = Arena()
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
-def writer(arena: Arena) -> Iterator[Writer]:
-    """A writer that has begun with slot 0."""
-    writer = writer_of(arena)
-    yield writer
-    writer.close()
+    from collections.abc import Callable
 
 
 def test_places_do_not_overlap(writer: Writer) -> None:
@@ -251,7 +235,7 @@ def test_a_full_file_is_a_memory_error() -> None:
 
 
 def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch larger than the free memory is refused; Linux would kill somebody instead."""
+    """A batch larger than the free memory is refused; Linux would kill a process instead."""
     monkeypatch.setattr(memory_limit, "available_memory", lambda: 40 * MIB)
     with pytest.raises(MemoryError, match=str(40 * MIB)):
         writer.place(50 * MIB)

@@ -133,7 +133,9 @@ def times_as_good(case: Case, mine: float, other: float) -> float:
 def goals_as_json(case: Case, results: list[Result]) -> list[dict[str, Any]]:
     """The goals, with what was reached; those whose contenders are missing are left out."""
     medians = {result.contender.name: result.median for result in results if result.figures}
-    goals = []
+    goals: list[dict[str, Any]] = []
+    if not medians:
+        return goals
     for goal in case.goals:
         try:
             value = goal.value(medians)

@@ -20,11 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
 from cseq._core import Runner
-from cseq.converter.cuda import CudaConverter, receive
-from cseq.converter.export import Receiver
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
-from cseq.converter.page_locks import PageLocks
 from cseq.deaths import Deaths, Held
 from cseq.feed import Feed, wake_at
 from cseq.launcher import ENTRY, make_launcher
@@ -32,6 +29,7 @@ from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
+from cseq.threads import imported
 from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.worker import FAILED, NOTED, READY, enter, send_state
 from cseq.writer import SPARES
@@ -43,6 +41,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cseq._core import Ring
+    from cseq.converter.cuda import CudaConverter
+    from cseq.converter.export import Receiver
+    from cseq.converter.page_locks import PageLocks
     from cseq.pools import Job
     from cseq.stats import Stats
     from cseq.transport import BatchReader
@@ -125,7 +126,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
 def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) -> None:
     """Convert until the ring is closed."""
     try:
-        converter = CudaConverter(task.output)
+        converter = imported("cseq.converter.cuda").CudaConverter(task.output)
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return
@@ -164,7 +165,9 @@ class ProcessPool(Feed):
         in_processes = job.num_converters > 0 and converter_kind(job.compat, os.name) == "process"
         # Converter threads copy to the device from where a batch lies.
         on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
-        self._locks = PageLocks(job.output.device) if on_cuda and not in_processes else None
+        self._locks: PageLocks | None = None
+        if on_cuda and not in_processes:
+            self._locks = imported("cseq.converter.page_locks").PageLocks(job.output.device)
         self.supervisor = supervisor = Supervisor(
             make_launcher(job.start_method, entry=ENTRY, threads=job.threads),
             job.buffer,
@@ -188,7 +191,9 @@ class ProcessPool(Feed):
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         self._group = ThreadGroup(ring)
         self._reader = SlotReader(self._arena)
-        self._receiver = Receiver(job.output) if in_processes else None
+        self._receiver: Receiver | None = None
+        if in_processes:
+            self._receiver = imported("cseq.converter.export").Receiver(job.output)
         self._imports: Imports | None = None
         batch_reader, convert, leaf_for = self._make_ends(ring)
         super().__init__(
@@ -227,6 +232,7 @@ class ProcessPool(Feed):
             self._imports = Imports(self._arena, ring, self._receiver, convert)
             return self._imports, None, None
         if job.num_converters:
+            receive = imported("cseq.converter.cuda").receive
             return Objects(job.buffer, self._reader), receive, None
         if job.output.kind == "null":
             return self._reader, None, None

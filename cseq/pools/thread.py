@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from cseq import context, indexer
 from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
-from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.host import Converter
 from cseq.errors import WorkerTimeout
 from cseq.feed import Feed, wake_at
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
-from cseq.threads import Latch, Threads
+from cseq.threads import Latch, Threads, imported
 from cseq.transport import Objects
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def add_converters(
 
 def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
     """Convert until the ring is closed."""
-    converter = CudaConverter(job.output)
+    converter = imported("cseq.converter.cuda").CudaConverter(job.output)
 
     def work(runner: Runner) -> None:
         try:
@@ -143,7 +142,7 @@ class ThreadPool(Feed):
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._raise_failure,
-            convert=receive if job.num_converters else None,
+            convert=imported("cseq.converter.cuda").receive if job.num_converters else None,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
             threads=HAS_GIL,

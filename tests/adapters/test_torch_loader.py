@@ -366,7 +366,7 @@ def test_an_epoch_that_is_left_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
-    """What was made ahead has drawn from them, whether or not anybody takes it."""
+    """What was made ahead has drawn from them, whether or not it is taken."""
 
     def left(kind: Any, dataset: Any) -> Any:
         seed_all()

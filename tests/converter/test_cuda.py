@@ -191,7 +191,7 @@ def test_converters_without_a_device(
     monkeypatch.setattr(outputs, "resolve", rehearse)
     made = []
     monkeypatch.setattr(
-        "cseq.pools.thread.CudaConverter",
+        "cseq.converter.cuda.CudaConverter",
         lambda output: made.append(CudaConverter(output)) or made[-1],  # type: ignore[func-returns-value]
     )
     options: Any = {"batch_size": 16, "num_workers": 2, "num_converters": 1, "dtype": dtype}

@@ -115,7 +115,7 @@ def test_a_lost_converter_is_an_error(store: dict[str, Any]) -> None:
 
 
 def test_a_given_up_batch_is_opened_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that nobody will see is opened, which is how its converter learns to let it go."""
+    """A batch that is given up is opened: so its converter learns that it may let go of it."""
     keys = []
 
     def note(key: str) -> Any:

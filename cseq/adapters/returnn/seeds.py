@@ -9,7 +9,7 @@ import numpy as np
 from returnn.datasets.basic import Dataset
 
 from cseq._core import derive
-from cseq.seeding import seed_imported
+from cseq.seeding import Imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +33,7 @@ class SequenceSeeds:
         self._epoch = 0
         self._key = 0  # of the epoch
         self._words: tuple[int, ...] = (0, 0, 0, 0)  # of the sequence
+        self._imported = Imported()
         self._setters: list[Callable[[int], object]] = []  # seed the dataset's own generators
         self._passed: list[Any] = []  # generators passed to the user's functions in this epoch
         self.in_order = False  # whether there are functions that want all sequences, in order
@@ -77,7 +78,7 @@ class SequenceSeeds:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
         self._batch_context.set(_Place(self._epoch, number, place))
         self._words = derive(self._key, place, PURPOSE_AUGMENTATION, 4)
-        seed_imported(self._words)
+        self._imported.seed(self._words)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):
             set_seed(self._words[3] % 2**32)
 
