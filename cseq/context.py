@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
-PURPOSE_INDEXER = 2  # docs/shuffle.md: 1 is the shuffle
+# What words derived from a seed are for (docs/shuffle.md); 1 is the shuffle.
+PURPOSE_RNG = 2  # `rng`
+PURPOSE_ITEM = 3  # generators that adapters seed, for each item
+PURPOSE_BATCH = 4  # the global generators, for each batch
+PURPOSE_MAKING = 5  # the same, while an indexer is made
 
 
 class Ticket(Protocol):
@@ -128,7 +132,7 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
     Philox, keyed by (seed, epoch), with the position in the upper half of its counter: a position
     belongs to one batch of one rank, and to the same one after a resume with more or fewer ranks.
     """
-    low, high = derive(seed, epoch, PURPOSE_INDEXER, 2)
+    low, high = derive(seed, epoch, PURPOSE_RNG, 2)
     random = imported("numpy.random")  # numpy itself imports it only when it is asked for
     philox = random.Philox(key=low | high << 64, counter=start << 128)
     made: np.random.Generator = random.Generator(philox)

@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._core import derive
+from cseq.context import PURPOSE_BATCH, PURPOSE_MAKING
 from cseq.threads import is_imported
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from cseq.context import BatchContext
 
 __all__ = ["Imported", "Seeds"]
-
-# docs/shuffle.md: 1 is the shuffle, 2 `cseq.rng`, 3 the adapters
-PURPOSE_BATCH = 4
-PURPOSE_INDEXER = 5
 
 
 class Generator(NamedTuple):
@@ -172,7 +169,7 @@ class Seeds:
         """Return the words of the present batch, or those of an indexer that is being made."""
         ticket = self._batch_context.ticket
         if ticket is None:
-            return derive(self._batch_context.seed, 0, PURPOSE_INDEXER, len(GENERATORS))
+            return derive(self._batch_context.seed, 0, PURPOSE_MAKING, len(GENERATORS))
         if ticket.epoch != self._epoch:
             [self._key] = derive(self._batch_context.seed, ticket.epoch, PURPOSE_BATCH, 1)
             self._epoch = ticket.epoch

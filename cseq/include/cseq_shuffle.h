@@ -41,7 +41,7 @@
 #define CSEQ_CACHED (1u << 20)                   /* bytes of a table that a cache holds */
 #define CSEQ_PAGE 4096                           /* bytes that are zeroed together */
 
-enum { CSEQ_PURPOSE_SHUFFLE = 1, CSEQ_PURPOSE_INDEXER = 2 };
+enum { CSEQ_PURPOSE_SHUFFLE = 1 }; /* the others: context.py */
 
 /* ---- 64-bit words -------------------------------------------------------------------------- */
 

@@ -60,7 +60,7 @@ SHARDING_METHODS = ("seq_order", "dedicated")
 _installed: Callable[[], None] | None = None  # `install`, once it was called
 
 
-class Books(NamedTuple):
+class EpochRecord(NamedTuple):
     """What is known of an epoch's sequences so far."""
 
     taken: int  # sequences
@@ -183,7 +183,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._asked: tuple[Any, Any, Any] | None = None  # arguments of the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
         self._begun = False  # whether an epoch is under way
-        self._books = Books(0, 0.0, {})
+        self._record = EpochRecord(0, 0.0, {})
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -360,7 +360,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             Numbers in the corpus of the sequences to load, in order.
         """
         self._begun = False  # first: whatever interrupts the rest, no epoch is under way then
-        self._books = Books(0, 0.0, {})
+        self._record = EpochRecord(0, 0.0, {})
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
         self._order = None
         self._serial += 1
@@ -445,15 +445,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        while self._books.taken < end and (
-            self._num_seqs is None or self._books.taken < self._num_seqs
+        while self._record.taken < end and (
+            self._num_seqs is None or self._record.taken < self._num_seqs
         ):
             self._load_next(start)
 
     def _load_next(self, start: int) -> None:
         """Take the next sequence; keep it unless it is before `start`.
 
-        The record of the epoch (`Books`) is updated between `peek` and `commit`, so that a second
+        The record of the epoch (`EpochRecord`) is updated between `peek` and `commit`, so that a second
         update changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence
         and number.
         """
@@ -468,14 +468,14 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         except Exception as error:
             self._give_up(error)
             raise
-        if number == self._books.taken:
+        if number == self._record.taken:
             self._write(number, item, start)
         streams.commit(number)
 
     def _write(self, number: int, item: Any, start: int) -> None:
         """Record a sequence."""
         tag, fraction, features = unpack(item)
-        complete, frames = self._books.complete, self._books.frames.copy()
+        complete, frames = self._record.complete, self._record.frames.copy()
         if fraction is not None:
             fraction = complete = max(fraction, complete)
         for key, value in features.items():
@@ -484,19 +484,19 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             loaded = DatasetSeq(number, features, seq_tag=tag, complete_frac=fraction)
             self.added_data.append(loaded)
         self.reached_final_seq = number + 1 == self._num_seqs
-        self._books = Books(number + 1, complete, frames)
+        self._record = EpochRecord(number + 1, complete, frames)
 
     def _check_length(self) -> None:
         """Learn the number of sequences from their end."""
         if self._num_seqs is not None:
             raise RuntimeError(
-                f"{self}: the wrapped dataset has {self._books.taken} sequences in this epoch, and "
+                f"{self}: the wrapped dataset has {self._record.taken} sequences in this epoch, and "
                 f"said {self._num_seqs}"
             )
         self.reached_final_seq = True
-        self._num_seqs = self._books.taken
+        self._num_seqs = self._record.taken
 
     def get_num_timesteps(self) -> Any:
         """Return how many frames there were, after the last sequence."""
         assert self.reached_final_seq
-        return NumbersDict(self._books.frames)
+        return NumbersDict(self._record.frames)

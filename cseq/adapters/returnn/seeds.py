@@ -9,6 +9,7 @@ import numpy as np
 from returnn.datasets.basic import Dataset
 
 from cseq._core import derive
+from cseq.context import PURPOSE_ITEM
 from cseq.seeding import Imported
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceSeeds"]
 
-PURPOSE_AUGMENTATION = 3  # docs/shuffle.md: 1 is the shuffle; 2 is `cseq.rng`
 MOST_PARTS = 1000  # of a list in which datasets are looked for
 
 
@@ -68,7 +68,7 @@ class SequenceSeeds:
         """Begin an epoch."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
-        [self._key] = derive(seed % 2**64, epoch, PURPOSE_AUGMENTATION, 1)
+        [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
         self._epoch = epoch
         self._passed = []
         self._batch_context.seed = self._key
@@ -77,7 +77,7 @@ class SequenceSeeds:
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
         self._batch_context.set(_Place(self._epoch, number, place))
-        self._words = derive(self._key, place, PURPOSE_AUGMENTATION, 4)
+        self._words = derive(self._key, place, PURPOSE_ITEM, 4)
         self._imported.seed(self._words)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):
             set_seed(self._words[3] % 2**32)
