@@ -453,9 +453,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _load_next(self, start: int) -> None:
         """Take the next sequence; keep it unless it is before `start`.
 
-        The record of the epoch (`EpochRecord`) is updated between `peek` and `commit`, so that a second
-        update changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence
-        and number.
+        The record of the epoch is updated between `peek` and `commit`, so that a second update
+        changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence and number.
         """
         streams = self._streams
         if not self._begun or streams is None or self._home != os.getpid():
@@ -490,8 +489,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """Learn the number of sequences from their end."""
         if self._num_seqs is not None:
             raise RuntimeError(
-                f"{self}: the wrapped dataset has {self._record.taken} sequences in this epoch, and "
-                f"said {self._num_seqs}"
+                f"{self}: the wrapped dataset has {self._record.taken} sequences in this epoch, "
+                f"and said {self._num_seqs}"
             )
         self.reached_final_seq = True
         self._num_seqs = self._record.taken
