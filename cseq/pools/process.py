@@ -181,7 +181,7 @@ class ProcessPool(Feed):
                 job.max_restarts,
                 job.num_workers,
                 "batch",
-                "look at what it does with these indices",
+                "look at what the indexer does with these indices",
             ),
             memory_limit=job.memory_limit,
             locks=self._locks,
