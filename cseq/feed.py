@@ -1,4 +1,4 @@
-"""The trainer's end of a ring: posts an epoch's tickets, takes its finished batches.
+"""The trainer's end of a ring: posts an epoch's tickets, takes its batches.
 
 The thread pool and the process pool derive from `Feed`, which is the part of `Consumer` that is
 written in Python. One thread calls it. Other threads report errors (a worker that cannot be made,
