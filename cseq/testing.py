@@ -220,7 +220,7 @@ def _supervisor(running: Any) -> Supervisor:
             "or reading service of an adapter"
         ) from None
     if run is None:
-        raise RuntimeError(f"the {type(running).__name__} is not running: start it first")
+        raise RuntimeError(f"{type(running).__name__} is not running: call start() first")
     if not run.is_ours:
         raise RuntimeError("the workers belong to the process that forked this one")
     supervisor: Supervisor | None = run.pool.supervisor
@@ -230,5 +230,5 @@ def _supervisor(running: Any) -> Supervisor:
             "killed; use MPSequence and start()"
         )
     if supervisor.closed:
-        raise RuntimeError(f"the {type(running).__name__} is not running: it was closed")
+        raise RuntimeError(f"{type(running).__name__} is not running: it was closed")
     return supervisor
