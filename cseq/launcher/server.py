@@ -335,7 +335,7 @@ class ForkServerLauncher:
                 if not server.lost:
                     return name, f"it takes more than {self._seconds:g} s"
                 if name in self._suspects:
-                    return name, "two servers have died during its import"
+                    return name, "it has ended two servers"
                 self._suspects.add(name)  # the server may have ended for another reason
                 server = self._start()
                 continue
