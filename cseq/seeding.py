@@ -218,7 +218,7 @@ class Watch:
         finally:
             self._asking.remove(asker)
         if spec is not None and spec.loader is not None:
-            spec.loader = Telling(spec.loader, self)  # type: ignore[assignment]
+            spec.loader = ReportingLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
     def _spec(
@@ -239,7 +239,7 @@ class Watch:
             self._arrived(generator)
 
 
-class Telling:
+class ReportingLoader:
     """The loader of one module; it reports the end of the import to its `Watch`."""
 
     def __init__(self, loader: Any, watch: Watch) -> None:

@@ -152,7 +152,7 @@ class Supervisor:
         self._ended = Latch()  # all workers are gone and no more will come
         self._gone: bool | None = None  # what `Launcher.close` has returned
         self._selector: selectors.BaseSelector  # of the supervisor's thread alone
-        self._bell: socket.socket | None = None  # wakes that thread
+        self._waker: socket.socket | None = None  # wakes that thread
         self._thread = Threads()
         self._thread.add("cseq-supervisor", self._run)
 
@@ -224,10 +224,10 @@ class Supervisor:
     def _run(self) -> None:
         """Run the supervisor's thread."""
         try:
-            bell, ear = socket.socketpair()
-            with bell, ear, selectors.DefaultSelector() as self._selector:
-                self._selector.register(ear, selectors.EVENT_READ, None)
-                self._bell = bell  # `close` sets `closed` before it looks for it
+            waker, woken = socket.socketpair()
+            with waker, woken, selectors.DefaultSelector() as self._selector:
+                self._selector.register(woken, selectors.EVENT_READ, None)
+                self._waker = waker  # `close` sets `closed` before it looks for it
                 self._serve()
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -430,9 +430,9 @@ class Supervisor:
             ring.close()
         self._wanted.set()
         self._launcher.cancel()
-        if self._bell is not None:
+        if self._waker is not None:
             with contextlib.suppress(OSError):  # it is closed: the thread has ended
-                self._bell.send(b"!")
+                self._waker.send(b"!")
         if self._thread.begun and not self._ended.wait(GRACE):
             for worker in self._snapshot():
                 log.warning("worker %d is busy: killed after %g s", worker.owner - 1, GRACE)

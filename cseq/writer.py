@@ -100,7 +100,7 @@ class Writer(SlotEncoder):
             if self._spares and any(kept.slot == slot for kept in self._kept):
                 slot, capacity = self._spares[-1]
                 place = False
-        self._turn_to(slot, capacity)
+        self._select(slot, capacity)
         if place and self._has_spare():
             mapping = self.mapped[slot]
             self.placement.begin(mapping, capacity)  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ class Writer(SlotEncoder):
             mapping = self._map(slot, max(capacity, FIRST))
         return mapping
 
-    def _turn_to(self, slot: int, capacity: int) -> None:
+    def _select(self, slot: int, capacity: int) -> None:
         """Make a slot the present one."""
         self.memory = self.mapping_of(slot, capacity)
         self.slot = slot
@@ -283,7 +283,7 @@ class Writer(SlotEncoder):
         assert self._spares  # else nothing was made in the slot
         source, used = self.memory, self.used
         slot, nbytes = self._spares[-1]
-        self._turn_to(slot, nbytes)
+        self._select(slot, nbytes)
         if used > nbytes:
             self._grow(used)
             self._spares[-1] = slot, self.capacity

@@ -102,7 +102,7 @@ class CudaConverter:
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
         """Send an array or a CPU tensor to the device; keep any other leaf."""
-        tensor = self._lay(leaf) if is_array(leaf) else leaf
+        tensor = self._transfer(leaf) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
         source = self._page_lock(tensor.detach())
@@ -111,7 +111,7 @@ class CudaConverter:
         tensors.append(sent)
         return sent
 
-    def _lay(self, array: Array) -> Array | Tensor:
+    def _transfer(self, array: Array) -> Array | Tensor:
         """Return a tensor that shares the array's memory, or casts it into page-locked memory."""
         target = target_of(array.dtype, self._host.cast)
         if target is None:

@@ -238,15 +238,15 @@ class _Forker:
             return True
         record = receive(self._sock)
         if record is not None:
-            self._obey(record)
+            self._handle(record)
         return record is not None
 
-    def _obey(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         if record.what == FORK:
             self._fork(record)
         elif record.what == IMPORT:
             name = receive_bytes(self._sock, record.value).decode()
-            self._say(DONE, record.serial, self._import(name))
+            self._answer(DONE, record.serial, self._import(name))
         elif record.what == SIGNAL:
             for pid, serial in self._serials.items():
                 if serial == record.serial:
@@ -275,14 +275,14 @@ class _Forker:
             pid = fork()
         except OSError as error:
             os.close(fd)
-            self._say(FAIL, record.serial, error.errno or 1)
+            self._answer(FAIL, record.serial, error.errno or 1)
             return
         if pid == 0:
             self._become_worker(fd, record.value)
         os.close(fd)
         self._serials[pid] = record.serial
         pidfd = PidFd.open(pid)
-        self._say(BORN, record.serial, pid, [pidfd.fileno()] if pidfd else [])
+        self._answer(BORN, record.serial, pid, [pidfd.fileno()] if pidfd else [])
 
     def _become_worker(self, fd: int, number: int) -> NoReturn:
         """Run a worker in the copy of the server."""
@@ -305,9 +305,9 @@ class _Forker:
                 return
             serial = self._serials.pop(pid, None)
             if serial is not None:
-                self._say(EXIT, serial, os.waitstatus_to_exitcode(status))
+                self._answer(EXIT, serial, os.waitstatus_to_exitcode(status))
 
-    def _say(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
+    def _answer(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
         socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
 
 

@@ -286,7 +286,7 @@ class ForkServerLauncher:
 
     def cancel(self) -> None:
         """End a server that is importing something."""
-        self._cancelled = True  # first: `_furnish` sets `_importer` before it reads this
+        self._cancelled = True  # first: `_preload_into` sets `_importer` before it reads this
         server = self._importer
         if server is not None:
             server.kill()
@@ -295,7 +295,7 @@ class ForkServerLauncher:
         """Return a server that has imported its modules and is not known to be dead."""
         for _ in range(MOST_TRIES):
             server = self._start()
-            fault = self._furnish(server)
+            fault = self._preload_into(server)
             if fault is None:
                 return self._start()  # the same one, unless it has ended
             name, reason = fault
@@ -314,7 +314,7 @@ class ForkServerLauncher:
                 self._server.kill()
                 self._server.lost = True
 
-    def _furnish(self, server: ForkServer) -> tuple[str, str] | None:
+    def _preload_into(self, server: ForkServer) -> tuple[str, str] | None:
         """Make a server import what it lacks; return a module that it must not import, and why.
 
         If the server dies meanwhile, another one is started and imports all of it.

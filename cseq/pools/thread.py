@@ -128,7 +128,7 @@ class ThreadPool(Feed):
             ring.gil_spin = spin_ns(GIL_SPIN_NS)
         else:
             ring.spin = spin_ns()
-        self._edge = Objects(job.buffer)
+        self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring)
         self._closed = False
         self._hint = indexer.LabelHint(job.output, log.warning)
@@ -138,7 +138,7 @@ class ThreadPool(Feed):
         super().__init__(
             ring,
             job.sampler,
-            self._edge,
+            self._objects,
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._raise_failure,
@@ -152,7 +152,7 @@ class ThreadPool(Feed):
         """Start the threads."""
         for number in range(self._job.num_workers):
             self._group.add(f"cseq-w{number}", partial(self._index, number))
-        add_converters(self._job, self._ring, self._edge, self._edge, self._group)
+        add_converters(self._job, self._ring, self._objects, self._objects, self._group)
         self._group.start()
 
     def _index(self, number: int) -> None:
@@ -164,7 +164,7 @@ class ThreadPool(Feed):
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        indexing = indexer.Indexing(made, batch_context, self._edge, convert=self._converter())
+        indexing = indexer.Indexing(made, batch_context, self._objects, convert=self._converter())
         self._hint.watch(indexing)
         try:
             run(runner, indexing.work)
