@@ -279,8 +279,11 @@ class Arena:
     def _may_lease(self, nbytes: int) -> bool:
         """Return whether one more slot may be leased."""
         slots = self.slots
-        limit = min(MAX_LEASED, self.segment.slots // 2)
-        return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
+        return slots.leased < self._most_leased() and slots.leased_bytes + nbytes <= self.memory_limit
+
+    def _most_leased(self) -> int:
+        """Return how many slots may be leased at a time."""
+        return min(MAX_LEASED, self.segment.slots // 2)
 
     def _count_copy(self) -> None:
         """Count a copy; the first one is logged."""
@@ -292,6 +295,6 @@ class Arena:
                 "Hold fewer batches, or raise memory_limit",
                 self.leased,
                 self.leased_bytes,
-                MAX_LEASED,
+                self._most_leased(),
                 self.memory_limit,
             )
