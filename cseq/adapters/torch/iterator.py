@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 from collections import deque
@@ -14,6 +15,7 @@ from cseq import failure
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import noted, order_of
 from cseq.adapters.torch.processes import WorkerProcess
+from cseq.adapters.torch.spawning import spawning
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.errors import WorkerDied, WorkerTimeout
@@ -110,15 +112,17 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             torch.is_grad_enabled() if method == "fork" else True,
             self._offset,
         )
-        self._streams = Streams(
-            producer,
-            self._num_workers,
-            prefetch=self._prefetch_factor,
-            key_size=min(1 + (loader.batch_size or 512), LONGEST),
-            start_method=method,
-            timeout=self._timeout or None,
-            timed_from="wait",
-        )
+        pickling = contextlib.nullcontext() if method == "fork" else spawning()
+        with pickling:
+            self._streams = Streams(
+                producer,
+                self._num_workers,
+                prefetch=self._prefetch_factor,
+                key_size=min(1 + (loader.batch_size or 512), LONGEST),
+                start_method=method,
+                timeout=self._timeout or None,
+                timed_from="wait",
+            )
         self._shutdown = False
         several = self._num_workers
         streams = [(n - self._offset) % several for n in range(several)]
