@@ -198,7 +198,8 @@ class Trainer:
         """Look at a step's batches again: they must have stayed, and can be written."""
         self.see("kept", all(plain(batch) == was for was, batch in self.kept))
         # A sample of torch's may be the memory of the data set in a worker that stays.
-        if self.case.batch_size is not None or not self.case.persistent_workers:
+        made = self.case.batch_size is not None and self.case.collate is None
+        if made or not self.case.persistent_workers:
             for _, batch in self.kept:
                 for tensor in tensors(batch):
                     tensor.fill_(0)
