@@ -49,7 +49,9 @@ def plain(value: Any) -> Any:
     """Return what a value is, in plain values: its type, its dtype and shape, and all its bits."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
-        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+        bits = ""
+        if value.numel():  # or its strides may be those of numpy's arrays: zero
+            bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
         return [name, str(value.dtype), list(value.shape), value.requires_grad, shown(value), bits]
     if isinstance(value, (np.ndarray, np.generic)):
         writeable = isinstance(value, np.generic) or value.flags.writeable
