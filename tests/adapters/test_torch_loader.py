@@ -369,9 +369,10 @@ def test_an_epoch_that_is_left_is_not_waited_for() -> None:
 def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
     """What was made ahead has drawn from them, whether or not it is taken."""
 
-    def left(kind: Any, dataset: Any) -> Any:
+    def left(kind: Any, dataset: Any, **more: Any) -> Any:
         seed_all()
-        made = kind(dataset, batch_size=2, persistent_workers=True, prefetch_factor=3, **FORK)
+        options = {"persistent_workers": True, "prefetch_factor": 3, **FORK, **more}
+        made = kind(dataset, batch_size=2, **options)
         epochs = []
         for _ in range(3):
             iterator = iter(made)
@@ -382,6 +383,8 @@ def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
 
     for dataset in (Augmented(), Sharded(20, 30)):
         assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
+    alone: Any = {"num_workers": 1, "in_order": False}  # which is in order all the same
+    assert same(*(left(kind, Augmented(), **alone) for kind in (cseq.DataLoader, data.DataLoader)))
 
 
 def test_data_set_and_workers_are_new_in_each_epoch() -> None:

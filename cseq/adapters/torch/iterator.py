@@ -170,7 +170,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         assign = "turn"
         self._first = progress.yielded
-        if self._persistent_workers and self._in_order and self._rng == "worker":
+        in_order = self._in_order or self._num_workers == 1
+        if self._persistent_workers and in_order and self._rng == "worker":
             self._drawn = deque(maxlen=self._prefetch_factor * self._num_workers)
             keys = noted(keys, self._drawn)
         if self._rng == "batch":
