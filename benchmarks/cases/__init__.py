@@ -21,6 +21,7 @@ MODULES = (
     "idle",
     "adapters",
     "keys",
+    "dataloader",
 )
 
 

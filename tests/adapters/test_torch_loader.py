@@ -19,6 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from interrupting import first_hits, interrupted  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Augmented,
@@ -33,7 +34,7 @@ from torch_data import (  # noqa: E402
 )
 
 import cseq  # noqa: E402
-from cseq.adapters.torch import LoaderTimeout  # noqa: E402
+from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -368,9 +369,10 @@ def test_an_epoch_that_is_left_is_not_waited_for() -> None:
 def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
     """What was made ahead has drawn from them, whether or not it is taken."""
 
-    def left(kind: Any, dataset: Any) -> Any:
+    def left(kind: Any, dataset: Any, **more: Any) -> Any:
         seed_all()
-        made = kind(dataset, batch_size=2, persistent_workers=True, prefetch_factor=3, **FORK)
+        options = {"persistent_workers": True, "prefetch_factor": 3, **FORK, **more}
+        made = kind(dataset, batch_size=2, **options)
         epochs = []
         for _ in range(3):
             iterator = iter(made)
@@ -381,6 +383,8 @@ def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
 
     for dataset in (Augmented(), Sharded(20, 30)):
         assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
+    alone: Any = {"num_workers": 1, "in_order": False}  # which is in order all the same
+    assert same(*(left(kind, Augmented(), **alone) for kind in (cseq.DataLoader, data.DataLoader)))
 
 
 def test_data_set_and_workers_are_new_in_each_epoch() -> None:
@@ -722,6 +726,109 @@ def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(TypeError, match="lock"):
         next(iterator)
     assert list(iterator) == [2, 3]
+
+
+def test_a_batch_that_cannot_be_sent_counts() -> None:
+    made = loader(Unsendable(6), batch_size=None)
+    iterator = iter(made)
+    assert next(iterator) == 0
+    with pytest.raises(TypeError, match="lock") as caught:
+        next(iterator)
+    assert "making" in "".join(getattr(caught.value, "__notes__", ["making"]))
+    assert made.state_dict()["_num_yielded"] == 2
+    assert next(iterator) == 2
+    made.load_state_dict(made.state_dict())
+    assert list(made) == [3, 4, 5]
+
+
+# ── Ctrl-C ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Failing(Sharded):
+    """The second sample of each worker is missing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Failures(self.sizes[data.get_worker_info().id])  # type: ignore[union-attr]
+
+
+class Failures:
+    """An iterator that goes on behind an error."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > self.size:
+            raise StopIteration
+        if self.at == 2:
+            raise LookupError("two is missing")
+        return self.at
+
+
+INTERRUPTED: dict[str, dict[str, Any]] = {
+    "map": {},
+    "profiled": {},
+    "unordered": {"in_order": False},
+    "seeded": {"rng": "batch"},
+    "iterable": {"dataset": Failing(5, 2, 3)},
+    "unordered iterable": {"dataset": Failing(5, 2, 3), "in_order": False},
+}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_ctrl_c_anywhere_in_next(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a signal handler raises: nothing is lost or doubled, nor in the state."""
+    if kind == "profiled":
+        monkeypatch.setattr(names, "profiler_enabled", lambda: True)
+    options: dict[str, Any] = {"dataset": Missing(9), "num_workers": 3, **INTERRUPTED[kind]}
+    made = loader(batch_size=None, persistent_workers=True, **options)
+    expected, ordered = everything(iter(made)), made.in_order
+    hits = 0
+    for behind in range(len(expected) + 1):
+
+        def step(countdown: int, behind: int = behind) -> bool:
+            iterator = iter(made)
+            got = [take(iterator) for _ in range(behind)]
+            with interrupted(countdown, "adapters/torch/iterator.py") as struck:
+                got.append(take(iterator))
+            assert made.state_dict()["_num_yielded"] == len(got) - got.count("end")
+            got += everything(iterator)
+            got = [each for each in got if each != "end"]
+            assert (got if ordered else sorted(map(str, got))) == (
+                expected if ordered else sorted(map(str, expected))
+            )
+            returned = [each for each in got if each != "two is missing"]
+            assert iterator._num_yielded == len(returned)
+            return struck.is_set()
+
+        hits += first_hits(step)
+    assert hits > 3 * len(expected)
+
+
+class Missing(Plain):
+    """Its sample 1 is missing."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise LookupError("two is missing")
+        return index
+
+
+def take(iterator: Any) -> Any:
+    """Take a batch, or what was raised instead of it."""
+    try:
+        return next(iterator, "end")
+    except LookupError as error:
+        return str(error)
+
+
+def everything(iterator: Any) -> list[Any]:
+    """Take all that is left."""
+    return list(iter(lambda: take(iterator), "end"))
 
 
 class Stuck(Plain):

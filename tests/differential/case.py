@@ -208,6 +208,12 @@ def settle(options: dict) -> Case:
             case.pop(name, None)
         steps = [step for step in case.steps if step in ("epoch", "len", "draw", "generator")]
         case["steps"] = steps or ["epoch"]
+    left = case.stop or any(step.startswith(("break", "two")) for step in case.steps)
+    if left and case.streams and case.persistent_workers and case.num_workers > 1:
+        # Torch asks the others for one more when it hears that a worker has ended: if in time.
+        for name in ("draws", "info", "collate", "init"):
+            case.pop(name, None)
+        case["steps"] = [step for step in case.steps if not step.startswith("collate")]
     if case.num_workers < 2:
         case["steps"] = [
             step for step in case.steps if case.num_workers == 1 or "num_workers" not in step

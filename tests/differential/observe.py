@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 SECONDS = 90  # that a case may take before it counts as hanging
 MOST = 60  # batches of one epoch: a loader without an end has an end here
 
+# What is raised for samples of unequal size: in a worker of torch the second, if the first one is
+# large enough for all of them to fit in the memory that is made for the batch.
+UNEQUAL = ("stack expects each tensor to be equal size", "Trying to resize storage that is not")
+
 Event = list[Any]
 
 
@@ -45,7 +49,9 @@ def plain(value: Any) -> Any:
     """Return what a value is, in plain values: its type, its dtype and shape, and all its bits."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
-        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+        bits = ""
+        if value.numel():  # or its strides may be those of numpy's arrays: zero
+            bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
         return [name, str(value.dtype), list(value.shape), value.requires_grad, shown(value), bits]
     if isinstance(value, (np.ndarray, np.generic)):
         writeable = isinstance(value, np.generic) or value.flags.writeable
@@ -100,7 +106,11 @@ def failure(error: BaseException) -> Event:
         name = re.match(r"Caught (\S+)", text).group(1)
         said = re.findall(rf"^(?:[\w.]+\.)?{re.escape(name)}(?:: (.*))?$", text, re.MULTILINE)
         text = said[-1] if said else text
-    first = re.sub(r"\w+Iter\b", "Iter", text.split("\n")[0])  # the name of an iterator's class
+    first = re.sub(
+        r"\w+Iter(ator)?\b", "Iter", text.split("\n")[0]
+    )  # the name of an iterator's class
+    if first.startswith(UNEQUAL):
+        first = UNEQUAL[0]
     return [
         f"{type(error).__module__}.{type(error).__qualname__}",
         first,
@@ -189,9 +199,12 @@ class Trainer:
     def drop(self) -> None:
         """Look at a step's batches again: they must have stayed, and can be written."""
         self.see("kept", all(plain(batch) == was for was, batch in self.kept))
-        for _, batch in self.kept:
-            for tensor in tensors(batch):
-                tensor.fill_(0)
+        # A sample of torch's may be the memory of the data set in a worker that stays.
+        made = self.case.batch_size is not None and self.case.collate is None
+        if made or not self.case.persistent_workers:
+            for _, batch in self.kept:
+                for tensor in tensors(batch):
+                    tensor.fill_(0)
         self.kept.clear()
 
     def taken(self) -> list[Any]:

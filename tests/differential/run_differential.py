@@ -28,7 +28,7 @@ DEFAULT = "cseq.adapters.torch:DataLoader"
 
 
 def compare(case: Case, first: str, second: str) -> tuple | None:
-    """Return the first two events that differ, or None."""
+    """Return the first two events that differ, or None; a batch may be lost by the first alone."""
     return difference(case, *observe(case, first, second))
 
 
@@ -56,7 +56,7 @@ def command(case: Case, first: str, second: str) -> str:
     """Return a line for the shell that compares a case again."""
     script = os.path.relpath(__file__)
     text = shlex.quote(json.dumps(case))
-    return f"python {script} --class {first} --against {second} --case {text}"
+    return f"python {script} --class {second} --against {first} --case {text}"
 
 
 def report(case: Case, first: str, second: str, *, small: bool = True) -> None:
@@ -139,15 +139,15 @@ def main() -> int:
         return hunt(asked.seed, asked.cases)
     if asked.case is not None:
         case = settle(asked.case)
-        seen = observe(case, asked.cls, asked.against)
-        for event in seen[0]:
+        seen = observe(case, asked.against, asked.cls)
+        for event in seen[1]:
             print(json.dumps(event)[:400])
         found = difference(case, *seen)
         print("the same" if found is None else f"differ:\n  {found[0]}\n  {found[1]}")
         return int(found is not None)
     methods = not asked.no_methods
     return search(
-        asked.seed, asked.cases, asked.cls, asked.against, methods=methods, failures=asked.failures
+        asked.seed, asked.cases, asked.against, asked.cls, methods=methods, failures=asked.failures
     )
 
 

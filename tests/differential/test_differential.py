@@ -68,8 +68,17 @@ def test_error_text_of_torch_is_that_of_a_note():
     assert observe.failure(torchs) != observe.failure(same)
 
 
+def test_unequal_sizes_have_two_texts():
+    texts = ["stack expects each tensor to be equal size, but got [2]", "Trying to resize storage"]
+    texts[1] += " that is not resizable"
+    stacked, resized = (observe.failure(RuntimeError(text)) for text in texts)
+    assert stacked == resized != observe.failure(RuntimeError("stack expects something else"))
+
+
 def test_name_of_the_iterator_is_free():
-    named = [NotImplementedError("{} cannot be pickled", name) for name in ("_AIter", "BIter", "B")]
+    named = [
+        NotImplementedError("{} cannot be pickled", name) for name in ("_AIter", "BIterator", "B")
+    ]
     assert observe.failure(named[0]) == observe.failure(named[1]) != observe.failure(named[2])
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cseq import failure
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import order_of
+from cseq.adapters.torch.order import noted, order_of
 from cseq.adapters.torch.processes import WorkerProcess
+from cseq.adapters.torch.spawning import spawning
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cseq.adapters.torch.state import Resume
     from cseq.stats import Stats
 
@@ -111,20 +112,25 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             torch.is_grad_enabled() if method == "fork" else True,
             self._offset,
         )
-        self._streams = Streams(
-            producer,
-            self._num_workers,
-            prefetch=self._prefetch_factor,
-            key_size=min(1 + (loader.batch_size or 512), LONGEST),
-            start_method=method,
-            timeout=self._timeout or None,
-            timed_from="wait",
-        )
+        pickling = contextlib.nullcontext() if method == "fork" else spawning()
+        with pickling:
+            self._streams = Streams(
+                producer,
+                self._num_workers,
+                prefetch=self._prefetch_factor,
+                key_size=min(1 + (loader.batch_size or 512), LONGEST),
+                start_method=method,
+                timeout=self._timeout or None,
+                timed_from="wait",
+            )
         self._shutdown = False
         several = self._num_workers
         streams = [(n - self._offset) % several for n in range(several)]
         self._workers = [WorkerProcess(self._streams, stream) for stream in streams]
-        self._items: Iterator[Any]
+        self._items: Any
+        self._received: list[Any] = []  # the next item, if it is there
+        self._behind: tuple[int, bytes | None] = (0, None)  # that item: its worker, and the state
+        self._error: BaseException | None = None  # what is raised instead of its batch
         try:
             self._reset(loader, first_iter=True, resume=resume)
         except BaseException:
@@ -150,6 +156,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             if resume.base_seed is not None:
                 self._base_seed = resume.base_seed
         self._ended = False
+        self._received.clear()
         self._number += 1
         self.progress.begin(self._base_seed, resume)
         epochs = self._epochs()
@@ -163,7 +170,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         assign = "turn"
         self._first = progress.yielded
-        if self._persistent_workers and self._in_order and self._rng == "worker":
+        in_order = self._in_order or self._num_workers == 1
+        if self._persistent_workers and in_order and self._rng == "worker":
             self._drawn = deque(maxlen=self._prefetch_factor * self._num_workers)
             keys = noted(keys, self._drawn)
         if self._rng == "batch":
@@ -208,23 +216,55 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             if at >= taken:
                 turn, chosen = divmod(at, self._num_workers)
                 left[chosen].append((turn, key))
-        for number, noted in enumerate(self._left):
+        for number, before in enumerate(self._left):
             if progress.counts[number] if self._is_iterable else taken > number:
-                noted.clear()  # it has begun this epoch, and so come to the end of those before
-            noted.append((self._number, left[number]))
+                before.clear()  # it has begun this epoch, and so come to the end of those before
+            before.append((self._number, left[number]))
 
     # -- the next batch
 
     def __next__(self) -> Any:
-        """Return the next batch."""
-        if self._IterableDataset_len_called is not None or names.profiler_enabled():
-            return names.Base.__next__(self)  # with warnings, and named in a profile
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
+        """Return the next batch, or raise what was raised instead of it.
+
+        If a signal handler raises (Ctrl-C), nothing has been taken, and the next call returns it.
+        The interpreter runs handlers after calls and where loops turn back. So the item stays in
+        `_received` while anything is called for it, and all that takes it out is without a call.
+        """
+        count, failed = self._num_yielded, None
+        try:
+            if self._IterableDataset_len_called is not None or names.profiler_enabled():
+                batch = names.Base.__next__(self)  # with warnings, and named in a profile
+            else:
+                batch = self._next_data()
+        except BaseException as error:
+            self._num_yielded = count
+            if error is not self._error:
+                if not self._is_iterable:  # the engine may have raised it in place of an item
+                    self.progress.yielded = self._first + self._items.reader.taken
+                    self.progress.yielded -= bool(self._received)
+                raise
+            failed = error
+        progress = self.progress
+        progress.yielded += 1
+        number, state = self._behind
+        if state is not None:
+            progress.states[number] = state
+        if self._is_iterable:
+            progress.counts[number] += 1
+            if self._in_order:
+                progress.turn = (number + 1) % self._num_workers
+        self._error = None
+        del self._received[0]
+        if failed is None:
+            self._num_yielded = count + 1
+            return batch
+        try:
+            raise failed
+        finally:
+            del failed  # its traceback has this frame: a circle, which would keep the workers alive
 
     def _next_data(self) -> Any:
-        """Return the next batch, or raise what was raised instead of it."""
+        """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
         if self._ended:
             raise StopIteration
         try:
@@ -238,46 +278,50 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             ) from None
         except WorkerDied as died:
             raise self._died(died) from None
-        progress = self.progress
-        progress.yielded += 1
+        number, state = self.progress.turn, None
         kind = type(item)
         if kind is worker.Stated:
-            if item.state is not None:
-                progress.states[item.worker] = item.state
-            item = item.batch
+            number, state, item = item.worker, item.state, item.batch
         elif kind is worker.Raised:
-            self._raise(item)
+            number = item.worker
+            error = self._error = self._error_of(item)
+            self._behind = number, state
+            try:
+                raise error
+            finally:
+                del error
+        self._behind = number, state
         if self._pin_memory:
             return names.pin(item, self._pin_memory_device)
         return item
 
     def _next_item(self) -> Any:
-        """Return the next item of the workers; see `worker`."""
-        if not self._is_iterable:
-            return next(self._items)
-        progress = self.progress
+        """Return the item that is received, or receive the next one; see `worker`."""
+        progress, received = self.progress, self._received
         while True:
-            item = self._next_in_turn() if self._in_order else next(self._items)
-            if type(item) is worker.Stated and item.is_over:
-                progress.states[item.worker] = item.state
-                progress.ended[item.worker] = True
-                continue
-            if self._in_order:
-                progress.counts[progress.turn] += 1
-                progress.turn = (progress.turn + 1) % self._num_workers
-            else:
-                progress.counts[item.worker] += 1
-            return item
+            if not received:
+                self._receive()
+            item = received[0]
+            if type(item) is not worker.Stated or not item.is_over:
+                return item
+            progress.states[item.worker] = item.state
+            progress.ended[item.worker] = True
+            del received[0]
 
-    def _next_in_turn(self) -> Any:
-        """Return the next item of the worker whose turn it is, of those that have more."""
-        progress = self.progress
-        while not all(progress.ended):
+    def _receive(self) -> None:
+        """Put the next item into `_received`; in C, so that no signal handler comes between."""
+        progress, received = self.progress, self._received
+        if not self._is_iterable or not self._in_order:
+            received.extend(islice(self._items, 1))
+            if not received:
+                raise StopIteration
+            return
+        while not all(progress.ended):  # of those that have more, the worker whose turn it is
             if not progress.ended[progress.turn]:
-                try:
-                    return self._streams.next(progress.turn)
-                except StopIteration:
-                    progress.ended[progress.turn] = True
+                received.extend(map(self._streams.next, (progress.turn,)))
+                if received:
+                    return
+                progress.ended[progress.turn] = True
             progress.turn = (progress.turn + 1) % self._num_workers
         raise StopIteration
 
@@ -289,16 +333,13 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
 
     # -- exceptions
 
-    def _raise(self, raised: worker.Raised) -> None:
-        """Raise what a worker has raised."""
+    def _error_of(self, raised: worker.Raised) -> BaseException:
+        """Make the exception that a worker has raised."""
         error = failure.unpack(raised.packed, raised.worker)
         name = type(error).__name__
         error = failure.named(error, raised.place)
         failure.annotate(error, f"Caught {name} in DataLoader worker process {raised.worker}.")
-        try:
-            raise error
-        finally:
-            del error  # its traceback has this frame: a circle, which would keep the workers alive
+        return error
 
     def _died(self, died: WorkerDied) -> WorkerDied:
         """Say of a worker that has died what is searched for in such messages."""
@@ -336,13 +377,3 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     def stats(self) -> Stats:
         """Count what was done so far, and where time went; see `cseq.Stats`."""
         return self._streams.stats()
-
-
-def noted(keys: Iterator[Any], drawn: deque[tuple[int, Any]]) -> Iterator[Any]:
-    """Yield keys, and note them with their numbers.
-
-    Not a method: the streams have this generator, and would have the iterator that has them.
-    """
-    for numbered in enumerate(keys):
-        drawn.append(numbered)
-        yield numbered[1]

@@ -26,7 +26,7 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Order", "order_of"]
+__all__ = ["Order", "noted", "order_of"]
 
 State = dict[str, Any]
 
@@ -185,3 +185,13 @@ class StatefulOrder(Order):
         while len(taken) > 1 and taken[0][0] < yielded:
             taken.popleft()
         return copy.deepcopy(taken[0][1])
+
+
+def noted(keys: Iterator[Any], drawn: deque[tuple[int, Any]]) -> Iterator[Any]:
+    """Yield keys, and note them with their numbers.
+
+    Not a method: the streams have this generator, and would have the iterator that has them.
+    """
+    for numbered in enumerate(keys):
+        drawn.append(numbered)
+        yield numbered[1]

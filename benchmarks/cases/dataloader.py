@@ -1,0 +1,281 @@
+"""`cseq.DataLoader` beside the classes that it takes the place of: the import alone differs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from harness.case import Case, Contender, Counter, Goal, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+OURS, TORCH, STATEFUL = "cseq.DataLoader", "torch DataLoader", "StatefulDataLoader"
+WITHOUT = "torch DataLoader, num_workers=0"
+HOMES = {OURS: "cseq", TORCH: "torch.utils.data", STATEFUL: "torchdata.stateful_dataloader"}
+NEEDS = {OURS: ("torch",), TORCH: ("torch",), STATEFUL: ("torch", "torchdata.stateful_dataloader")}
+
+# -- data sets: a batch is 32 samples, or as many as `Load` says
+
+
+class Tensors:
+    """Eight floats and a number."""
+
+    def __init__(self, samples: int) -> None:
+        import torch
+
+        self.samples = samples
+        self.table = torch.zeros(256, 8)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self.table[index % 256], index
+
+
+class Arrays(Tensors):
+    """The same as an array."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.table = np.zeros((256, 8), np.float32)
+
+
+class Images(Tensors):
+    """3 x 224 x 224 bytes."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        import torch
+
+        self.table = torch.zeros(256, 3, 224, 224, dtype=torch.uint8)
+
+
+class Dicts(Tensors):
+    """A dict of 20 tensors of 16."""
+
+    def __init__(self, samples: int) -> None:
+        import torch
+
+        self.samples = samples
+        self.parts = {f"part {number}": torch.zeros(256, 16) for number in range(20)}
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: part[index % 256] for name, part in self.parts.items()}
+
+
+class Slow(Tensors):
+    """Samples that take 5 ms each, of a batch of 4."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+def stacked(samples: list[Any]) -> Any:
+    """The user's own collate function."""
+    import torch
+
+    return torch.stack([image for image, _ in samples]), torch.tensor([n for _, n in samples])
+
+
+# -- loaders
+
+
+class Load(NamedTuple):
+    """What is loaded: batches of an epoch, and the options."""
+
+    dataset: Callable[[int], Any]
+    batches: int
+    batch_size: int = 32
+    collate_fn: Any = None
+    num_workers: int = 2
+
+    def loader(self, name: str) -> Any:
+        """Make the loader of a contender."""
+        from importlib import import_module
+
+        workers: dict[str, Any] = {"num_workers": 0}
+        if name != WITHOUT:
+            workers = {"num_workers": self.num_workers, "persistent_workers": True}
+            workers["multiprocessing_context"] = "fork"
+        home = import_module(HOMES.get(name, HOMES[TORCH]))
+        make = getattr(home, "StatefulDataLoader" if name == STATEFUL else "DataLoader")
+        return make(
+            self.dataset(self.batches * self.batch_size),
+            batch_size=self.batch_size,
+            shuffle=True,
+            collate_fn=self.collate_fn,
+            **workers,
+        )
+
+
+def epochs(load: Load, name: str) -> Iterator[Callable[[], float]]:
+    """Time of a batch, over an epoch of persistent workers."""
+    if name != OURS:
+        load = load._replace(batches=max(4, load.batches // 5))
+    loader = load.loader(name)
+
+    def run() -> float:
+        start = time.perf_counter()
+        count = sum(1 for _ in loader)
+        seconds = time.perf_counter() - start
+        Counter.batches += count
+        return seconds / count * 1e6
+
+    yield run
+
+
+def first_batch(load: Load, name: str) -> Iterator[Callable[[], float]]:
+    """Time from `iter` to the first batch, all imports done."""
+    loader = load.loader(name)
+    kept: list[Any] = []
+
+    def run() -> float:
+        start = time.perf_counter()
+        iterator = iter(loader)
+        next(iterator)
+        seconds = time.perf_counter() - start
+        kept.append(iterator)
+        return seconds * 1e3
+
+    yield run
+    kept.clear()
+
+
+def after_a_break(load: Load, name: str) -> Iterator[Callable[[], float]]:
+    """Time of `iter` where batches of the epoch that was left are under way."""
+    loader = load.loader(name)
+
+    def run() -> float:
+        next(iter(loader))
+        start = time.perf_counter()
+        iter(loader)
+        return (time.perf_counter() - start) * 1e3
+
+    yield run
+
+
+def states(load: Load, name: str) -> Iterator[Callable[[], float]]:
+    """Time of `state_dict`, in mid-epoch."""
+    loader = load.loader(name)
+    iterator = iter(loader)
+    next(iterator)
+    calls = scaled(200, 2)
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            loader.state_dict()
+        return (time.perf_counter() - start) / calls * 1e6
+
+    yield run
+    del iterator
+
+
+def death(load: Load, name: str) -> Iterator[Callable[[], float]]:
+    """Time from a worker's death to batches that it had not begun; of torch, to the error."""
+    loader = load.loader(name)
+
+    def run() -> float:
+        iterator = iter(loader)
+        next(iterator)
+        start = time.perf_counter()
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        try:
+            for _ in range(4 * load.num_workers):
+                next(iterator)
+        except (RuntimeError, OSError):
+            if name == OURS:
+                raise
+            loader._iterator = None
+        seconds = time.perf_counter() - start
+        del iterator
+        gc.collect()
+        return seconds * 1e3
+
+    yield run
+
+
+# -- cases
+
+TINY = Load(Tensors, scaled(10_000, 10))
+ONE = TINY._replace(num_workers=1)
+LARGE = Load(Images, scaled(60, 6), 256)
+SLOW = Load(Slow, scaled(150, 8), 4)
+UNDER_WAY = Load(Slow, 40, 32)
+
+
+def contenders(measure: Any, load: Load, *names: str) -> tuple[Contender, ...]:
+    """Declare contenders that do the same."""
+    return tuple(
+        Contender(name, partial(measure, load, name), NEEDS.get(name, ("torch",)), name == OURS)
+        for name in names
+    )
+
+
+def part(most: float) -> Goal:
+    """Declare a goal: a part of the time of torch's DataLoader."""
+    return Goal("part of torch's time", lambda f: f[OURS] / f[TORCH], at_most=most)
+
+
+def case(name: str, title: str, load: Load, most: float) -> Case:
+    """Declare a case whose figure is the time of a batch."""
+    title = f"DataLoader: {title}"
+    rivals = contenders(epochs, load, OURS, TORCH, STATEFUL, WITHOUT)
+    return Case(f"dataloader_{name}", title, "µs/batch", rivals, goals=(part(most),))
+
+
+CASES = (
+    case("tensors", "32 tensors of 8 floats", TINY, 1 / 10),
+    case("arrays", "32 arrays of 8 floats", TINY._replace(dataset=Arrays), 1 / 10),
+    case("images", "4.8 MB of images", Load(Images, scaled(400, 6)), 1 / 6),
+    case("large", "38 MB of images", LARGE, 1 / 4),
+    case("stacked", "38 MB, torch.stack in collate_fn", LARGE._replace(collate_fn=stacked), 1 / 4),
+    case("dicts", "32 dicts of 20 tensors", Load(Dicts, scaled(1000, 6)), 1 / 6),
+    case("slow", "4 samples of 5 ms", SLOW, 1.02),
+    Case(
+        "dataloader_one",
+        "DataLoader: 32 tensors of 8 floats, 1 worker",
+        "µs/batch",
+        contenders(epochs, ONE, OURS, TORCH, WITHOUT),
+        goals=(Goal("part of the time without", lambda f: f[OURS] / f[WITHOUT], at_most=1),),
+    ),
+    Case(
+        "dataloader_start",
+        "DataLoader: first batch, 2 forked workers",
+        "ms",
+        contenders(first_batch, TINY, OURS, TORCH, STATEFUL),
+        goals=(part(1 / 2),),
+        fresh=True,
+    ),
+    Case(
+        "dataloader_break",
+        "DataLoader: iter behind a break, batches of 160 ms under way",
+        "ms",
+        contenders(after_a_break, UNDER_WAY, OURS, TORCH),
+        goals=(Goal("ms", lambda f: f[OURS], at_most=10),),
+    ),
+    Case(
+        "dataloader_state",
+        "DataLoader: state_dict in mid-epoch",
+        "µs",
+        contenders(states, TINY, OURS, STATEFUL),
+        goals=(Goal("µs", lambda f: f[OURS], at_most=20),),
+    ),
+    Case(
+        "dataloader_death",
+        "DataLoader: a worker is killed",
+        "ms",
+        contenders(death, TINY, OURS, TORCH),
+        goals=(Goal("ms", lambda f: f[OURS], at_most=1000),),
+        fresh=True,
+    ),
+)

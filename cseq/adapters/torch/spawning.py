@@ -1,0 +1,91 @@
+"""Objects of multiprocessing in a data set, for workers that are not forked.
+
+A lock, an event, a value or a queue is pickled only for a child that multiprocessing itself starts:
+it asks the child's `Popen`, which is known to the thread meanwhile, to take descriptors there.
+Here another `Popen` is known meanwhile, whose descriptors the workers open by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import os
+import stat
+from multiprocessing import context, reduction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Descriptor", "spawning"]
+
+CONTEXT: Any = context  # what follows is public only by name
+PICKLER: Any = reduction.ForkingPickler
+
+
+class Descriptor(NamedTuple):
+    """A descriptor of the trainer, for a worker: also one that is started later, for a dead one."""
+
+    pid: int
+    fd: int
+    mode: int
+    device: int
+    inode: int
+
+    def detach(self) -> int:
+        """Open what it stands for, in this process."""
+        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", self.mode | os.O_CLOEXEC)
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+            os.close(fd)
+            raise OSError(f"descriptor {self.fd} of process {self.pid} is another one by now")
+        return fd
+
+
+class Workers:
+    """Stands for the `Popen` of all workers of a loader."""
+
+    @staticmethod
+    def duplicate_for_child(fd: int) -> int:
+        """Return a descriptor, if workers can open it."""
+        if not os.path.exists(f"/proc/{os.getpid()}/fd/{fd}"):
+            raise RuntimeError(f"descriptor {fd} cannot be opened by other processes here")
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            raise RuntimeError(f"descriptor {fd} is a socket, which other processes cannot open")
+        return fd
+
+    @staticmethod
+    def DupFd(fd: int) -> Descriptor:  # noqa: N802 - as multiprocessing names it
+        """Say where it is found."""
+        import fcntl
+
+        found = os.fstat(fd)
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        return Descriptor(os.getpid(), fd, mode, found.st_dev, found.st_ino)
+
+
+@contextlib.contextmanager
+def spawning() -> Iterator[None]:
+    """Have multiprocessing's objects pickled for workers, in this thread, meanwhile.
+
+    That is not for Windows, where they are handles.
+    """
+    if os.name == "nt":
+        yield
+        return
+    before = CONTEXT.get_spawning_popen()
+    added = {
+        kind: reduce
+        for kind, reduce in PICKLER._extra_reducers.items()
+        if reduce.__module__.startswith("multiprocessing.")
+        and reduce.__module__ != "multiprocessing.reduction"  # what pickle can do itself
+        and kind not in copyreg.dispatch_table
+    }
+    CONTEXT.set_spawning_popen(Workers)
+    copyreg.dispatch_table.update(added)
+    try:
+        yield
+    finally:
+        for kind in added:
+            copyreg.dispatch_table.pop(kind, None)
+        CONTEXT.set_spawning_popen(before)

@@ -1,0 +1,329 @@
+"""What users of torch's DataLoader complain about most, and what shows that it is otherwise here.
+
+The first column is the number in order of frequency. Tests that are not in this file:
+
+==  ==============================================  ================================================
+1   workers start anew in each epoch                test_torch_loader: test_persistent_workers_stay;
+                                                    benchmarks: dataloader_start
+2   hangs, and workers that die or get stuck        test_torch_loader: test_a_killed_worker_…,
+                                                    test_a_death_…, test_a_timeout_shows_where_…
+5   exceptions lose type and attributes             test_torch_loader: test_exceptions_are_…,
+                                                    test_a_batch_that_cannot_be_sent_is_an_error
+6   no resume in mid-epoch                          test_torch_state
+7   numbers depend on the number of workers         test_torch_loader: test_batches_are_the_same_…
+9   slow with small objects                         benchmarks: dataloader_tensors and others
+14  nested workers are not allowed                  test_torch_loader: test_a_loader_in_a_worker
+15  iterable data: prefetch, order, ``len``         test_torch_loader: test_one_key_for_each_…,
+                                                    test_iterable_…, test_more_batches_than_len
+==  ==============================================  ================================================
+
+12 (broken samples are to be skipped) is not answered: a collate function has to leave them out.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils import data  # noqa: E402
+from torch_data import Augmented, Plain, same, seed_all  # noqa: E402
+
+import cseq  # noqa: E402
+from cseq.adapters.torch import names  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+METHODS = multiprocessing.get_all_start_methods()
+
+pytestmark = [
+    pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="there is no /proc")
+
+
+def loader(dataset: Any, **options: Any) -> Any:
+    """Make a loader of ours with two forked workers."""
+    given: Any = {"num_workers": 2, "multiprocessing_context": "fork"} | options
+    return cseq.DataLoader(dataset, **given)
+
+
+# ── 2: workers that die ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+def test_each_worker_is_killed_at_some_place(rng: str) -> None:
+    """The epoch is complete; with seeds for each batch, its numbers are the same, too."""
+    options: Any = {"batch_size": 2, "shuffle": True, "num_workers": 3, "rng": rng}
+    seed_all()
+    expected = list(loader(Augmented(90), **options))
+    seed_all()
+    iterator = iter(loader(Augmented(90), **options))
+    dice, taken = random.Random(5), []
+    for victim in (0, 1, 2, 1):
+        taken += [next(iterator) for _ in range(dice.randrange(2, 9))]
+        os.kill(iterator._workers[victim].pid, signal.SIGKILL)
+    taken += iterator
+    for batch in (*expected, *taken):
+        for name in ("told",) if rng == "batch" else ("told", "drawn", "tensor", "array"):
+            del batch[name]
+    assert same(taken, expected)
+
+
+# ── 3: memory ──────────────────────────────────────────────────────────────────────────────
+
+
+class Texts(data.Dataset[Any]):
+    """A list of many strings."""
+
+    def __init__(self) -> None:
+        self.texts = [f"a text of its own: {number}" for number in range(200_000)]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Any:
+        return len(self.texts[index]), private() if index % 2000 == 0 else 0
+
+
+def private() -> int:
+    """How many kB of memory this process shares with no other."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(kb) for kb in re.findall(r"^Private_\w+: +(\d+) kB", file.read(), re.M))
+
+
+@linux
+def test_workers_copy_no_more_of_the_data_set_than_torchs() -> None:
+    dataset, most = Texts(), []
+    for kind in (data.DataLoader, cseq.DataLoader):
+        made: Any = kind(
+            dataset,
+            batch_size=1000,
+            num_workers=1,
+            multiprocessing_context="fork",
+            persistent_workers=True,
+        )
+        most.append(max(int(batch[1].max()) for _ in range(3) for batch in made))
+        del made
+    torchs, ours = most
+    assert 1000 < ours < 1.1 * torchs
+
+
+# ── 4: descriptors and shared memory ───────────────────────────────────────────────────────
+
+KEEPING = """\
+import resource, sys, torch
+import cseq
+
+class Large(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        return torch.full((10_000,), index)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+made = cseq.DataLoader(Large(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+kept = list(made)
+print(len(kept), all(bool((batch == number).all()) for number, batch in enumerate(kept)))
+"""
+
+
+def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(
+    run_script: Callable[..., Any],
+) -> None:
+    done = run_script(KEEPING)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1000", "True"]
+
+
+# ── 5: exceptions ──────────────────────────────────────────────────────────────────────────
+
+
+class Holding(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Raising(Plain):
+    """Raises what cannot be pickled, from another exception, for index 1."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            try:
+                {}["the cause"]
+            except KeyError as error:
+                raise Holding("held") from error
+        return index
+
+
+def test_an_exception_that_cannot_be_pickled() -> None:
+    iterator = iter(loader(Raising(4), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(Holding, match="held") as caught:
+        next(iterator)
+    assert "the cause" in str(caught.value.__cause__)
+    assert "in __getitem__" in str(caught.value.__cause__)
+    assert list(iterator) == [2, 3]
+
+
+# ── 8: the end ─────────────────────────────────────────────────────────────────────────────
+
+ENDING = """\
+import os, torch
+import cseq
+
+made = cseq.DataLoader(range(100), batch_size=None, num_workers=2, persistent_workers=True,
+                       multiprocessing_context="fork")
+iterator = iter(made)
+print(next(iterator), [worker.pid for worker in iterator._workers])
+"""
+
+
+def test_an_interpreter_ends_with_persistent_workers(
+    run_script: Callable[..., Any],
+) -> None:
+    """Nothing is said, and none is left behind."""
+    done = run_script(ENDING)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    first, *pids = map(int, re.findall(r"\d+", done.stdout))
+    assert first == 0
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+# ── 10: pinning ────────────────────────────────────────────────────────────────────────────
+
+
+def test_pinning_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are pinned in the loop's own thread, each of them once."""
+    pinned: list[Any] = []
+
+    def pin(batch: Any, device: Any) -> Any:
+        pinned.append((threading.current_thread(), batch))
+        return -batch
+
+    monkeypatch.setattr(names, "pin", pin)
+    without = iter(loader(Plain(6), batch_size=None))
+    threads = {thread.name for thread in threading.enumerate()}
+    assert list(without) == list(range(6))
+    iterator = iter(loader(Plain(6), batch_size=None))
+    iterator._pin_memory = True  # as it is where there is an accelerator
+    assert [next(iterator), next(iterator)] == [0, -1]
+    assert {thread.name for thread in threading.enumerate()} <= threads
+    assert list(iterator) == [-2, -3, -4, -5]
+    assert pinned == [(threading.current_thread(), number) for number in range(6)]
+
+
+# ── 11: one slow sample ────────────────────────────────────────────────────────────────────
+
+
+class Gated(Plain):
+    """Index 2 waits for a file; others note which process made them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(16)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        while index == 2 and not (self.folder / "gate").exists():
+            time.sleep(0.01)
+        (self.folder / str(index)).touch()
+        return index, os.getpid()
+
+
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str) -> None:
+    """In the sampler's order all the same: with rng="batch" the slow worker gets no more keys."""
+    made = loader(Gated(tmp_path), batch_size=None, prefetch_factor=4, rng=rng, shuffle=False)
+    iterator = iter(made)
+    while not (tmp_path / "7").exists():  # the other worker has made all its own
+        time.sleep(0.01)
+    batches = [next(iterator), next(iterator)]
+    if rng == "batch":  # the next two keys are drawn, and the slow worker does not get them
+        while not ((tmp_path / "8").exists() and (tmp_path / "9").exists()):
+            time.sleep(0.01)
+    (tmp_path / "gate").touch()
+    batches += iterator
+    assert [index for index, _ in batches] == list(range(16))
+    workers = [worker.pid for worker in iterator._workers]
+    made_by = [workers.index(pid) for _, pid in batches]
+    assert made_by[:8] == [0, 1] * 4
+    assert made_by[8:10] == ([1, 1] if rng == "batch" else [0, 1])
+
+
+# ── 13: the data set is pickled once ───────────────────────────────────────────────────────
+
+
+class Mapped(data.Dataset[Any]):
+    """Tells where the memory of a tensor lies."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(4 << 20)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        at = self.tensor.data_ptr()
+        with open("/proc/self/maps") as file:
+            for line in file:
+                where, _, _, device, inode, *_ = line.split()
+                begin, end = (int(each, 16) for each in where.split("-"))
+                if begin <= at < end:
+                    return f"{device} {inode}", os.getpid()
+        raise LookupError(at)
+
+
+@linux
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_have_a_large_data_set_in_common(method: str) -> None:
+    """Its memory is the same file in all of them: there is one copy beside the trainer's."""
+    made = loader(Mapped(), batch_size=None, multiprocessing_context=method)
+    (one, first), (other, second) = made
+    assert first != second
+    assert one == other
+    assert not one.endswith(" 0")  # it is a file
+
+
+# ── 14: Ctrl-C ─────────────────────────────────────────────────────────────────────────────
+
+INTERRUPTED = """\
+import os, signal, torch
+import cseq
+
+class Waiting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index == 20:
+            os.killpg(os.getpgrp(), signal.SIGINT)
+        return index
+
+os.setpgrp()
+made = cseq.DataLoader(Waiting(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+for batch in made:
+    pass
+"""
+
+
+def test_ctrl_c_shows_one_traceback(run_script: Callable[..., Any]) -> None:
+    done = run_script(INTERRUPTED)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")

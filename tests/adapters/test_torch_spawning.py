@@ -1,0 +1,127 @@
+"""Objects of multiprocessing in a data set of workers that are not forked."""
+
+from __future__ import annotations
+
+import copyreg
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from multiprocessing import context
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cseq  # noqa: E402
+from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
+from cseq.adapters.torch.spawning import Descriptor, Workers, spawning  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+
+class Sharing(torch.utils.data.Dataset[Any]):
+    """Uses all that multiprocessing shares."""
+
+    def __init__(self, method: str) -> None:
+        shared: Any = multiprocessing.get_context(method)
+        self.lock, self.event, self.queue = shared.Lock(), shared.Event(), shared.Queue()
+        self.condition, self.semaphore = shared.Condition(), shared.Semaphore(3)
+        self.value, self.array = shared.Value("i", 0), shared.Array("d", [0.0] * 8)
+        self.simple = shared.SimpleQueue()
+        self.begun, self.gate = shared.RawValue("i", 0), shared.RawValue("i", 0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        self.begun.value = os.getpid()
+        while not self.gate.value:  # it holds nothing that a dead process would keep
+            time.sleep(0.01)
+        with self.value.get_lock(), self.lock, self.condition, self.semaphore:
+            self.value.value += 1
+        self.array[index] = index / 2
+        self.queue.put(index)
+        self.simple.put(-index)
+        return index, self.event.is_set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _begun_by_multiprocessing() -> None:
+    """What it begins once for a process: a tracker of names, and memory."""
+    multiprocessing.get_context("spawn").Value("i")
+
+
+def await_worker(dataset: Sharing) -> None:
+    """Wait until a worker is at work."""
+    end = time.monotonic() + 100
+    while not dataset.begun.value:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_they_are_shared_with_workers(method: str) -> None:
+    """With one that takes a dead one's place, too."""
+    dataset = Sharing(method)
+    made = cseq.DataLoader(
+        dataset, batch_size=None, num_workers=1, prefetch_factor=1, multiprocessing_context=method
+    )
+    iterator = iter(made)
+    assert type(iterator) is WorkersIterator
+    dataset.event.set()
+    await_worker(dataset)
+    killed = dataset.begun.value
+    dataset.begun.value = 0
+    os.kill(killed, signal.SIGKILL)
+    await_worker(dataset)
+    assert dataset.begun.value != killed
+    dataset.gate.value = 1
+    assert list(iterator) == [[index, True] for index in range(8)]
+    assert [dataset.queue.get(timeout=100) for _ in range(8)] == list(range(8))
+    assert [dataset.simple.get() for _ in range(8)] == [-index for index in range(8)]
+    assert list(dataset.array) == [index / 2 for index in range(8)]
+    assert dataset.value.value == 8
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+def test_all_is_as_before_afterwards() -> None:
+    dataset, table = Sharing("spawn"), dict(copyreg.dispatch_table)
+    with spawning():
+        assert len(pickle.dumps(dataset)) > 0
+        assert len(copyreg.dispatch_table) > len(table)
+    assert copyreg.dispatch_table == table
+    assert context.get_spawning_popen() is None
+    with pytest.raises(RuntimeError, match="only be shared"):
+        pickle.dumps(dataset)
+
+
+def test_a_descriptor_that_is_another_one_by_now() -> None:
+    reading, writing = os.pipe()
+    with spawning():
+        opened = Workers.DupFd(Workers.duplicate_for_child(writing))
+    other = pickle.loads(pickle.dumps(opened)).detach()
+    os.write(other, b"by the other one")
+    assert os.read(reading, 100) == b"by the other one"
+    os.close(other)
+    os.close(writing)
+    with pytest.raises(OSError, match="No such file"):
+        opened.detach()
+    with pytest.raises(OSError, match="another one by now"):
+        Descriptor(os.getpid(), reading, os.O_RDONLY, opened.device, opened.inode + 1).detach()
+    os.close(reading)
+
+
+def test_what_workers_cannot_open() -> None:
+    one, other = multiprocessing.Pipe()  # of sockets
+    with spawning(), pytest.raises(RuntimeError, match="socket"):
+        pickle.dumps(one)
+    for end in (one, other):
+        end.close()
