@@ -12,6 +12,7 @@
 # make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
+# make wine     the tests with a Windows CPython, under Wine; ARGS for pytest; tests/wine/README.md
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
@@ -34,6 +35,7 @@ FORMATS_VENV ?= .formats-venv
 FORMATS ?=
 FRAMEWORKS_VENV ?= .frameworks-venv
 COVERAGE_VENV ?= .coverage-venv
+WINE_ENV ?= .wine-env
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
@@ -46,7 +48,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress coverage measure-coverage sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress coverage measure-coverage wine sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -150,6 +152,15 @@ measure-coverage: $(VENV)/.test $(VENV)/.coverage
 	-cd build/coverage && $(abspath $(PY)) -m coverage run -m pytest -n $(JOBS) $(ARGS)
 	cd build/coverage && $(abspath $(PY)) tests/covered.py
 
+# Made anew when its recipe changes; build.py compiles what has changed, and copies the checkout.
+$(WINE_ENV)/.made: $(addprefix tests/wine/,setup.sh requirements.txt complex.py complex.c) | $(VENV)/.wine
+	tests/wine/setup.sh $(WINE_ENV) $(PY)
+	touch $@
+
+wine: $(WINE_ENV)/.made
+	$(PY) tests/wine/build.py $(WINE_ENV)
+	tests/wine/run.sh $(WINE_ENV) python -m pytest -n $(JOBS) $(ARGS)
+
 # The model needs spin; without it that part is left out, and says so.
 sanitize:
 	tests/c/run.sh $(SECONDS)
@@ -211,4 +222,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV)

@@ -17,6 +17,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -49,9 +50,18 @@ GRACE = 10.0  # seconds in which what is about to end has to end
 HANG = 100.0  # seconds after which a script is asked where it hangs; below faulthandler_timeout
 
 PROC = Path("/proc/self")
-HAS_PROC = (PROC / "maps").exists()
+HAS_PROC = os.name == "posix" and (PROC / "maps").exists()  # Wine's programs see Linux's /proc
 SHM = Path("/dev/shm")
 TORCH_FILE = re.compile(r"torch_(\d+)_")
+
+# What `pytest.mark.needs` can name, and whether this system has it.
+HERE = {
+    "POSIX": os.name == "posix",
+    "Linux": sys.platform == "linux",
+    "fork": hasattr(os, "fork"),
+    "worker processes": hasattr(socket, "send_fds"),  # as the supervisor asks
+    "committed pages": os.name == "posix",  # cseq_map.h has no way for Windows yet
+}
 
 # Processes inherit this: one whose parent is gone, and which init adopted, is still ours.
 MARK = f"CSEQ_TESTS_{os.getpid()}"
@@ -248,6 +258,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             in slow
         ):
             item.add_marker("slow")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what is missing here; a `Kind` of processes needs worker processes."""
+    needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+    case = item.callspec.params if hasattr(item, "callspec") else {}
+    if any(getattr(value, "processes", False) for value in case.values()):
+        needed.add("worker processes")
+    if missing := sorted(name for name in needed if not HERE[name]):
+        pytest.skip(f"needs {' and '.join(missing)}")
 
 
 def pytest_collection_finish() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from cseq.arena import Arena
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about this process")
 
 
 def writer_of(arena: Arena) -> Writer:

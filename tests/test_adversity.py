@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+pytestmark = pytest.mark.needs("fork")
 
 GUARD = 60.0  # seconds after which something that should end is taken to hang
 SAMPLES, BATCH = 400, 8
@@ -726,7 +726,7 @@ os.wait()  # it may be about to strike
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts what is left in /proc")
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize(
     ("kind", "method"), [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MTSequence", "")]
 )
@@ -781,7 +781,6 @@ def test_the_main_thread_imports_nothing(
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="worker processes need descriptors over sockets")
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
 @pytest.mark.parametrize("verb", ["start", "finish"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)

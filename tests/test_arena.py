@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slots import filled, linux, whole
+from slots import filled, whole
 
 from cseq import arena as arena_module
 from cseq import writer as writer_module
@@ -42,6 +42,7 @@ def test_the_lowest_free_slot_is_taken(arena: Arena) -> None:
     assert all(arena.capacity(slot) == FIRST for slot in range(41))
 
 
+@pytest.mark.needs("POSIX")
 def test_an_error_report_always_fits(arena: Arena) -> None:
     """The first bytes of a slot are there before any worker sees it."""
     slot = arena.acquire()
@@ -228,7 +229,7 @@ def test_leases_outlive_the_arena(writer: Writer, arena: Arena) -> None:
     assert (whole(memory, MIB) == 3).all()
 
 
-@linux
+@pytest.mark.needs("Linux")
 def test_nothing_is_left_when_the_last_view_is_gone() -> None:
     """Descriptor and mappings go with the arena and its leases; even if it was not closed."""
 
@@ -312,7 +313,7 @@ arena.close()
 """
 
 
-@linux
+@pytest.mark.needs("Linux")
 def test_no_address_space() -> None:
     """What cannot be mapped is a MemoryError; the slot keeps its owner."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -358,7 +359,7 @@ def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
     return whole(filled(arena, writer, value, nbytes), nbytes)
 
 
-@linux
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
 def test_slots_shrink_after_a_rare_huge_batch(arena: Arena, writer: Writer, nbytes: int) -> None:
     """Two windows later, pages that no batch needed are given back; what is held stays."""
@@ -377,7 +378,7 @@ def test_slots_shrink_after_a_rare_huge_batch(arena: Arena, writer: Writer, nbyt
     assert (through(arena, writer, 60 * MIB, 9) == 9).all()
 
 
-@linux
+@pytest.mark.needs("Linux")
 def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) -> None:
     """Slots that only many held batches needed do not stay committed."""
     held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
@@ -388,7 +389,7 @@ def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) 
     assert committed(arena) <= 5 * MIB
 
 
-@linux
+@pytest.mark.needs("Linux")
 def test_the_limit_is_for_free_slots_too() -> None:
     """What is free and committed counts as what is held does, but for what tickets need."""
     arena = Arena(20 * MIB, tickets=4)
@@ -408,7 +409,7 @@ def test_the_limit_is_for_free_slots_too() -> None:
     arena.close()
 
 
-@linux
+@pytest.mark.needs("Linux")
 def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
     """A mapping is unlocked before its pages are given back: a device would go on using them."""
     locked: dict[int, int] = {}
@@ -461,7 +462,7 @@ with m.start() as batches:
 """
 
 
-@linux
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("size", [10, 50_000])
 def test_a_script_with_rare_huge_batches(run_script: RunScript, size: int) -> None:
     """Workers that keep arrays, and small batches that go the short way, do not hold memory."""

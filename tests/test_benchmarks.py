@@ -16,9 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}
 GROUPS_OF_PEERS = {"adapters", "dataloader", "keys"}  # without a contender that needs nothing
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the benchmarks read /proc and start sessions"
-)
+pytestmark = pytest.mark.needs("Linux")
 
 
 def run(*args: object, program: str = "run.py") -> subprocess.CompletedProcess[str]:

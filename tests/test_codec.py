@@ -238,10 +238,13 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return array
 
 
+WIDE = np.dtype(np.longdouble).itemsize > 8  # elsewhere it is taken for a float64, see below
+
 scalars = st.sampled_from(
     [np.float32(1.5), np.float64("nan"), np.bool_(True), np.int8(-3), np.uint64(2**63),
      np.complex64(1j), np.float16(-0.0), np.datetime64("2020-01-01", "D"),
-     np.timedelta64(3, "us"), np.str_("text"), np.bytes_(b"bytes"), np.longdouble(1) / 3]
+     np.timedelta64(3, "us"), np.str_("text"), np.bytes_(b"bytes"),
+     *([np.longdouble(1) / 3] if WIDE else [])]
 )  # fmt: skip
 leaves = st.one_of(
     arrays(), scalars, st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5),
@@ -373,6 +376,12 @@ KNOWN = [
     OrderedDict(a=np.arange(2)), (np.float32(1.5), np.bool_(True)), np.arange(6).reshape(2, 3).T,
     [np.zeros(2, "M8[s]"), np.zeros(2, ">f4"), np.array(["abc"]), Colour.RED, [range(3), {1: 2}]],
 ]  # fmt: skip
+
+
+@pytest.mark.xfail(not WIDE, reason="long double and double have the same typestring here")
+def test_a_long_double(writer: Writer) -> None:
+    """It stays one, also where it has no more bits than a double."""
+    assert_same(sent(writer, np.longdouble(1) / 3), np.longdouble(1) / 3)
 
 
 @pytest.mark.parametrize("cast", [None, FLOAT32], ids=["as it is", "cast"])
@@ -935,6 +944,7 @@ print("right")
 """
 
 
+@pytest.mark.needs("POSIX")
 def test_classes_of_a_script_come_back_as_themselves(tmp_path: Path) -> None:
     """A worker that got a script's classes by value sends instances that are the script's own."""
     pytest.importorskip("cloudpickle")

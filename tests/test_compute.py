@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +64,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("method", start_methods())
 def test_the_environment_of_workers(run_script: RunScript, method: str) -> None:
     """Workers have the variables, whatever the start method; the trainer does not."""
@@ -75,7 +75,7 @@ def test_the_environment_of_workers(run_script: RunScript, method: str) -> None:
     assert done.stdout.startswith(f"{method} 1 0 2 4\n{method} 3 0 2 4\n"), done.stderr
 
 
-@pytest.mark.skipif("fork" not in start_methods(), reason="no fork here")
+@pytest.mark.needs("fork")
 def test_what_a_forked_worker_finds_loaded(run_script: RunScript, tmp_path: object) -> None:
     """It is told, unless the user has set what it goes by."""
     with open(f"{tmp_path}/fake_library.py", "w", encoding="utf-8") as file:
@@ -113,7 +113,7 @@ for method in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.needs("Linux")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libraries have one thread here")
 @pytest.mark.parametrize("method", start_methods())
 def test_openblas(run_script: RunScript, method: str) -> None:
@@ -148,8 +148,8 @@ for threads in (1, None):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.skipif("fork" not in start_methods(), reason="no fork here")
+@pytest.mark.needs("Linux")
+@pytest.mark.needs("fork")
 def test_a_limit_starts_no_threads(run_script: RunScript) -> None:
     """A forked worker that may compute with one thread gets no others, not even for a while."""
     limited, free = run_script(IDLE).stdout.split()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +14,7 @@ if TYPE_CHECKING:
 CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
 IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
 
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/maps").exists(), reason="no /proc: only threads can be checked here"
-)
+needs_proc = pytest.mark.needs("Linux")
 
 LEAKS = """
 import mmap, os, pathlib, subprocess, sys, tempfile, threading
@@ -178,7 +175,7 @@ def test_clean_tests_pass(pytester: pytest.Pytester) -> None:
     run(pytester, CONFTEST, CLEAN).assert_outcomes(passed=5, xfailed=1)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the test needs a named pipe")
+@pytest.mark.needs("POSIX")
 def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
     """`run_script` ends a script that hangs, and shows at which line every thread was."""
     result = run(pytester, CONFTEST, HANGS)

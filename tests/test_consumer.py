@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,15 @@ import pytest
 
 from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
-from cseq._memory import Block, Mapping
+from cseq._memory import Block, Mapping, commit
 from cseq._slots import Lease, Slots
 from cseq.producer import Scratch
+from cseq.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAGE = 4096
+GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 
 
 class Failed(Exception):
@@ -268,12 +268,12 @@ class Slotted:
     def __init__(
         self, count: int = 1, most: int = 1000, reader: Any = None, **options: Any
     ) -> None:
-        fd = os.memfd_create("slots")
-        os.ftruncate(fd, 8 * PAGE)
+        segment = Segment.create(GRAIN, 8)
+        commit(segment.fd, 0, 8 * GRAIN)
         self.slots = Slots()
         self.slots.extend(count)
-        self.mapped = [Mapping(fd, slot * PAGE, PAGE) for slot in range(8)]
-        os.close(fd)
+        self.mapped = [Mapping(segment.fd, slot * GRAIN, GRAIN) for slot in range(8)]
+        segment.close()
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
         small = None if reader is None else (self.mapped, reader, most, self.lend)
@@ -363,7 +363,7 @@ class Written(Slotted):
         self.scratch.clear()
         record = codec.encode(batch, self.scratch)
         slot.store_from(0, self.scratch.memory, record.used)
-        self.runner.publish(0, record, PAGE)
+        self.runner.publish(0, record, GRAIN)
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""

@@ -137,6 +137,7 @@ class Keeper:
         return indices
 
 
+@pytest.mark.needs("worker processes")
 def test_empty_may_be_kept() -> None:
     """An indexer may keep arrays of `empty`, also in shared memory."""
     with FIRST_PROCESS.start(Keeper, 10, batch_size=1) as m:

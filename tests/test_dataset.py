@@ -375,6 +375,7 @@ print(Counted.pickled)
 """
 
 
+@pytest.mark.needs("fork")
 def test_no_copies_where_none_are_needed(run_script: RunScript) -> None:
     """Nothing is pickled for threads, forked workers and test mode."""
     done = run_script(PICKLED)

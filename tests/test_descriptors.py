@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+linux = pytest.mark.needs("Linux")
 
 
 @linux
@@ -50,7 +49,7 @@ def test_a_system_that_refuses_them(monkeypatch: pytest.MonkeyPatch, refusal: in
         descriptors.anonymous_file("cseq-test")
 
 
-@pytest.mark.skipif(not hasattr(socket, "send_fds"), reason="descriptors cannot be sent here")
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("atomic", [True, False])
 def test_what_is_received_is_closed_in_programs(
     monkeypatch: pytest.MonkeyPatch, *, atomic: bool

@@ -274,6 +274,7 @@ def test_stop_iteration(kind: Kind) -> None:
     assert isinstance(caught.value.__cause__, (StopIteration, cseq.RemoteTraceback))
 
 
+@pytest.mark.needs("worker processes")
 def test_unpicklable_out_of_the_loop() -> None:
     """What cannot be pickled comes out of the loop as a WorkerError with text and traceback."""
     with (
@@ -291,6 +292,7 @@ class Unwritable:
         return {"fine": indices, "bad": [1, (i for i in range(3))]}
 
 
+@pytest.mark.needs("worker processes")
 def test_a_batch_that_cannot_be_pickled() -> None:
     """A batch with something in it that cannot travel is a TypeError that says where it is."""
     with FIRST_PROCESS.start(Unwritable, 4) as m, pytest.raises(TypeError, match=r"'bad'.*\[1\]"):

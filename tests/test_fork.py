@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+pytestmark = pytest.mark.needs("fork")
 
 PAGE = 4096
 
@@ -152,7 +151,7 @@ print(os.waitpid(child, 0)[1], array.max())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+@pytest.mark.needs("Linux")
 def test_no_memory_for_the_copy(run_script: RunScript) -> None:
     """A child that cannot have its copy ends, and says so; the parent goes on."""
     done = run_script(LIMITED)

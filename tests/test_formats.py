@@ -20,9 +20,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "formats"
 PROGRAMS = ("measuring", "run", "torchvision_cpu")
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in PROGRAMS)
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="the benchmarks read /proc and fork"
-)
+pytestmark = pytest.mark.needs("Linux")
 
 
 def missing(script: Path) -> list[str]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+pytestmark = pytest.mark.needs("fork")
 
 
 PAUSE = 0.0005  # seconds between two looks at what nothing signals

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 60.0  # seconds: only a test that fails waits so long
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="asks POSIX processes what they are")
+pytestmark = pytest.mark.needs("POSIX")
 
 # What workers run: they evaluate what they are asked. It is a file, as they import it by name.
 ENTRIES = """
@@ -146,7 +146,7 @@ def children() -> set[int]:
     return found
 
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+linux = pytest.mark.needs("Linux")
 
 
 # --- living --------------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ def test_another_broken_connection_is_reported(
         ("sys.exit('out of paper')", 1),
         ("1 / 0", 1),
         ("os._exit(77)", 77),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.kill(os.getpid(), signal.SIGALRM)", -signal.SIGALRM),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("os.kill(os.getpid(), signal.SIGALRM)", -14),
     ],
 )
 def test_exit_codes(
@@ -676,7 +676,7 @@ def test_nothing_outlives_a_killed_trainer(
 # --- fork ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("fork" not in start_methods(), reason="this system cannot fork")
+@pytest.mark.needs("fork")
 class TestFork:
     """What only a copy of the trainer has."""
 
@@ -1004,10 +1004,8 @@ def run(worker, method="forkserver", **options):
     return imports()
 """
 
-serving = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-
-@serving
+@linux
 def test_modules_are_imported_once_for_all_workers(run_script: RunScript, tmp_path: Path) -> None:
     """Those that a worker refers to, however it travels, and those that are listed."""
     for name in ("by_name", "used", "listed"):
@@ -1043,7 +1041,7 @@ UNFIT = {
 }
 
 
-@serving
+@linux
 @pytest.mark.parametrize("kind", UNFIT)
 def test_modules_that_must_not_be_there_before_a_fork(
     run_script: RunScript, tmp_path: Path, kind: str
@@ -1068,7 +1066,7 @@ def test_modules_that_must_not_be_there_before_a_fork(
     assert reason in done.stderr
 
 
-@serving
+@linux
 def test_a_module_prints_once_and_raises_as_in_a_worker(
     run_script: RunScript, tmp_path: Path
 ) -> None:
@@ -1087,7 +1085,7 @@ def test_a_module_prints_once_and_raises_as_in_a_worker(
     assert "module raises was to be imported for all workers" in done.stderr
 
 
-@serving
+@linux
 def test_a_slow_import_is_told_of_and_can_be_broken_off(
     run_script: RunScript, tmp_path: Path
 ) -> None:
@@ -1119,7 +1117,7 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
     assert "worker 0 imports slow" in done.stderr
 
 
-@serving
+@linux
 def test_a_hanging_import_counts_as_a_workers(run_script: RunScript, tmp_path: Path) -> None:
     """With a timeout, a server that hangs in an import is given up, and workers are watched."""
     (tmp_path / "slow.py").write_text(
@@ -1136,7 +1134,7 @@ def test_a_hanging_import_counts_as_a_workers(run_script: RunScript, tmp_path: P
     )
 
 
-@serving
+@linux
 def test_replaced_workers_need_not_import(run_script: RunScript, tmp_path: Path) -> None:
     """A worker that dies is forked anew; a server that dies imports anew."""
     (tmp_path / "by_name.py").write_text(

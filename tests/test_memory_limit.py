@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from slots import linux
 
 from cseq.memory_limit import (
     GIB,
@@ -54,6 +53,7 @@ def files(root: Path, contents: dict[str, str]) -> Path:
     return root
 
 
+@pytest.mark.needs("POSIX")
 def test_the_default_is_a_quarter_of_the_machine(tmp_path: Path) -> None:
     """Without control groups, the machine's memory counts."""
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -126,7 +126,7 @@ def test_kills_for_want_of_memory(tmp_path: Path) -> None:
     assert oom_kills(files(tmp_path, newer)) == 7
 
 
-@linux
+@pytest.mark.needs("Linux")
 def test_this_machine_has_memory() -> None:
     """The real files are understood."""
     free = available_memory()

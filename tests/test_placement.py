@@ -6,7 +6,6 @@ import contextvars
 import functools
 import gc
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take arrays back")
+pytestmark = pytest.mark.needs("Linux")
 
 SIZE = 1 << 18  # elements of float32: 1 MiB
 SOURCE = np.arange(SIZE, dtype=np.float32)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
 every_parallel = pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
-needs_kill = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+needs_kill = pytest.mark.needs("POSIX")
 
 
 def indices_of(batches: Any) -> list[int]:
@@ -631,7 +631,7 @@ def test_killed_in_an_epoch_that_was_left(kind: Kind, tmp_path: Path) -> None:
 # -- a large data set
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read memory from")
+@pytest.mark.needs("Linux")
 @every_kind
 def test_a_billion_samples_begin_at_once(kind: Kind) -> None:
     """The first batches of 10^9 samples touch a few pages of memory, not the table's 4 GB."""
@@ -687,6 +687,7 @@ def test_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]
     check_any_shape(kind, options, breaks)
 
 
+@pytest.mark.needs("worker processes")
 @given(SHAPES, BREAKS)
 @settings(max_examples=12)
 def test_any_shape_in_processes(options: dict[str, Any], breaks: list[int | None]) -> None:
@@ -714,6 +715,7 @@ def check_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None
                                        else len(manager))  # fmt: skip
 
 
+@pytest.mark.needs("worker processes")
 @given(st.data())
 @settings(max_examples=15)
 def test_any_sizes_of_batches(data: st.DataObject) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 SAMPLES = 101
+POOLS = [
+    "test", "thread", pytest.param("proc", marks=pytest.mark.needs("worker processes"))
+]  # fmt: skip
 
 
 class Drawn:
@@ -43,8 +46,8 @@ def head(m: cseq.MSequence, count: int) -> list[tuple[list[int], float]]:
     return stream(next(iterator) for _ in range(count))
 
 
-@pytest.mark.parametrize("there", ["test", "thread", "proc"])
-@pytest.mark.parametrize("here", ["test", "thread", "proc"])
+@pytest.mark.parametrize("there", POOLS)
+@pytest.mark.parametrize("here", POOLS)
 def test_goes_on_in_any_pool(here: str, there: str) -> None:
     """What comes after the state is what would have come, batches and randomness alike."""
     with manager().start_test() as whole:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from cseq.launcher import start_methods
 if TYPE_CHECKING:
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs("Linux")
 
 PROCESSES = """
 import contextlib, os

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ HERE = Path(__file__).parent
 CANNOT_RUN = 77  # what run.sh says where the compiler lacks something
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the programs are for Linux"),
+    pytest.mark.needs("Linux"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
     pytest.mark.skipif(
         not (HERE.parent / "cseq" / "include").exists(), reason="the sources are not here"

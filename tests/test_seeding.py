@@ -74,6 +74,7 @@ def test_seeds_differ() -> None:
     assert len(set(drawn)) == len(drawn) == 16
 
 
+@pytest.mark.needs("worker processes")
 def test_after_a_death(tmp_path: Path) -> None:
     """A batch that is made again draws the same again."""
     for name in ("want", "got"):
@@ -100,6 +101,7 @@ class DyingIn:
         return Dying(self.folder, (1, 17, 39))
 
 
+@pytest.mark.needs("worker processes")
 def test_after_a_resume() -> None:
     """What is left of an epoch draws as it would have without the interruption."""
     want = stream(INLINE, Drawing, 40, batch_size=4)
@@ -240,6 +242,7 @@ def test_test_mode_restores_after_an_exception() -> None:
         assert states() == before
 
 
+@pytest.mark.needs("fork")
 def test_switched_off() -> None:
     """With seed_globals=False, test mode draws from the trainer's, a forked worker from copies."""
     m = cseq.MPSequence(

@@ -288,7 +288,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to ask for memory")
+@pytest.mark.needs("Linux")
 def test_beginning_costs_nothing() -> None:
     """A batch of 10^9 samples touches a batch of memory, in the first epoch and in later ones."""
     before = resident()
@@ -299,7 +299,7 @@ def test_beginning_costs_nothing() -> None:
     assert resident() - before < 2**24
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers to interrupt with")
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("what", ["order", "permutation"])
 def test_interruption(what: str) -> None:
     """A signal handler runs in the middle of a long shuffle, which can be taken up again."""
@@ -432,7 +432,7 @@ def test_width(header: ctypes.CDLL) -> None:
     assert [header.width_of(u64(2**32 + more)) for more in (-1, 0, 1)] == [4, 4, 8]
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="no memory without a file")
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize(("n", "width"), [(2**32, 4), (2**32, 8), (2**32 + 1, 8), (2**33 + 5, 8)])
 def test_more_than_32_bits(header: ctypes.CDLL, n: int, width: int) -> None:
     """Around 2^32 samples both widths give the order of the reference; nobody touches 64 GB."""

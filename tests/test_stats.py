@@ -14,6 +14,10 @@ import cseq
 from cseq._memory import HAS_GIL
 from cseq.stats import Stats
 
+PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
+
+both = pytest.mark.parametrize("kind", [PROC, "thread"])
+
 
 class Large:
     """Batches that are leased, not copied."""
@@ -22,7 +26,7 @@ class Large:
         return np.repeat(indices, 4096)
 
 
-@pytest.mark.parametrize("kind", ["proc", "thread"])
+@both
 def test_batches_and_samples_are_counted(kind: str) -> None:
     """Over all epochs since the start, also after the end."""
     m = cseq.MSequence(Large, 50, batch_size=8, thread_type=kind, out_type="null")
@@ -41,6 +45,7 @@ def test_batches_and_samples_are_counted(kind: str) -> None:
         assert m.stats().batches == 0
 
 
+@pytest.mark.needs("worker processes")
 def test_copies_are_counted() -> None:
     """Batches that are copied because too many are held."""
     m = cseq.MPSequence(Large, 50, batch_size=8, out_type="null", memory_limit=10**6)
@@ -97,9 +102,6 @@ def run(kind: str, worker: Any, num_workers: int, batches: int, loop: float = 0.
         return m.stats()
 
 
-both = pytest.mark.parametrize("kind", ["proc", "thread"])
-
-
 @both
 def test_too_few_workers(kind: str) -> None:
     """The loop waits all the time, no worker ever does."""
@@ -124,6 +126,7 @@ def test_stragglers(kind: str) -> None:
     assert stats.bottleneck == "stragglers", stats
 
 
+@pytest.mark.needs("worker processes")
 def test_threads_bound_by_the_gil() -> None:
     """Threads that compute in Python are busy, and use one core; processes use several."""
     wanted = "gil" if HAS_GIL and (os.cpu_count() or 1) > 1 else "workers"
@@ -136,6 +139,7 @@ def test_threads_bound_by_the_gil() -> None:
     assert run("thread", partial(Sleeps, 0.01), 2, 40).bottleneck == "workers"
 
 
+@pytest.mark.needs("worker processes")
 def test_the_start_is_no_waiting() -> None:
     """What passes until the first batch is counted apart, and so are pauses between epochs."""
     m = cseq.MPSequence(SlowToMake, 30, num_workers=2, batch_size=1, out_type="null", shuffle=False)

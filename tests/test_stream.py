@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+pytestmark = pytest.mark.needs("fork")
 
 METHODS = ["fork", "forkserver", "spawn"]
 
@@ -924,7 +924,7 @@ def test_a_producer_may_reuse_what_it_yields() -> None:
         assert s.stats().batches < 400
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+@pytest.mark.needs("Linux")
 def test_idle_workers_are_left_asleep() -> None:
     """A worker is not woken for what another one is asked."""
     with streams(num_workers=4, prefetch=1) as s:

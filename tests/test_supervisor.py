@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cseq.launcher import Child
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="its workers are forked here")
+pytestmark = pytest.mark.needs("fork")
 
 
 def obey(sock: socket.socket, local: Any = None) -> None:

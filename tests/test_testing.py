@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from cseq.stream import Streams
 if TYPE_CHECKING:
     from conftest import RunScript
 
-posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+posix = pytest.mark.needs("fork")
 ROOT = Path(cseq.__file__).parent
 
 
@@ -268,10 +267,9 @@ def test_dying_at_a_point(run_script: RunScript, debug_build: Path) -> None:
     assert before == "index:1000000"
 
 
+@pytest.mark.needs("worker processes")
 def test_threads_may_ask() -> None:
     """A test's other thread may kill and count while the loop goes on."""
-    if sys.platform == "win32":
-        pytest.skip("no processes there")
     over = threading.Event()
     raised: list[BaseException] = []
 

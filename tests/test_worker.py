@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(socket, "send_fds"), reason="there are no worker processes here"
-)
+pytestmark = pytest.mark.needs("worker processes")
 
 SETUP = Setup(0, 1, (0, 8), 8, None, "x" * 10**6, None)
 

@@ -100,18 +100,19 @@ def goes_by_value(obj: object) -> bool:
 def arrives_elsewhere(obj: object, expression: str) -> str:
     """Send an object to a new process, and evaluate an expression of `obj` there."""
     segment, record = write_batch(obj)
+    with mmap.mmap(segment.fd, record.used, access=mmap.ACCESS_READ) as file:
+        written = file[:]
     code = (
-        "import mmap\nfrom cseq import codec\n"
-        f"memory = mmap.mmap({segment.fd}, {record.used}, access=mmap.ACCESS_COPY)\n"
+        "import sys\nfrom cseq import codec\n"
+        "memory = bytearray(sys.stdin.buffer.read())\n"
         f"obj = codec.decode_pickled(memory, codec.Record(*{tuple(record)}))\n"
         f"print(({expression}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        pass_fds=[segment.fd],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        input=written,
         stdout=subprocess.PIPE,
-        text=True,
         check=True,
     )
-    return done.stdout.strip()
+    return done.stdout.decode().strip()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
+pytestmark = pytest.mark.needs("fork")
 
 HAS_PROC = Path("/proc/self/comm").exists()
 

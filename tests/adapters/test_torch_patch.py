@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 METHODS = multiprocessing.get_all_start_methods()
 FORK: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
 
-pytestmark = pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here")
+pytestmark = pytest.mark.needs("fork")
 
 
 @pytest.fixture(autouse=True)

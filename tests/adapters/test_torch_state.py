@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 METHODS = multiprocessing.get_all_start_methods()
 
 pytestmark = [
-    pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
+    pytest.mark.needs("fork"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
 ]
 

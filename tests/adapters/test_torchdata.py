@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MULTI = SHARDING_PRIORITIES.MULTIPROCESSING
 METHODS = multiprocessing.get_all_start_methods()
 
-pytestmark = pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here")
+pytestmark = pytest.mark.needs("fork")
 
 
 def service(num_workers: int = 2, context: str | None = "fork", **options: Any) -> Any:
@@ -1229,7 +1229,7 @@ def test_workers_use_one_thread() -> None:
         assert list(loaded) == [1, 1]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the socket lies in a folder of ours")
+@pytest.mark.needs("Linux")  # elsewhere the socket lies in a folder of ours
 def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of another user that finds the relay's name is turned away."""
     ours, theirs = socket.socketpair()

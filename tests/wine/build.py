@@ -1,0 +1,95 @@
+"""Compiles cseq for Windows, and lays it out with its tests in the folder "cseq" of Wine's drive C.
+
+    .venv/bin/python tests/wine/build.py FOLDER      FOLDER: what setup.sh has made
+
+Run in the top folder of a checkout. setup.py says what is compiled and how. The compiler is zig's,
+and the headers are those of the running Python, but for pyconfig.h, and of numpy for Windows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import setuptools  # noqa: F401 - before distutils, which it has
+from dll import compile_dll, exports_of, write_definition, zig
+
+from distutils.core import run_setup  # isort: skip
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+LIBRARIES = ["-lws2_32"]  # setup.py asks for it on Windows only
+VERSION = "".join(map(str, sys.version_info[:2]))
+
+
+def extensions() -> list[Extension]:
+    """Return what setup.py compiles, each module's source already translated to C."""
+    sys.argv[1:] = []
+    return run_setup("setup.py", stop_after="init").ext_modules
+
+
+def copy_checkout(home: Path) -> None:
+    """Copy the files that git knows or would add, without any that an earlier build left."""
+    shutil.rmtree(home, ignore_errors=True)
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, check=True, capture_output=True).stdout.decode().split("\0")
+    for name in filter(os.path.isfile, names):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(name, home / name)
+
+
+def copy_headers(target: Path) -> None:
+    """Copy the headers of this Python, since they include the pyconfig.h that lies beside them."""
+    shutil.copytree(sysconfig.get_path("include"), target, dirs_exist_ok=True)
+    shutil.copy2(Path(__file__).with_name("pyconfig.h"), target)
+
+
+def import_library(dll: Path, folder: Path) -> Path:
+    """Make what a linker needs to know of a DLL."""
+    definition, library = folder / f"{dll.stem}.def", folder / f"lib{dll.stem}.a"
+    write_definition(definition, dll.name, exports_of(dll))
+    zig("dlltool", "-m", "i386:x86-64", "-d", definition, "-l", library)
+    return library
+
+
+def compile_extension(extension: Extension, home: Path, headers: list[Path], library: Path) -> None:
+    """Compile an extension module into the package."""
+    folders = [Path(name) for name in extension.include_dirs if not os.path.isabs(name)]
+    compile_dll(
+        home / f"{extension.name.replace('.', '/')}.cp{VERSION}-win_amd64.pyd",
+        *extension.extra_compile_args,
+        *(f"-I{folder}" for folder in [*headers, *folders]),
+        *(f"-D{name}={value}" for name, value in extension.define_macros),
+        *(f"-U{name}" for name in extension.undef_macros),
+        *extension.sources,
+        library,
+        *LIBRARIES,
+    )
+
+
+def main(folder: Path) -> None:
+    """Copy the checkout, and compile each extension module into the copy."""
+    drive, build = folder / "prefix" / "drive_c", folder / "build"
+    build.mkdir(exist_ok=True)
+    copy_checkout(drive / "cseq")
+    copy_headers(build / "include")
+    library = import_library(drive / "python" / f"python{VERSION}.dll", build)
+    numpy = drive / "python" / "Lib" / "site-packages" / "numpy" / "_core" / "include"
+    headers = [build / "include", numpy]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for done in [
+            threads.submit(compile_extension, extension, drive / "cseq", headers, library)
+            for extension in extensions()
+        ]:
+            done.result()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

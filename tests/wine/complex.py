@@ -1,0 +1,48 @@
+"""Gives numpy the complex functions that Wine's C runtime lacks.
+
+    python tests/wine/complex.py HOME        HOME: the folder of the Windows python.exe
+
+Wine's ucrtbase.dll (8.0, 10.0) only has stubs of them, which end the process; numpy calls one while
+it is imported. Every extension module there that imports one of them gets a DLL of our own in the
+place of the part of the runtime, "api-ms-win-crt-math", where they belong. That DLL has the complex
+functions, and forwards all others to ucrtbase.dll. The name is changed in the module's list of
+imports, since Wine knows names that begin with "api-ms-win" from a table, and looks for no file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from dll import compile_dll, imports_of, write_definition
+
+RUNTIME, OURS = "api-ms-win-crt-math-l1-1-0.dll", "cseqms-win-crt-math-l1-1-0.dll"  # equally long
+SOURCE = Path(__file__).with_suffix(".c")
+
+
+def own_functions() -> set[str]:
+    """Return the names of the functions in the source."""
+    kinds = re.findall(r"TO_(?:REAL|COMPLEX)\((c\w+)\)", SOURCE.read_text(encoding="ascii"))
+    return {f"{name}{suffix}" for name in [*kinds, "cpow"] for suffix in ("f", "", "l")}
+
+
+def main(home: Path) -> None:
+    """Make the DLL beside python.exe, and have extension modules import it."""
+    own, names = own_functions(), set[str]()
+    for path in (home / "Lib" / "site-packages").rglob("*.pyd"):
+        imported = imports_of(path).get(RUNTIME, set())
+        if imported & own:
+            path.write_bytes(path.read_bytes().replace(RUNTIME.encode(), OURS.encode()))
+            names |= imported
+    lacking = own & names
+    forwarded = [f"{name} = ucrtbase.{name}" for name in sorted(names - lacking)]
+    definition = home / "complex.def"
+    write_definition(
+        definition, OURS, [*(f"{name} = own_{name}" for name in sorted(lacking)), *forwarded]
+    )
+    compile_dll(home / OURS, "-O2", "-fno-builtin", SOURCE, definition)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs a Windows program in the environment that setup.sh made: run.sh FOLDER PROGRAM ARGUMENTS...
+#
+# `python` is that environment's CPython; the current folder is C:\cseq, which build.py fills. Output
+# goes through a pipe: with a file as its standard output, CPython fails to start under Wine 8.
+set -euo pipefail
+wine=$(PATH="$PATH:/usr/lib/wine" && { command -v wine64 || command -v wine; }) || {
+    echo "make wine needs Wine, which root installs (Debian, Ubuntu: apt install wine64; Fedora: dnf" \
+        "install wine)" >&2
+    exit 1
+}
+mkdir -p "$1/prefix"
+# Without Wine's menus and its offers to download .NET and a browser; quiet about what it lacks.
+export WINEPREFIX=$(cd "$1/prefix" && pwd) WINEARCH=win64 WINEDEBUG=${WINEDEBUG:--all} \
+    WINEDLLOVERRIDES='winemenubuilder.exe,mscoree,mshtml='
+program=$2
+shift 2
+if [ "$program" = python ]; then program='C:\python\python.exe'; fi
+mkdir -p "$WINEPREFIX/drive_c/cseq" && cd "$WINEPREFIX/drive_c/cseq"
+"$wine" "$program" "$@" </dev/null 2>&1 | cat

