@@ -355,10 +355,14 @@ def run_script(tmp_path: Path) -> RunScript:
 
 
 @pytest.fixture(scope="session")
-def prepared() -> Iterator[Prepared]:
-    """An interpreter that has imported torch, for scripts that would each import it anew."""
-    pytest.importorskip("torch")
-    pytest.importorskip("fcntl", reason="no fork here")
+def prepared() -> Iterator[Prepared | None]:
+    """An interpreter that has imported torch, for scripts that would each import it anew.
+
+    None where there is no torch, or no fork.
+    """
+    if find_spec("torch") is None or not hasattr(os, "fork"):
+        yield None
+        return
     from prepared import Prepared
 
     interpreter = Prepared("torch", environment=os.environ | {"PYTHONPATH": import_path()})
@@ -367,12 +371,14 @@ def prepared() -> Iterator[Prepared]:
 
 
 @pytest.fixture
-def run_prepared(tmp_path: Path, prepared: Prepared) -> RunScript:
+def run_prepared(tmp_path: Path, run_script: RunScript, prepared: Prepared | None) -> RunScript:
     """Return a function as `run_script` is, for scripts whose interpreter may have torch ready.
 
-    Each runs as `__main__` of a process of its own, in which torch is imported and nothing else of
-    it has run. What it starts anew (a spawned worker, a program) has nothing ready.
+    Each runs as `__main__` of a process of its own, in which torch is imported and nothing else has
+    happened. What it starts anew (a spawned worker, a program) has nothing ready.
     """
+    if prepared is None:
+        return run_script
 
     def run(source: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"

@@ -92,12 +92,18 @@ def become(request: dict[str, Any]) -> list[str]:
         os.dup2(opened, fd)
         os.close(opened)
     os.chdir(request["folder"])
+    before = python_path()
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[:] = command
-    sys.path[0] = os.path.dirname(command[0])
+    sys.path[: 1 + len(before)] = [os.path.dirname(command[0]), *python_path()]
     faulthandler.dump_traceback_later(request["patience"], exit=True)
     return command
+
+
+def python_path() -> list[str]:
+    """Folders that PYTHONPATH names."""
+    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 
 def main() -> None:
