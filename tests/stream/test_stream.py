@@ -597,7 +597,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     epochs=LENGTHS.flatmap(
         lambda first: st.lists(
