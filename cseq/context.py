@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
-PURPOSE_INDEXER = 2  # docs/shuffle.md: 1 is the shuffle
+# What words derived from a seed are for (docs/shuffle.md); 1 is the shuffle.
+PURPOSE_RNG = 2  # `rng`
+PURPOSE_ITEM = 3  # generators that adapters seed, for each item
+PURPOSE_BATCH = 4  # the global generators, for each batch
+PURPOSE_MAKING = 5  # the same, while an indexer is made
 
 
 class Ticket(Protocol):
@@ -59,7 +63,8 @@ class WorkerInfo:
         The worker, from 0.
     num_workers : int
     epoch, batch : int or None
-        The batch that it makes; None while the indexer is being made or closed.
+        The batch that it makes, by its running number in the epoch; None while the indexer is being
+        made or closed.
     """
 
     number: int
@@ -128,7 +133,7 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
     Philox, keyed by (seed, epoch), with the position in the upper half of its counter: a position
     belongs to one batch of one rank, and to the same one after a resume with more or fewer ranks.
     """
-    low, high = derive(seed, epoch, PURPOSE_INDEXER, 2)
+    low, high = derive(seed, epoch, PURPOSE_RNG, 2)
     random = imported("numpy.random")  # numpy itself imports it only when it is asked for
     philox = random.Philox(key=low | high << 64, counter=start << 128)
     made: np.random.Generator = random.Generator(philox)
@@ -138,9 +143,10 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 def rng() -> np.random.Generator:
     """Return the random generator of the batch that is being made.
 
-    It is derived from the seed, the epoch and the batch's place in it, and from nothing else: what
-    it draws is the same for any number of workers, in test mode, after a worker's death and after
-    a resume, and differs between ranks. Within one batch, every call returns the same generator.
+    It is derived from the seed, the epoch and the batch's position in it, and from nothing else:
+    what it draws is the same for any number of workers, in test mode, after a worker's death and
+    after a resume, and differs between ranks. Within one batch, every call returns the same
+    generator.
 
     Raises
     ------
@@ -160,7 +166,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     """Make an uninitialised array in the shared memory where the batch is going to lie.
 
     A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
-    way to the training loop. The indexer may keep it, as any array; the batch is then copied.
+    way to the training loop. The indexer may keep the array; the batch is then copied.
     Outside of a worker process this is `numpy.empty`.
 
     Parameters
@@ -169,12 +175,17 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     dtype : data type, optional
         Without Python objects in it.
 
+    Returns
+    -------
+    numpy.ndarray
+        C-contiguous and writable.
+
     Raises
     ------
     TypeError, ValueError
         The shape is not of integers, or negative; in a worker process also: the type has objects.
     MemoryError
-        There is no room for it.
+        There is no room for the array.
     """
     batch_context = here.batch_context
     dims = dimensions(shape)

@@ -1,7 +1,7 @@
-"""Descriptors that this process opens or receives; executed programs get none.
+"""Descriptors that this process opens or receives; executed programs inherit none.
 
-Every descriptor is close-on-exec from the call on that makes it, so a program that another thread
-executes in the next moment does not get it.
+Every descriptor is made close-on-exec, not set so afterwards: another thread may execute a program
+in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cseq.threads import imported
 
 __all__ = ["anonymous_file", "receive"]
 
-# What memfd_create answers where it does not exist (ENOSYS), does not know a flag (EINVAL) or wants
+# Errors of memfd_create where it does not exist (ENOSYS), does not know a flag (EINVAL) or demands
 # one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
 REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM)
 NOEXEC_SEAL = 0x8  # os.MFD_NOEXEC_SEAL, which has a name from Python 3.14 on
@@ -28,7 +28,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
     Parameters
     ----------
     name : str
-        What ``/proc`` shows of it.
+        The name that ``/proc`` shows.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
     Raises
     ------
     OSError
-        When there can be none: too many descriptors, for example.
+        There can be none: too many descriptors, for example.
     """
     if hasattr(os, "memfd_create"):
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -60,7 +60,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receive bytes, at most `size`, and the descriptors that come with them, at most `most`.
 
-    No bytes: the other end is closed.
+    If there are no bytes, the other end is closed.
     """
     # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -69,7 +69,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     for level, kind, content in parts:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as can be
+    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as possible
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
     return data, list(fds)

@@ -9,6 +9,7 @@ import numpy as np
 from returnn.datasets.basic import Dataset
 
 from cseq._core import derive
+from cseq.context import PURPOSE_ITEM
 from cseq.seeding import Imported
 
 if TYPE_CHECKING:
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceSeeds"]
 
-PURPOSE_AUGMENTATION = 3  # docs/shuffle.md: 1 is the shuffle; 2 is `cseq.rng`
 MOST_PARTS = 1000  # of a list in which datasets are looked for
 
 
 class SequenceSeeds:
-    """The generators that augmentation draws from, seeded anew for each sequence.
+    """The generators that augmentation draws from, seeded for each sequence.
 
     RETURNN seeds them, if at all, once an epoch and alike in every worker.
     """
@@ -36,10 +36,10 @@ class SequenceSeeds:
         self._imported = Imported()
         self._setters: list[Callable[[int], object]] = []  # seed the dataset's own generators
         self._passed: list[Any] = []  # generators passed to the user's functions in this epoch
-        self.in_order = False  # whether there are functions that want all sequences, in order
+        self.in_order = False  # whether user functions must get all sequences, in order
 
     def wrapped(self, plan: Any) -> Any:
-        """Copy a dataset's plan; the generators passed to the user's functions in it are seeded."""
+        """Copy a dataset's configuration, its user functions wrapped so as to seed their `rng`."""
         if type(plan) is not dict:
             return plan
         copy = {key: self.wrapped(value) for key, value in plan.items()}
@@ -68,7 +68,7 @@ class SequenceSeeds:
         """Begin an epoch."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
-        [self._key] = derive(seed % 2**64, epoch, PURPOSE_AUGMENTATION, 1)
+        [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
         self._epoch = epoch
         self._passed = []
         self._batch_context.seed = self._key
@@ -77,13 +77,13 @@ class SequenceSeeds:
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
         self._batch_context.set(_Place(self._epoch, number, place))
-        self._words = derive(self._key, place, PURPOSE_AUGMENTATION, 4)
+        self._words = derive(self._key, place, PURPOSE_ITEM, 4)
         self._imported.seed(self._words)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):
             set_seed(self._words[3] % 2**32)
 
     def add(self, generator: Any) -> None:
-        """Seed a generator that is passed to the user, now and for this epoch's later sequences."""
+        """Seed a generator that a user function gets, now and for each later sequence."""
         if not any(generator is known for known in self._passed):
             self._passed.append(generator)
             generator.seed(self._words[3] % 2**32)
@@ -112,7 +112,7 @@ class _Seeded:
 
 
 def _datasets_in(dataset: Any) -> Iterator[Any]:
-    """Find a dataset and all that it holds, itself or in lists and dictionaries."""
+    """Find a dataset and all datasets in it, also in its lists, tuples and dictionaries."""
     seen, left = set(), [dataset]
     while left:
         inner = left.pop()
