@@ -61,7 +61,7 @@ def test_private_file():
         keep.append(mmap.mmap(file.fileno(), 4096))
 
 def test_shm():
-    path = pathlib.Path(f"/dev/shm/cseq-test-{os.getpid()}")
+    path = pathlib.Path(f"/dev/shm/torch_{os.getpid()}_test")
     path.touch()
     keep.append(path)
 
@@ -77,7 +77,7 @@ WORDS = {
     "orphan": "sleep 1000",
     "mapping": "/memfd:slots",
     "private_file": "(deleted)",
-    "shm": "name /dev/shm/cseq-test-",
+    "shm": "name /dev/shm/torch_",
 }
 
 CLEAN = """
