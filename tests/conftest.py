@@ -31,6 +31,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from prepared import Prepared
+
     from cseq.arena import Arena
     from cseq.writer import Writer
 
@@ -222,10 +224,15 @@ def join(thread: threading.Thread, deadline: float) -> None:
 def settled_leaks(before: Census) -> Leaks:
     """Find what was left after the garbage is collected and all that ends has ended."""
     leaks = leaks_since(before)
-    if leaks:
-        gc.collect()  # only now: with torch in memory it takes longer than most tests
-        leaks = leaks_since(before)
-    if leaks:
+    if not leaks:
+        return leaks
+    gc.collect()  # only now: with torch in memory it takes longer than most tests
+    leaks = leaks_since(before)
+    if not leaks:
+        # The next collection goes through what is new since. What lives now and is garbage later
+        # holds what the next census counts as there before its test.
+        gc.freeze()
+    else:
         let_end(leaks, time.monotonic() + GRACE)
         if "cseq.run" in sys.modules:
             sys.modules["cseq.run"].await_closings(GRACE)  # what was dropped, and is being closed
@@ -253,10 +260,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     listed = Path(__file__).with_name("slow.txt")
     slow = set(listed.read_text(encoding="utf-8").split()) if listed.exists() else set()
     for item in items:
-        if (
-            f"tests/{os.path.relpath(item.path, listed.parent)}::{item.name.partition('[')[0]}"
-            in slow
-        ):
+        file = Path(os.path.relpath(item.path, listed.parent)).as_posix()
+        name = item.nodeid.partition("::")[2].partition("[")[0]  # with its class, if it has one
+        if f"tests/{file}::{name}" in slow:
             item.add_marker("slow")
 
 
@@ -277,9 +283,14 @@ def pytest_collection_finish() -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, and of all that it has started and that have ended."""
+    """CPU time of this process, of all that it has started and that have ended, and of `prepared`.
+
+    The prepared interpreter ends with the last test, which has not used what the others have.
+    """
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    own = times.user + times.system + times.children_user + times.children_system
+    module = sys.modules.get("prepared")
+    return own + (module.Prepared.cpu_seconds() if module else 0.0)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -364,6 +375,41 @@ def run_script(tmp_path: Path) -> RunScript:
             except subprocess.TimeoutExpired:
                 pytest.fail(stacks_of(process), pytrace=False)
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prepared() -> Iterator[Prepared | None]:
+    """An interpreter that has imported torch, for scripts that would each import it anew.
+
+    None where there is no torch, or no fork.
+    """
+    if find_spec("torch") is None or not hasattr(os, "fork"):
+        yield None
+        return
+    from prepared import Prepared
+
+    interpreter = Prepared("torch", environment=os.environ | {"PYTHONPATH": import_path()})
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture
+def run_prepared(tmp_path: Path, run_script: RunScript, prepared: Prepared | None) -> RunScript:
+    """Return a function as `run_script` is, for scripts whose interpreter may have torch ready.
+
+    Each runs as `__main__` of a process of its own, in which torch is imported and nothing else has
+    happened. What it starts anew (a spawned worker, a program) has nothing ready.
+    """
+    if prepared is None:
+        return run_script
+
+    def run(source: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(source, encoding="utf-8")
+        environment = os.environ | {"PYTHONPATH": import_path()} | environment
+        return prepared.run([str(script), *args], tmp_path, environment, HANG)
 
     return run
 

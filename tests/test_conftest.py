@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import RunScript
 
+SLOW_PY = Path(__file__).with_name("slow.py")
 CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
 IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
 
@@ -54,7 +58,7 @@ def test_private_file():
         keep.append(mmap.mmap(file.fileno(), 4096))
 
 def test_shm():
-    path = pathlib.Path(f"/dev/shm/cseq-test-{os.getpid()}")
+    path = pathlib.Path(f"/dev/shm/torch_{os.getpid()}_test")
     path.touch()
     keep.append(path)
 
@@ -70,7 +74,7 @@ WORDS = {
     "orphan": "sleep 1000",
     "mapping": "/memfd:slots",
     "private_file": "(deleted)",
-    "shm": "name /dev/shm/cseq-test-",
+    "shm": "name /dev/shm/torch_",
 }
 
 CLEAN = """
@@ -153,19 +157,18 @@ def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResu
 
 @needs_proc
 def test_leaks_fail_their_tests(pytester: pytest.Pytester) -> None:
-    """Threads, descriptors, processes, zombies, orphans, mappings and names that stay are named."""
+    """Threads, descriptors, processes, zombies, orphans, mappings and names that stay are named.
+
+    A leaked process does not outlive the report of it, so it disturbs no other test.
+    """
     result = run(pytester, IMPATIENT, LEAKS)
     result.assert_outcomes(passed=len(WORDS) + 1, errors=len(WORDS))
     reports = re.split(r"ERROR at teardown of test_(\w+) ", result.stdout.str())[1:]
     for name, report in zip(reports[::2], reports[1::2], strict=True):
         assert WORDS[name] in report
-
-
-@needs_proc
-def test_leaked_processes_are_killed(pytester: pytest.Pytester) -> None:
-    """A leaked process does not outlive the report of it, so it disturbs no other test."""
-    result = run(pytester, IMPATIENT, LEAKS)
-    for pid in re.findall(r"^ *process (\d+): sleep", result.stdout.str(), re.MULTILINE):
+    killed = re.findall(r"^ *process (\d+): sleep", result.stdout.str(), re.MULTILINE)
+    assert len(killed) == 2
+    for pid in killed:
         stat = Path(f"/proc/{pid}/stat")
         assert not stat.exists() or ") Z " in stat.read_text(encoding="utf-8")
 
@@ -183,6 +186,40 @@ def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["*hangs*", "* in stuck*"])
 
 
+SLOW = """
+import pytest
+
+class TestClass:
+    def test_slow(self): pass
+    @pytest.mark.parametrize("case", "ab")
+    def test_cases(self, case): pass
+
+def test_slow(): pass
+def test_quick(): pass
+"""
+
+
+def test_slow_tests_are_left_out(pytester: pytest.Pytester) -> None:
+    """What slow.py makes of measured times is what `-m "not slow"` leaves out, in classes too."""
+    tests = pytester.mkdir("tests")
+    pytester.makeini("[pytest]\nmarkers = slow: left out")
+    (tests / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    (tests / "test_all.py").write_text(SLOW, encoding="utf-8")
+    plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:hypothesispytest", "tests")
+    pytester.runpytest_subprocess("--cpu-times=times", *plain).assert_outcomes(passed=5)
+    measured = Path("times").read_text(encoding="utf-8").splitlines()
+    names = [line.split(" ", 1)[1] for line in measured]
+    slow_ones = [name for name in names if "::TestClass::" in name]
+    assert len(slow_ones) == 3
+    times = [f"{5.0 if name in slow_ones else 0.0} {name}\n" for name in names]
+    Path("times").write_text("".join(times), encoding="utf-8")
+    shutil.copy(SLOW_PY, tests)
+    subprocess.run([sys.executable, tests / "slow.py", "times"], check=True)
+    assert len((tests / "slow.txt").read_text(encoding="utf-8").split()) == 2
+    result = pytester.runpytest_subprocess("-m", "not slow", *plain)
+    result.assert_outcomes(passed=2, deselected=3)
+
+
 def test_a_script_gives_its_output(run_script: RunScript) -> None:
     """`run_script` gives a script its arguments, and returns output, errors and status."""
     done = run_script(
@@ -196,3 +233,23 @@ def test_a_script_has_warnings_as_errors(run_script: RunScript) -> None:
     done = run_script("import warnings\nwarnings.warn('look')")
     assert done.returncode == 1
     assert "UserWarning: look" in done.stderr
+
+
+def test_a_prepared_script_is_as_one_in_a_new_interpreter(
+    run_script: RunScript, run_prepared: RunScript
+) -> None:
+    """It has the same names, path, arguments, variables, folder, streams, errors and status."""
+    source = (
+        "import os, sys, warnings\n"
+        "names = {n: str(v) for n, v in globals().items() if n not in ('__loader__', 'torch')}\n"
+        "print(names, sys.argv, sys.path, os.getcwd(), os.environ['A'], sys.stdin.read())\n"
+        "print('an error', file=sys.stderr)\n"
+        "try:\n    warnings.warn('look')\nexcept UserWarning:\n    os.write(1, b'raised')\n"
+        "sys.exit(sys.modules['__main__'].__dict__ is not globals() or 3)\n"
+    )
+    done, expected = (run(source, "x", A="y") for run in (run_prepared, run_script))
+    assert done.stdout == expected.stdout
+    assert (done.stderr, done.returncode) == ("an error\n", 3)
+    assert (expected.stderr, expected.returncode) == ("an error\n", 3)
+    assert "1 / 0" in run_prepared("1 / 0").stderr
+    assert run_prepared("import os\nos.kill(os.getpid(), 9)").returncode == -9

@@ -294,6 +294,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 import cseq
+from cseq.launcher import start_methods
 
 class Images(Dataset):
     def __len__(self):
@@ -325,8 +326,11 @@ for dataset in (Images(), Subset(Images(), [3, 1, 4, 1, 5]), tensors):
             for at in range(0, len(numbers), 4)]
     process, thread = cseq.MPSequence, cseq.MTSequence
     for kind, out in ((process, "null"), (thread, "null"), (process, "cpu")):
+        options = {}
+        if kind is process and "fork" in start_methods() and (dataset is tensors or out == "cpu"):
+            options["start_method"] = "fork"  # another server would import torch again
         m = kind(cseq.from_dataset(dataset), num_workers=2, batch_size=4, shuffle=False,
-                 out_type=out, dtype=None)
+                 out_type=out, dtype=None, **options)
         for start in (m.start, m.start_test):
             with start() as batches:
                 assert same(list(batches), want), (dataset, kind, out)
@@ -342,10 +346,10 @@ except TypeError as error:
 """
 
 
-def test_torch_data_sets(run_script: RunScript) -> None:
+def test_torch_data_sets(run_prepared: RunScript) -> None:
     """Data sets of torch give the values and types of torch's `default_collate`."""
     pytest.importorskip("torch")
-    done = run_script(TORCH)
+    done = run_prepared(TORCH)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("dataset is a Stream, which gives no sample for an index")
 

@@ -76,7 +76,7 @@ def imports_of(code: str) -> set[str]:
 
 
 @pytest.fixture
-def output_of(run_script: RunScript) -> Script:
+def output_of(run_prepared: RunScript) -> Script:
     """Return a function that runs a script as on a machine without CUDA and returns its output.
 
     The script must end well and have nothing to complain of but the lack of CUDA.
@@ -84,7 +84,7 @@ def output_of(run_script: RunScript) -> Script:
 
     def run(source: Path | str, *args: str) -> str:
         code = source if isinstance(source, str) else source.read_text(encoding="utf-8")
-        done = run_script(code, *args, CUDA_VISIBLE_DEVICES="")
+        done = run_prepared(code, *args, CUDA_VISIBLE_DEVICES="")
         complaints = [
             line for line in done.stderr.splitlines() if not line.startswith("CUDA is not")
         ]

@@ -733,7 +733,7 @@ def test_workers_killed_at_any_time(
     monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may strike one thrice
     rng = random.Random(5)
     with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
-        for _ in range(4):
+        for _ in range(2):
             sizes = rng.choices((3, 999, 9_000, 30_001), k=150)
             begin(s, ([size] for size in sizes), ordered=ordered, assign=assign)
             got = []
@@ -776,7 +776,7 @@ for point in sys.argv[2:]:
     with testing.dying(point, {"notify": 5, "move": 3, "moved": 3}.get(point, 23)):
         s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
     whole = []
-    for length in (300, 200):
+    for length in (160, 100):
         keys = iter([[k] if k % 4 else [k, None] for k in range(length)])
         s.begin([0, 0], keys, ordered=ordered)
         got = [(k, bool((a == k).all())) for k, a in s]

@@ -244,9 +244,18 @@ def test_slow_tests_exist() -> None:
         files.setdefault(file, set()).add(test)
     for file, tests in files.items():
         text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-        there = set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
+        there = set(named_tests(ast.parse(text).body))
         assert tests <= there, file
     assert slow == sorted(set(slow))
+
+
+def named_tests(body: list[ast.stmt], inside: str = "") -> Iterator[str]:
+    """Name the tests of a module or a class, those of classes with these."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from named_tests(node.body, f"{inside}{node.name}::")
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield inside + node.name
 
 
 def test_all_is_sorted_and_complete() -> None:

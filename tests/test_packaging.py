@@ -51,14 +51,21 @@ def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
     assert found == set()
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """Copy what is needed to build, without what was built."""
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy what is needed to build, without what was built; no test of these compiles it.
+
+    What Cython has made of the sources comes along: it is made again where it is older than these.
+    """
+    folder = tmp_path_factory.mktemp("sources")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy2(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("*.so", "*.pyd", "*.c", "__pycache__")
-    shutil.copytree(PACKAGE, tmp_path / "cseq", ignore=ignored)
-    return tmp_path
+    shutil.copytree(PACKAGE, folder / "cseq", ignore=ignored)
+    if (ROOT / "build" / "release").exists():
+        shutil.copytree(ROOT / "build" / "release", folder / "build" / "release")
+        shutil.copy2(ROOT / "build" / "mode", folder / "build" / "mode")
+    return folder
 
 
 def setup(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,8 @@
-"""The contract of all pools: the same stream, each sample once, held batches intact."""
+"""The contract of all pools: the same stream, each sample once, held batches intact.
+
+How workers come to be is tested with every start method. What they do then is the same code for all
+of these, and is tested with processes of the quickest one.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,9 @@ from indexers import (
 from kinds import (
     INLINE,
     KINDS,
-    PARALLEL,
     PROCESSES,
+    QUICK,
+    QUICKEST,
     THREAD,
     Kind,
     assert_same,
@@ -53,7 +58,7 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
-every_parallel = pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+every_pool = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 needs_kill = pytest.mark.needs("POSIX")
 
@@ -66,8 +71,14 @@ def indices_of(batches: Any) -> list[int]:
 # -- the stream
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
-@every_parallel
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    [
+        pytest.param(kind, number, id=f"{kind.name}-{number}")
+        for kind in (THREAD, *PROCESSES)
+        for number in ([1, 2, 3, 8] if kind in QUICK else [3])
+    ],
+)
 def test_same_as_test_mode(kind: Kind, num_workers: int) -> None:
     """Parallel equals test mode, bit for bit and in order, for any number of workers."""
     want = expected(Augmented, 203, epochs=3, batch_size=8)
@@ -75,7 +86,7 @@ def test_same_as_test_mode(kind: Kind, num_workers: int) -> None:
     assert_same(got, want)
 
 
-@every_kind
+@every_pool
 def test_each_sample_once_an_epoch(kind: Kind) -> None:
     """Every epoch has each sample once, in an order of its own; the last batch may be short."""
     with kind.start(Indices1, 100, batch_size=32, buffer=3) as manager:
@@ -85,7 +96,7 @@ def test_each_sample_once_an_epoch(kind: Kind) -> None:
     assert len({tuple(indices_of(epoch)) for epoch in epochs}) == 3
 
 
-@every_kind
+@every_pool
 def test_order_is_that_of_permutation(kind: Kind) -> None:
     """The indices of an epoch are `cseq.permutation(n, seed, epoch)`, cut into batches."""
     got = stream(kind, Indices1, 77, epochs=2, batch_size=10, seed=9)
@@ -93,14 +104,14 @@ def test_order_is_that_of_permutation(kind: Kind) -> None:
     assert indices_of(got) == want[0] + want[1]
 
 
-@every_kind
+@every_pool
 def test_without_shuffle(kind: Kind) -> None:
     """shuffle=False gives the samples in their natural order, in every epoch."""
     got = stream(kind, Indices1, 11, epochs=2, batch_size=4, shuffle=False)
     assert [b.tolist() for b in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]] * 2
 
 
-@every_kind
+@every_pool
 def test_leaving_early(kind: Kind) -> None:
     """Nothing of an epoch that was left early gets into the next one, which is complete."""
     want = expected(Augmented, 100, epochs=4, batch_size=4)
@@ -114,7 +125,7 @@ def test_leaving_early(kind: Kind) -> None:
         assert_same(list(manager), want)
 
 
-@every_kind
+@every_pool
 def test_begun_and_never_asked(kind: Kind) -> None:
     """Iterators that are made and not used count for nothing, and leave nothing behind."""
     want = expected(Indices1, 40, batch_size=4)
@@ -125,7 +136,7 @@ def test_begun_and_never_asked(kind: Kind) -> None:
         assert_same(list(manager), want)
 
 
-@every_kind
+@every_pool
 def test_unordered(kind: Kind) -> None:
     """ordered=False gives the same batches, whichever comes first, and each epoch by itself."""
     want = [{tuple(b) for b in expected(Indices1, 90, batch_size=7, epochs=3)[k:k + 13]}
@@ -137,21 +148,21 @@ def test_unordered(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("buffer", [1, 50])
-@every_parallel
+@pytest.mark.parametrize("kind", [THREAD, QUICKEST], ids=by_name)
 def test_any_buffer(kind: Kind, buffer: int) -> None:
     """The stream does not depend on the buffer, be it one cell or more than there are batches."""
     want = expected(Indices1, 50, batch_size=3, epochs=2)
     assert_same(stream(kind, Indices1, 50, batch_size=3, epochs=2, buffer=buffer), want)
 
 
-@every_kind
+@every_pool
 def test_drop_last_and_empty_epochs(kind: Kind) -> None:
     """drop_last leaves out the short batch; if that is the only one, the epoch is empty."""
     assert [len(b) for b in stream(kind, Indices1, 10, batch_size=4, drop_last=True)] == [4, 4]
     assert stream(kind, Indices1, 3, batch_size=4, drop_last=True, epochs=3) == []
 
 
-@every_kind
+@every_pool
 def test_a_shard_is_part_of_the_epoch(kind: Kind) -> None:
     """A rank gets its part of every global batch, padded at the end to the others' length."""
     got = stream(kind, Indices1, 13, batch_size=2, shard=(1, 3), shuffle=False)
@@ -179,7 +190,7 @@ def test_nested_batches(kind: Kind) -> None:
         assert_same(batch, direct)
 
 
-@every_kind
+@every_pool
 def test_sizes_change_from_batch_to_batch(kind: Kind) -> None:
     """Batches from nothing to tens of megabytes pass, whatever their neighbours' sizes."""
     with kind.start(Sizes, len(SIZES), batch_size=1, shuffle=False, buffer=3) as manager:
@@ -188,7 +199,7 @@ def test_sizes_change_from_batch_to_batch(kind: Kind) -> None:
                 assert_same(batch, Sizes()[np.array([k])])
 
 
-@every_kind
+@every_pool
 def test_built_in_place(kind: Kind) -> None:
     """What an indexer builds in `cseq.empty` arrives like any other array."""
     for batch in stream(kind, InPlace, 30, batch_size=4):
@@ -199,7 +210,7 @@ def test_built_in_place(kind: Kind) -> None:
         assert batch["none"].shape == (0,)
 
 
-@every_kind
+@every_pool
 def test_indices_are_the_indexers_own(kind: Kind) -> None:
     """An indexer may change its indices: an int64 array of its own, in no batch but this."""
     got = stream(kind, Spoiler, np.arange(64), batch_size=8, epochs=3, buffer=2)
@@ -207,7 +218,7 @@ def test_indices_are_the_indexers_own(kind: Kind) -> None:
     assert indices_of(got) == want[0] + want[1] + want[2]
 
 
-@every_kind
+@every_pool
 def test_batches_may_be_changed(kind: Kind) -> None:
     """A batch is the loop's own: what is written to it shows up nowhere else."""
     with kind.start(Large, 24, batch_size=2, shuffle=False, buffer=2) as manager:
@@ -227,7 +238,7 @@ def check_large(batches: list[Any], order: list[int]) -> None:
     assert all((b == b[:, :1]).all() for b in batches)
 
 
-@every_kind
+@every_pool
 def test_all_batches_held(kind: Kind) -> None:
     """`list(manager)`, over epochs and far beyond `buffer`, has correct data and no deadlock."""
     order = [i for e in range(3) for i in cseq.permutation(60, 42, e).tolist()]
@@ -240,7 +251,7 @@ def test_all_batches_held(kind: Kind) -> None:
     check_large(held, order)
 
 
-@every_kind
+@every_pool
 def test_views_hold_the_batch(kind: Kind) -> None:
     """The data stays intact as long as any slice of a slice of it lives, also after `finish`."""
     with kind.start(Large, 80, batch_size=2, buffer=2, shuffle=False) as manager:
@@ -252,7 +263,7 @@ def test_views_hold_the_batch(kind: Kind) -> None:
     assert [v.tolist() for v in views] == [[2 * k + 1] * 2 for k in range(40)]
 
 
-@every_kind
+@every_pool
 def test_tensors_hold_the_batch(kind: Kind) -> None:
     """A tensor, and a view of one, keeps its data as an array does."""
     pytest.importorskip("torch")
@@ -266,15 +277,14 @@ def test_tensors_hold_the_batch(kind: Kind) -> None:
     assert [(int(t.min()), int(t.max())) for t in held] == [(2 * k + 1,) * 2 for k in range(20)]
 
 
-@every_process
-def test_beyond_the_memory_limit(kind: Kind) -> None:
+def test_beyond_the_memory_limit() -> None:
     """Batches held beyond `memory_limit` are copies: correct, and the stream goes on."""
-    with kind.start(Large, 60, batch_size=2, buffer=2, memory_limit="500KiB") as manager:
+    with QUICKEST.start(Large, 60, batch_size=2, buffer=2, memory_limit="500KiB") as manager:
         held = [batch for _ in range(2) for batch in manager]
     check_large(held, [i for e in range(2) for i in cseq.permutation(60, 42, e).tolist()])
 
 
-@every_kind
+@every_pool
 def test_held_while_others_are_dropped(kind: Kind) -> None:
     """Batches held for long stay intact while those between them come and go."""
     held = []
@@ -314,7 +324,7 @@ def test_indexers_are_closed(kind: Kind, tmp_path: Path) -> None:
     assert closed == made
 
 
-@every_kind
+@every_pool
 def test_closed_after_leaving_early(kind: Kind, tmp_path: Path) -> None:
     """Indexers are closed also if the loop was left in the middle."""
     manager = kind.start(lambda: Closing(tmp_path), 400, batch_size=2)
@@ -427,7 +437,7 @@ def test_dropped_without_finish(kind: Kind) -> None:
     check_large([batch], cseq.permutation(100, 42)[:2].tolist())
 
 
-@every_kind
+@every_pool
 def test_the_iterator_keeps_the_manager(kind: Kind) -> None:
     """A loop over a manager that has no name runs to its end."""
     assert len(list(kind.start(Indices1, 30, batch_size=4))) == 8
@@ -549,7 +559,7 @@ def test_no_indexer_outlives_finish(kind: Kind, taken: int) -> None:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("taken", [0, 1, 10])
-@every_kind
+@every_pool
 def test_no_object_outlives_its_manager(kind: Kind, taken: int) -> None:
     """An indexer that was given dies with its manager once that is finished."""
     given = Indices1()
@@ -574,7 +584,7 @@ def test_a_worker_that_cannot_be_built(kind: Kind) -> None:
             list(manager)
 
 
-@every_kind
+@every_pool
 def test_a_worker_that_makes_no_indexer(kind: Kind) -> None:
     """A worker that makes something without __getitem__ is a TypeError that says so."""
     with (
@@ -606,22 +616,20 @@ def test_a_killed_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
 
 
 @needs_kill
-@every_process
-def test_the_only_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
+def test_the_only_worker_is_replaced(tmp_path: Path) -> None:
     """One worker, a buffer of one, killed at the first and at the last sample: nothing is lost."""
     worker = lambda: Killing(tmp_path, (0, 29))  # noqa: E731
-    got = stream(kind, worker, 30, batch_size=4, num_workers=1, buffer=1, shuffle=False)
+    got = stream(QUICKEST, worker, 30, batch_size=4, num_workers=1, buffer=1, shuffle=False)
     assert len(list(tmp_path.iterdir())) == 2
     assert [i for batch in got for i in batch["index"].tolist()] == list(range(30))
 
 
 @needs_kill
-@every_process
-def test_killed_in_an_epoch_that_was_left(kind: Kind, tmp_path: Path) -> None:
+def test_killed_in_an_epoch_that_was_left(tmp_path: Path) -> None:
     """A worker killed on a batch that nobody wants any more does not disturb the next epoch."""
     want = expected(lambda: Killing(tmp_path, ()), 40, batch_size=2, epochs=2)[20:]
     first = tuple(cseq.permutation(40, 42, 0)[:4].tolist())
-    with kind.start(lambda: Killing(tmp_path, first), 40, batch_size=2) as manager:
+    with QUICKEST.start(lambda: Killing(tmp_path, first), 40, batch_size=2) as manager:
         iter(manager)
         manager.set_epoch(1)
         assert_same(list(manager), want)
@@ -632,7 +640,7 @@ def test_killed_in_an_epoch_that_was_left(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("Linux")
-@every_kind
+@every_pool
 def test_a_billion_samples_begin_at_once(kind: Kind) -> None:
     """The first batches of 10^9 samples touch a few pages of memory, not the table's 4 GB."""
     with kind.start(Indices1, 10**9) as manager:
@@ -692,7 +700,7 @@ def test_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]
 @settings(max_examples=12)
 def test_any_shape_in_processes(options: dict[str, Any], breaks: list[int | None]) -> None:
     """The same holds for processes."""
-    check_any_shape(PROCESSES[-1], options, breaks)
+    check_any_shape(QUICKEST, options, breaks)
 
 
 def check_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]) -> None:
@@ -728,7 +736,7 @@ def test_any_sizes_of_batches(data: st.DataObject) -> None:
             return [np.full(sizes[i], i, np.uint8) for i in indices]
 
     held: list[Any] = []
-    with PROCESSES[-1].start(Sized, len(sizes), batch_size=1, shuffle=False, buffer=3) as manager:
+    with QUICKEST.start(Sized, len(sizes), batch_size=1, shuffle=False, buffer=3) as manager:
         for _ in range(2):
             for k, batch in enumerate(manager):
                 assert_same(batch, [np.full(sizes[k], k, np.uint8)])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from indexers import Indices1
 from interrupting import interrupted
-from kinds import FEW, INLINE, KINDS, PARALLEL, Kind, by_name
+from kinds import INLINE, QUICK, QUICKEST, THREAD, Kind, by_name
 
 import cseq
 
@@ -28,8 +28,8 @@ N, BATCH = 22, 4
 STEPS = 6  # batches of an epoch
 EPOCHS = 3
 
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
-few_kinds = pytest.mark.parametrize("kind", FEW, ids=by_name)
+# Epochs are counted in the trainer: how its processes are started is nothing to that.
+every_kind = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 
 Seen = list[tuple[int, list[int]]]  # (the framework's epoch, indices of a batch)
 
@@ -226,7 +226,7 @@ STOPS = [1, STEPS - 1, STEPS, STEPS + 2]
 RESUMES = [(INLINE, framework, stop) for framework in FRAMEWORKS for stop in STOPS]
 RESUMES += [
     (kind, framework, STOPS[(k + f) % len(STOPS)])
-    for k, kind in enumerate(PARALLEL)
+    for k, kind in enumerate([THREAD, QUICKEST])
     for f, framework in enumerate(FRAMEWORKS)
 ]
 
@@ -246,7 +246,7 @@ def test_resume(kind: Kind, framework: Callable[[Any], Any], stop: int) -> None:
     assert broken.seen + resumed.seen == uninterrupted()
 
 
-@few_kinds
+@every_kind
 def test_resume_in_the_same_process(kind: Kind) -> None:
     """`fit` again with the loader that broke off: the state loaded counts, not where it stood."""
     with kind.begin(make(kind)) as manager:
@@ -258,7 +258,7 @@ def test_resume_in_the_same_process(kind: Kind) -> None:
     assert broken.seen + again.seen == uninterrupted()
 
 
-@few_kinds
+@every_kind
 def test_validation_sees_everything(kind: Kind) -> None:
     """The sanity check's two batches are not missing in the validation of the same epoch."""
     with kind.begin(make(kind)) as manager, kind.begin(make(kind)) as val:
@@ -268,7 +268,7 @@ def test_validation_sees_everything(kind: Kind) -> None:
     assert run.checked[1:] == [epoch_batches(0), epoch_batches(1)]
 
 
-@few_kinds
+@every_kind
 def test_epoch_length_of_its_own(kind: Kind) -> None:
     """Ignite's `epoch_length=4` of 6: one iterator goes on, and a new one follows its end."""
     got = []
@@ -306,7 +306,7 @@ def test_an_iterator_that_is_thrown_away(kind: Kind) -> None:
         assert take(iter(manager), 1) == epoch_batches(2)[:1]
 
 
-@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+@pytest.mark.parametrize("kind", [THREAD, QUICKEST], ids=by_name)
 def test_a_second_iterator_goes_on_with_the_work(kind: Kind) -> None:
     """What the workers have made for an iterator that was thrown away is not made again."""
     with kind.begin(make(kind, buffer=2)) as manager:
@@ -382,7 +382,7 @@ def test_set_epoch_of_the_epoch_under_way(kind: Kind) -> None:
         assert take(iter(manager), STEPS) == epoch_batches(1)
 
 
-@few_kinds
+@every_kind
 def test_the_sampler(kind: Kind) -> None:
     """`sampler` has torch's two methods: `set_epoch`, and this rank's samples as its length."""
     lengths = [len(make(kind, shard=(rank, 4)).sampler) for rank in range(4)]
@@ -434,7 +434,7 @@ def test_an_epoch_without_batches(kind: Kind) -> None:
             assert manager.epoch == epoch
 
 
-@few_kinds
+@every_kind
 def test_interrupted_set_epoch(kind: Kind) -> None:
     """Ctrl-C anywhere in `set_epoch`: the iterator gives the one epoch, or the other, or raises."""
     ends = set()

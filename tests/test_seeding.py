@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from indexers import Killing
-from kinds import INLINE, PROCESSES, Kind, by_name, stream
+from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 
 import cseq
 from cseq import context, seeding
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import RunScript
-
-every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 
 class Drawing:
@@ -56,8 +54,14 @@ def states() -> tuple[Any, ...]:
 # -- the same draws
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
-@every_process
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    [
+        pytest.param(kind, number, id=f"{kind.name}-{number}")
+        for kind in PROCESSES
+        for number in ([1, 2, 5] if kind is QUICKEST else [2])  # the number is nothing to a start
+    ],
+)
 def test_draws_whatever_the_workers(kind: Kind, num_workers: int) -> None:
     """Any number and kind of worker processes draw what test mode draws, in every epoch."""
     options: dict[str, Any] = {"batch_size": 3, "epochs": 2}
@@ -139,7 +143,7 @@ def run(num_workers, method):
         return [batch for _ in range(2) for batch in batches]
 
 assert "torch" not in sys.modules and "numpy.random" not in sys.modules
-first = [run(2, "forkserver"), run(1, "fork")]
+first = [run(1, "forkserver"), run(1, "fork")]
 assert "torch" not in sys.modules and "numpy.random" not in sys.modules
 inline = run(1, None)
 assert "torch" in sys.modules
@@ -193,10 +197,10 @@ print(before == states())
 """
 
 
-def test_torch(run_script: RunScript) -> None:
+def test_torch(run_prepared: RunScript) -> None:
     """The CPU generator of torch, too; the trainer's own are left as they were."""
     pytest.importorskip("torch")
-    done = run_script(TORCH)
+    done = run_prepared(TORCH)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\nTrue\nTrue\n"
 

@@ -215,7 +215,7 @@ def test_alone_is_said_once(
 
 
 GLOO = """
-import sys
+import sys, warnings
 import numpy as np
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -247,14 +247,18 @@ def rank(number, file):
     print(f"rank {number} done\\n", end="", flush=True)
 
 if __name__ == "__main__":
-    mp.spawn(rank, args=(sys.argv[1],), nprocs=2)
+    if hasattr(os, "fork"):  # no group is there yet, and torch need not be imported again
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mp.start_processes(rank, args=(sys.argv[1],), nprocs=2, start_method="fork")
+    else:
+        mp.spawn(rank, args=(sys.argv[1],), nprocs=2)
 """
 
 
-def test_a_real_group(run_script: RunScript, tmp_path: Any) -> None:
+def test_a_real_group(run_prepared: RunScript, tmp_path: Any) -> None:
     """Two gloo processes whose managers were made before the group: no sample comes twice."""
     pytest.importorskip("torch")
-    done = run_script(
+    done = run_prepared(
         "import os\n" + "".join(f"os.environ.pop({name!r}, None)\n" for name in VARIABLES) + GLOO,
         str(tmp_path / "group"),
     )

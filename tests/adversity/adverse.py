@@ -1,0 +1,105 @@
+"""Workers that adversity befalls, and the stream that there should be nevertheless."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+GUARD = 60.0  # seconds after which something that should end is taken to hang
+SAMPLES, BATCH = 400, 8
+
+
+class Squares:
+    """Indices and their squares, large enough to be leased, with the maker's process id."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        wide = np.repeat(indices[:, None] ** 2, 512, axis=1)
+        return {"indices": indices, "squares": wide, "draw": cseq.rng().random(4)}
+
+
+class Fatal(Squares):
+    """Does something fatal once, at the first batch that holds `victim`, and marks that it did."""
+
+    def __init__(self, folder: str, deed: Callable[[], None], victims: Iterable[int]) -> None:
+        self.folder = Path(folder)
+        self.deed = deed
+        self.victims = list(victims)
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        for victim in self.victims:
+            mark = self.folder / str(victim)
+            if victim in indices and not mark.exists():
+                mark.touch()
+                self.deed()
+        return super().__getitem__(indices)
+
+
+def kill_myself() -> None:
+    """Die as by the out-of-memory killer."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    """Die as a C extension does that follows a wild pointer."""
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    """End the process behind everybody's back."""
+    os._exit(3)
+
+
+def hang() -> None:
+    """Never come back."""
+    while True:
+        threading.Event().wait(1000)
+
+
+def manager(worker: Any = Squares, **options: Any) -> cseq.MPSequence:
+    """Make a manager of processes, started by fork, which is quickest."""
+    options = {"start_method": "fork", "out_type": "null", "seed": 11, "num_workers": 3} | options
+    return cseq.MPSequence(worker, SAMPLES, batch_size=BATCH, **options)
+
+
+def digest(batches: Iterable[Any]) -> list[tuple[bytes, ...]]:
+    """Reduce batches to what can be compared bit for bit."""
+    return [tuple(np.asarray(b[name]).tobytes() for name in sorted(b)) for b in batches]
+
+
+def reference(epochs: int = 1) -> list[tuple[bytes, ...]]:
+    """What test mode gives."""
+    with manager().start_test() as m:
+        return [d for _ in range(epochs) for d in digest(m)]
+
+
+def await_end(pids: Iterable[int]) -> None:
+    """Wait until processes, which are not our children, have ended."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        ended = poll.poll(GUARD * 1000)
+        os.close(fd)
+        assert ended, f"process {pid} still runs"
+
+
+def converted() -> list[tuple[bytes, ...]]:
+    """What test mode gives on the CPU."""
+    with manager(out_type="cuda", num_converters=1).start_test("cpu") as m:
+        return digest(m)

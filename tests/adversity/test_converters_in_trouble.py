@@ -1,0 +1,224 @@
+"""Converters die or are interrupted: every batch once and in order, and no file is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import exports as exporting
+import pytest
+from adverse import Squares, await_end, converted, digest, manager
+
+from cseq import testing
+from cseq.converter import output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from conftest import RunScript
+
+pytestmark = pytest.mark.needs("fork")
+
+
+# -- converters
+
+
+@pytest.fixture
+def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 'cuda' run its whole path with the CPU in the part of the device."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(output, "resolve", output.rehearse)
+
+
+@pytest.mark.usefixtures("converters_on_the_cpu")
+@pytest.mark.parametrize("compat", [True, False])
+def test_converters_give_what_test_mode_gives(compat: bool) -> None:
+    """The second stage, in threads and in processes, changes neither order nor values."""
+    m = manager(out_type="cuda", num_converters=2)
+    with m.start_test("cpu"):
+        expected = digest(m)
+    m.set_epoch(0)
+    with m.start(compat=compat):
+        assert digest(m) == expected
+
+
+@pytest.mark.usefixtures("converters_on_the_cpu")
+def test_a_dead_converter_is_replaced() -> None:
+    """A converter process that is killed is a worker like any other."""
+    m = manager(out_type="cuda", num_converters=1)
+    with m.start_test("cpu"):
+        expected = digest(m)
+    m.set_epoch(0)
+    with m.start(compat=False):
+        got = []
+        for number, batch in enumerate(m):
+            got += digest([batch])
+            if number in (3, 20):
+                testing.kill(m, 3)  # behind the three workers
+        assert m.stats().restarts >= 1
+    assert got == expected
+
+
+@pytest.fixture
+def exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., exporting.Exports]]:
+    """Let converter processes export their tensors as to a device."""
+    pytest.importorskip("torch")
+    (tmp_path / "exported").mkdir()
+    made: list[exporting.Exports] = []
+
+    def make(**options: int) -> exporting.Exports:
+        made.append(exporting.Exports(tmp_path / "exported", **options))
+        made[0].install(monkeypatch)
+        return made[0]
+
+    yield make
+    made[0].close()
+
+
+MakeExports = "Callable[..., exporting.Exports]"
+
+
+def test_batches_of_a_dead_converter_are_converted_again(exports: MakeExports) -> None:
+    """What a converter has finished and the loop has not had is gone with it, and made again."""
+    theirs = exports(die_at=6)
+    m = manager(out_type="cuda", num_converters=1)
+    with m.start(compat=False):
+        iterator = iter(m)
+        await_end([theirs.heard()])  # five batches are ready, and the sixth nearly
+        assert digest(iterator) == converted()
+        stats = m.stats()
+    assert (stats.restarts, stats.retries) == (1, 6)
+    left = {name.partition("-")[0] for name in theirs.left()}
+    assert len(left) == 1  # the dead one's
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_converters_get_the_memory_of_given_up_batches_back(
+    exports: MakeExports, large: bool
+) -> None:
+    """Converted batches of an epoch that is broken off are let go of, each tensor once."""
+    theirs = exports(tell_at=10)
+    worker = Squares if large else Small
+    m = manager(worker, out_type="cuda", num_converters=1)
+    with m.start(compat=False):
+        iterator = iter(m)
+        first = digest([next(iterator)])
+        theirs.heard()
+        for _ in range(2):
+            for _, _batch in zip(range(3), m, strict=False):
+                pass
+        list(m)
+        assert theirs.left() == []
+        assert m.stats().retries == 0
+    m.set_epoch(0)
+    with m.start_test("cpu"):
+        assert digest([next(iter(m))]) == first
+
+
+class Small(Squares):
+    """Batches that are copied out of their slots."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        return {"indices": indices, "text": [str(index) for index in indices]}
+
+
+def test_an_interrupted_import_is_made_again(
+    exports: MakeExports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a batch comes out of a converter process: the next one is that batch."""
+    theirs = exports()
+    strikes = {3, 30, 31, 55}
+    calls = []
+    open_once = exporting.open_once
+
+    def strike(*place: Any) -> Any:
+        calls.append(place)
+        if len(calls) in strikes:
+            raise KeyboardInterrupt
+        return open_once(*place)
+
+    strike.__qualname__ = "open_once"  # so that it is found where a handle names it
+    strike.__module__ = "exports"
+
+    monkeypatch.setattr(exporting, "open_once", strike)
+    m = manager(out_type="cuda", num_converters=1)
+    got = []
+    with m.start(compat=False):
+        iterator = iter(m)
+        while True:
+            try:
+                got += digest([next(iterator)])
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                break
+    assert len(calls) > max(strikes)
+    assert got == converted()
+    assert not [name for name in theirs.left() if name.startswith("twice")]
+
+
+@pytest.mark.parametrize("how", ["finish", "kill", "drop"])
+def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -> None:
+    """Torch's files of reference counts go with their converters, however these end."""
+    theirs = exports(tell_at=10)
+    m = manager(out_type="cuda", num_converters=1)
+    m.start(compat=False)
+    iterator = iter(m)
+    if how == "kill":
+        next(iterator)  # only then does the trainer know of the file
+    pid = theirs.heard()
+    assert counts_of(pid)
+    if how == "kill":
+        os.kill(pid, signal.SIGKILL)
+        await_end([pid])
+    if how == "drop":
+        del iterator, m
+        gc.collect()
+    else:
+        m.finish()
+    await_end([pid])
+    assert not counts_of(pid)
+
+
+def counts_of(pid: int) -> list[str]:
+    """Name a converter's files of reference counts."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]
+
+
+ORPHANS = """
+import os, signal, sys
+from pathlib import Path
+import pytest
+from interrupting import interrupted
+import cseq
+import exports
+import adverse as t
+
+theirs = exports.Exports(Path(sys.argv[1]), tell_at=10)
+theirs.install(pytest.MonkeyPatch())
+m = t.manager(out_type="cuda", num_converters=1)
+m.start(compat=False)
+iterator = iter(m)
+next(iterator)
+print(theirs.heard(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_converters_without_a_trainer_leave_no_counts(
+    run_prepared: RunScript, tmp_path: Path
+) -> None:
+    """When the trainer is killed, converters remove their files before they go."""
+    pytest.importorskip("torch")
+    (tmp_path / "exported").mkdir()
+    done = run_prepared(ORPHANS, str(tmp_path / "exported"), PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    await_end([int(done.stdout)])
+    assert not counts_of(int(done.stdout))

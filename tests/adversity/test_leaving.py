@@ -1,0 +1,256 @@
+"""Loops that are left, and starts without end: nothing is mixed, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from adverse import BATCH, SAMPLES, Squares, digest, manager, reference
+
+import cseq
+from cseq import testing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import RunScript
+
+pytestmark = pytest.mark.needs("fork")
+
+
+# -- the loop is left
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_leaving_a_loop_mixes_nothing_into_the_next_epoch(kind: str) -> None:
+    """break, an exception in the body, a second iter(): the next epoch is as in test mode."""
+    m = cseq.MSequence(
+        Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
+    )
+    with m.start():
+        for _ in m:
+            break
+        with pytest.raises(ZeroDivisionError):
+            for _ in m:
+                1 / 0  # noqa: B018
+        stale = iter(m)
+        next(stale)
+        fresh = iter(m)
+        with pytest.raises(InterruptedError):
+            next(stale)
+        assert digest(fresh) == reference(4)[3 * SAMPLES // BATCH :]
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_finish_inside_the_loop_interrupts_it(kind: str) -> None:
+    """finish() in the loop body ends the pool; the iterator says InterruptedError."""
+    m = cseq.MSequence(Squares, SAMPLES, batch_size=BATCH, thread_type=kind, out_type="null")
+    m.start()
+    with pytest.raises(InterruptedError):
+        for _ in m:
+            m.finish()
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_running_manager_can_be_dropped(kind: str) -> None:
+    """Garbage collection ends the pool (the fixture looks for what is left)."""
+    m = cseq.MSequence(Squares, SAMPLES, thread_type=kind, out_type="null").start()
+    iterator = iter(m)
+    next(iterator)
+    del m, iterator
+    gc.collect()
+
+
+EXITS = """
+import sys
+import numpy as np
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.repeat(indices, 10000)
+
+m = cseq.MSequence(Worker, 1000, thread_type=sys.argv[1], out_type="null").start()
+kept = [batch for batch, _ in zip(m, range(3))]
+print("end")
+"""
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_script_may_end_without_finish(run_script: RunScript, kind: str) -> None:
+    """Interpreter exit ends everything, and prints nothing."""
+    done = run_script(EXITS, kind)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_forked_child_takes_no_batches(kind: str) -> None:
+    """os.fork by the user: the child cannot iterate what it inherited, and ends nothing of it."""
+    m = cseq.MSequence(
+        Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
+    )
+    with m.start():
+        iterator = iter(m)
+        got = digest([next(iterator)])
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                try:
+                    next(iterator)
+                except InterruptedError:
+                    try:
+                        iter(m)
+                    except OSError:
+                        code = 0
+                del iterator, m
+                gc.collect()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert got + digest(iterator) == reference()
+
+
+# -- again and again
+
+
+def census() -> tuple[int, int, int]:
+    """Count descriptors, threads and mappings."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+
+@pytest.mark.parametrize(("kind", "times"), [("proc", 30), ("thread", 300)])
+def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
+    """Descriptors, threads and mappings are as many after many starts as after one."""
+    m = cseq.MSequence(
+        Squares, 32, batch_size=BATCH, thread_type=kind, out_type="null", num_workers=2,
+        **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    before = census()
+    for _ in range(times):
+        with m.start():
+            next(iter(m))
+    # A thread that closed something for an earlier test may have ended meanwhile.
+    assert all(now <= then for now, then in zip(census(), before, strict=True))
+
+
+IN_USE = """
+import ctypes, gc, os, sys
+import numpy as np
+import cseq
+
+class Counts(ctypes.Structure):  # struct mallinfo2, over all of the allocator's arenas
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split())]
+
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"):
+    raise SystemExit(77)
+libc.mallinfo2.restype = Counts
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.repeat(indices, int(sys.argv[1]))
+
+alone = len(os.listdir("/proc/self/task"))
+
+def in_use():
+    gc.collect()
+    while len(os.listdir("/proc/self/task")) > alone:  # joined, but not gone yet, with its cache
+        os.sched_yield()
+    counts = libc.mallinfo2()
+    return counts.uordblks + counts.hblkhd
+
+def go(times):
+    for _ in range(times):
+        with m.start():
+            next(iter(m))
+    return in_use()
+
+m = cseq.MTSequence(Worker, 32, batch_size=8, out_type="null", num_workers=2)
+go(100)
+print(*(go(500) for _ in range(3)))
+"""
+
+
+@pytest.mark.parametrize("width", ["1", "4096"])
+def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, width: str) -> None:
+    """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
+
+    What the process has of the system (RSS) says less: glibc keeps what the threads of each start
+    have freed, in one arena for each, and it grows and shrinks by tens of megabytes. And what it
+    keeps ready for each thread counts as allocated, unless it is told to keep nothing.
+    """
+    none_ready = "glibc.malloc.tcache_count=0"
+    done = run_script(IN_USE, width, PYTHONMALLOC="malloc", GLIBC_TUNABLES=none_ready)
+    if done.returncode == 77:
+        pytest.skip("this C library does not say what is in use")
+    assert done.returncode == 0, done.stderr
+    used = list(map(int, done.stdout.split()))
+    assert used[2] - used[0] < 16_000, used
+
+
+def test_epochs_leave_nothing() -> None:
+    """Descriptors, threads, mappings and slots are as many after many epochs as after two."""
+    with manager().start() as m:
+        for _ in range(2):
+            list(m)
+        before = census()
+        slots = testing.slots(m).total
+        for _ in range(20):
+            for _ in m:
+                pass
+        assert census()[:2] == before[:2]
+        assert testing.slots(m).total == slots
+
+
+# -- many at once
+
+
+def test_managers_in_several_threads() -> None:
+    """Managers know nothing of each other."""
+    results: dict[int, list[Any]] = {}
+
+    def train(number: int) -> None:
+        with manager(num_workers=2).start() as m:
+            results[number] = digest(m)
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(3), reference())
+
+
+class Nested(Squares):
+    """Makes its batch with a manager of its own."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        with cseq.MPSequence(
+            Squares, indices, batch_size=3, shuffle=False, out_type="null", num_workers=2
+        ).start() as m:
+            parts = [part["squares"] for part in m]
+        outer = cseq.rng().random(4)
+        return {"indices": indices, "squares": np.concatenate(parts), "draw": outer}
+
+
+def test_a_manager_inside_a_worker() -> None:
+    """A worker may use a manager of processes of its own."""
+    m = cseq.MPSequence(Nested, SAMPLES, batch_size=100, seed=11, out_type="null", num_workers=2)
+    plain = cseq.MPSequence(Squares, SAMPLES, batch_size=100, seed=11, out_type="null")
+    with m.start(), plain.start_test():
+        assert digest(m) == digest(plain)
+
+
+def iterate(m: cseq.MSequence) -> Iterator[Any]:
+    """Go through an epoch."""
+    yield from m

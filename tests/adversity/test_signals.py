@@ -1,0 +1,386 @@
+"""Signals at any time, and the end of the trainer: nothing is lost, and nothing is left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from adverse import GUARD, await_end
+from conftest import SHM, is_my_file
+from interrupting import interrupted
+
+import cseq
+from cseq import testing
+from cseq.launcher import make_launcher
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+pytestmark = pytest.mark.needs("fork")
+
+
+# -- signals
+
+
+STARTING = """
+import gc, os, random, signal, sys, threading, time
+import numpy as np
+import cseq
+from cseq.run import await_closings
+
+def left():
+    gc.collect()
+    await_closings(60)  # what was dropped ends on other threads
+    mine = [pid for pid in filter(str.isdecimal, os.listdir("/proc")) if parent(pid) == os.getpid()]
+    # What `threading` has not started stays in its list when it has ended, as a dummy.
+    threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
+    return len(mine), len(threads), len(os.listdir("/proc/self/fd"))
+
+def parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+def interrupt(number, frame):
+    if armed:
+        raise KeyboardInterrupt
+
+armed, struck = False, 0
+signal.signal(signal.SIGINT, interrupt)
+ear, mouth = os.pipe()
+if os.fork() == 0:  # strikes when it is told to
+    os.close(mouth)
+    while delay := os.read(ear, 10):
+        time.sleep(float(delay))
+        os.kill(os.getppid(), signal.SIGINT)
+    os._exit(0)
+kind, method = sys.argv[1:]
+options = {"start_method": method} if kind == "MPSequence" else {}
+random.seed(7)
+before = left()
+for _ in range(25):
+    m = getattr(cseq, kind)(np.arange(100), 100, out_type="null", **options)
+    os.write(mouth, f"{random.random() * 0.02:10.7f}".encode())
+    try:
+        armed = True
+        m.start()
+        armed = False
+    except KeyboardInterrupt:
+        armed = False
+        struck += 1
+    if struck % 2:
+        m.finish()
+    else:
+        del m
+with cseq.MTSequence(np.arange(100), 100, out_type="null").start() as m:
+    assert len(list(m)) == 4
+print(before == left(), before, left(), struck)
+os.close(mouth)
+os.wait()  # it may be about to strike
+"""
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize(
+    ("kind", "method"), [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MTSequence", "")]
+)
+def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -> None:
+    """Ctrl-C in `start` leaves no process, thread or descriptor, and the next start works."""
+    done = run_script(STARTING, kind, method)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True"), done.stdout
+
+
+IMPORTS = """
+import sys
+import numpy as np
+import cseq
+
+begun = []
+
+def look(frame, event, argument):  # an import that finds its module there takes no locks
+    if frame.f_code.co_name == "_get_module_lock":
+        begun.append(frame.f_locals["name"])
+
+class Draws:
+    def __getitem__(self, indices):
+        return indices + cseq.rng().integers(2)
+
+kind, method, out_type = sys.argv[1:]
+options = {"start_method": method} if method not in ("", "test") else {}
+m = getattr(cseq, kind)(Draws, 100, out_type=out_type, **options)
+sys.settrace(look)
+with m.start_test() if method == "test" else m.start():
+    for batch in m:
+        pass
+sys.settrace(None)
+print(begun)
+"""
+
+
+@pytest.mark.parametrize("out_type", ["null", "cpu"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MPSequence", "spawn"),
+     ("MTSequence", ""), ("MTSequence", "test")],
+)  # fmt: skip
+def test_the_main_thread_imports_nothing(
+    run_script: RunScript, run_prepared: RunScript, kind: str, method: str, out_type: str
+) -> None:
+    """Ctrl-C in an import can leave locks behind that the next start would wait for."""
+    done = (run_prepared if out_type == "cpu" else run_script)(IMPORTS, kind, method, out_type)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
+@pytest.mark.parametrize("verb", ["start", "finish"])
+@pytest.mark.parametrize(("kind", "method", "step"), START)
+def test_ctrl_c_anywhere_in_start_and_finish(
+    verb: str, kind: str, method: str | None, step: int
+) -> None:
+    """Wherever in `start` or `finish` a signal handler raises: nothing is left, both work again."""
+    options = {"start_method": method} if method else {}
+    hits = 0
+    for countdown in itertools.count(1, step):
+        m = getattr(cseq, kind)(np.arange(8), 8, out_type="null", num_workers=2, **options)
+        if verb == "finish":
+            m.start()
+        with interrupted(countdown, anywhere=True) as struck:
+            getattr(m, verb)()
+        hits += struck.is_set()
+        if struck.is_set() and countdown % 2:
+            m.finish()
+        elif not struck.is_set():
+            break
+    assert len(list(m.start())) == 1
+    m.finish()
+    assert hits * step > 20
+
+
+class Paced:
+    """Is waited for: what threads have made by then is taken in C alone, between no two lines."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        time.sleep(0.002)
+        return indices
+
+
+TAKING = (
+    "feed.py", "transport.py", "arena.py", "slot_size.py", "codec.py", "pools/process.py",
+    "pools/thread.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahead: int) -> None:
+    """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled.
+
+    In an epoch's middle or at its end, where there are no tickets to be posted any more. What was
+    taken is always in the caller's hands: there is no place between the two.
+    """
+    worker = Wide if kind == "proc" else Paced
+    m = cseq.MSequence(
+        worker, 60, batch_size=10, shuffle=False, out_type="null", thread_type=kind, buffer=3,
+        num_workers=1, ordered=ordered, **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    hits = 0
+    with m.start():
+        for countdown in range(1, 80):
+            iterator = iter(m)
+            got = [next(iterator)[0] for _ in range(ahead)]
+            with interrupted(countdown, *TAKING) as struck:
+                got.append(next(iterator)[0])
+            hits += struck.is_set()
+            assert len(got) == ahead + (not struck.is_set())
+            if ordered:
+                assert m.state_dict()["consumed"] // 10 == len(got)
+            got += [batch[0] for batch in iterator]
+            assert sorted(int(np.ravel(first)[0]) for first in got) == list(range(0, 60, 10))
+        assert hits >= 5
+        if kind == "proc":
+            assert testing.slots(m).total == 16
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
+    """Wherever in the making of a batch a signal handler raises: none is lost, or skipped twice."""
+    worker = RaisesOnce(10) if bad else np.arange(60)
+    m = cseq.MTSequence(worker, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
+    with m.start_test():
+        for countdown in range(1, 30):
+            iterator = iter(m)
+            got = [next(iterator)[0]]
+            with interrupted(countdown, "pools/inline.py", "failure.py"):
+                got.append(next(iterator)[0])
+            skipped = len(m.skipped) - bad * (countdown - 1)
+            assert m.state_dict()["consumed"] // 10 == len(got) + skipped
+            got += [batch[0] for batch in iterator]
+            assert got == [0, *range(20 if bad else 10, 60, 10)]
+            assert len(m.skipped) == bad * countdown
+
+
+class RaisesOnce:
+    """Has one sample that cannot be read."""
+
+    def __init__(self, sample: int) -> None:
+        self.sample = sample
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        if self.sample in indices:
+            raise KeyError(self.sample)
+        return indices
+
+
+class Wide:
+    """Batches that are handed out where they lie."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return np.repeat(indices[:, None], 512, axis=1)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import numpy as np
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        if indices[0] > 40:
+            threading.Event().wait(3600)
+        return indices
+
+m = cseq.MPSequence(Worker, 1000, batch_size=8, out_type="null", shuffle=False, num_workers=2)
+m.start()
+how = sys.argv[1]
+for number, batch in enumerate(m):
+    if number == 2:
+        if how == "thread":  # the kernel may hand the signal to any thread
+            other = threading.Thread(target=threading.Event().wait, args=(3600,), daemon=True)
+            other.start()
+            threading.Timer(0.3, signal.pthread_kill, (other.ident, signal.SIGINT)).start()
+        else:
+            threading.Timer(0.3, os.killpg, (0, signal.SIGINT)).start()
+"""
+
+
+@pytest.mark.parametrize("how", ["group", "thread"])
+def test_ctrl_c_gives_one_traceback(tmp_path: Path, how: str) -> None:
+    """KeyboardInterrupt comes out of the loop while it waits; workers print nothing.
+
+    Behind it, only that those which the indexer keeps busy were killed.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, str(script), how],
+        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
+        start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
+    )  # fmt: skip
+    assert done.stderr.count("Traceback") == 1
+    _, found, behind = done.stderr.rpartition("\nKeyboardInterrupt\n")
+    assert found, done.stderr
+    assert sorted(behind.splitlines()) == [f"worker {k} is busy: killed after 5 s" for k in (0, 1)]
+
+
+PREEMPTED = """
+import os, signal, sys, threading
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        return indices
+
+stop = []
+signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+m = cseq.MPSequence(Worker, 10**6, batch_size=8, out_type="null", num_workers=2)
+with m.start():
+    iterator = iter(m)
+    next(iterator)
+    os.killpg(0, signal.SIGTERM)
+    while not stop:
+        next(iterator)
+    for _ in range(100):  # while the trainer writes its checkpoint, workers go on
+        next(iterator)
+    print("checkpoint", m.stats().restarts)
+"""
+
+
+def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path: Path) -> None:
+    """A notice to the process group ends no worker: the trainer finishes what it is at."""
+    script = tmp_path / "script.py"
+    script.write_text(PREEMPTED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
+        start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "checkpoint 0\n", "")
+
+
+ORPHANED = """
+import ctypes, os, sys, threading
+import cseq
+
+class Worker:
+    def __getitem__(self, indices):
+        if sys.argv[1] == "gil" and indices[0] > 100:
+            ctypes.PyDLL(None).sleep(3600)  # holds the GIL
+        return indices * 0 + os.getpid()
+
+m = cseq.MPSequence(Worker, 10**6, batch_size=8, out_type="null", num_workers=3, shuffle=False)
+m.start()
+pids = set()
+for batch in m:
+    pids.add(int(batch[0]))
+    if len(pids) >= 2 or batch[0] > 0 and len(pids) and sys.argv[1] == "gil":
+        break
+children = os.popen(f"pgrep -s 0").read().split()
+print(*{*map(int, children)} - {os.getpid()}, flush=True)
+threading.Event().wait(3600)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "gil"])
+def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
+    """SIGKILL of the trainer leaves no process, no name in /dev/shm and no message."""
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANED)
+    names = set(os.listdir(SHM))
+    with subprocess.Popen(
+        [sys.executable, str(script), state],
+        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as trainer:  # fmt: skip
+        assert trainer.stdout is not None
+        pids = [int(word) for word in trainer.stdout.readline().split()]
+        assert len(pids) >= 3
+        trainer.kill()
+        await_end(pids)
+        _, errors = trainer.communicate(timeout=GUARD)
+    assert errors == ""
+    assert not [name for name in set(os.listdir(SHM)) - names if is_my_file(SHM / name)]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_that_start_go_silently(capfd: pytest.CaptureFixture[str], method: str) -> None:
+    """Workers that the trainer has had no time to tell what they are say nothing of its end."""
+    launcher = make_launcher(method)
+    child = launcher.launch(0)
+    child.sock.close()
+    assert child.status(GUARD) == 1
+    assert launcher.close(time.monotonic() + GUARD)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,380 @@
+"""Workers die, raise and hang: every sample once and in order, or one error."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from adverse import (
+    BATCH,
+    SAMPLES,
+    Fatal,
+    Squares,
+    crash,
+    digest,
+    hang,
+    kill_myself,
+    leave,
+    manager,
+    reference,
+)
+
+import cseq
+from cseq import testing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunScript
+
+pytestmark = pytest.mark.needs("fork")
+
+
+# -- workers die
+
+
+@pytest.mark.parametrize("deed", [kill_myself, crash, leave])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(
+    tmp_path: Path, deed: Callable[[], None], start_method: str
+) -> None:
+    """Killed, crashed or gone: its tickets run again, bit for bit as in test mode."""
+    from functools import partial
+
+    worker = partial(Fatal, str(tmp_path), deed, [7, 77, 177])
+    with manager(worker, start_method=start_method).start() as m:
+        assert digest(m) == reference()
+        stats = m.stats()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert stats.restarts >= 1
+    assert stats.retries >= 1
+
+
+def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
+    """Killing every worker, several times an epoch, changes nothing in the stream."""
+    del tmp_path
+    with manager(max_restarts=1000).start() as m:
+        got = []
+        for number, batch in enumerate(m):
+            got += digest([batch])
+            if number % 10 == 5:
+                for worker in range(3):
+                    testing.kill(m, worker)
+        assert got == reference()
+
+
+POINTS = ["claim", "slice", "index", "encode", "publish", "published", "notify"]
+
+
+FAULTY = """
+import sys, time
+import numpy as np
+import cseq
+from cseq import _memory, deaths, testing
+from cseq.converter import output
+
+if sys.argv[2] == "cuda":
+    output.resolve = output.rehearse  # converter processes also where there is no CUDA
+deaths.TRIES = 1000  # all workers come to the fatal step at about the same time, maybe of one batch
+
+class Worker:
+    seconds = 0
+    def __getitem__(self, indices):
+        time.sleep(self.seconds)
+        return indices.copy(), np.full(5000, indices[0])
+
+def stream(m):
+    return [(a.tolist(), int(b[0]), bool((b == a[0]).all())) for a, b in m]
+
+assert _memory.DEBUG
+m = cseq.MPSequence(Worker, 400, batch_size=4, num_workers=3, num_converters=2, dtype=None,
+                    out_type=sys.argv[2], seed=1, max_restarts=1000, buffer=int(sys.argv[1]),
+                    start_method="fork" if sys.argv[2] == "cuda" else None)
+with m.start_test("numpy"):
+    expected = stream(m)
+for point in sys.argv[3:]:
+    m.set_epoch(0)
+    # It notifies only where the trainer sleeps, which it does for a batch that takes so long.
+    Worker.seconds = 0.002 if point == "notify" else 0
+    # A batch passes some points several times.
+    with testing.dying(point, 5 if point == "notify" else 23):
+        m.start(compat=False)
+    got = stream(m)
+    print(point, got == expected, m.stats().restarts > 0)
+    m.finish()
+"""
+
+
+@pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
+def test_death_at_every_labelled_point(
+    run_prepared: RunScript, debug_build: Path, buffer: str, out_type: str
+) -> None:
+    """A worker killed at any step of claim, slice, index, encode, publish loses nothing.
+
+    With 'cuda', converters die there, too.
+    """
+    if out_type == "cuda":
+        pytest.importorskip("torch")
+    done = run_prepared(FAULTY, buffer, out_type, *POINTS, PYTHONPATH=str(debug_build))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{point} True True" for point in POINTS]
+
+
+class Poison(Squares):
+    """One sample kills whoever touches it."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            kill_myself()
+        return super().__getitem__(indices)
+
+
+def test_a_batch_that_kills_again_and_again_is_named() -> None:
+    """WorkerDied names epoch, batch, indices and signal; the batches before it were delivered."""
+    order = cseq.permutation(SAMPLES, 11, 0).tolist()
+    number = order.index(123) // BATCH
+    with manager(Poison).start() as m:
+        iterator = iter(m)
+        for _ in range(number):
+            next(iterator)
+        with pytest.raises(cseq.WorkerDied, match=r"SIGKILL.* has ended 3 workers") as caught:
+            next(iterator)
+        assert m.stats().restarts == 2
+    died = caught.value
+    assert (died.epoch, died.batch, died.exitcode) == (0, number, -signal.SIGKILL)
+    assert died.indices == order[number * BATCH : (number + 1) * BATCH]
+
+
+def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
+    counts = itertools.count(5)
+    monkeypatch.setattr("cseq.deaths.oom_kills", lambda: next(counts))
+    with (
+        manager(Poison).start() as m,
+        pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1\)"),
+    ):
+        list(m)
+
+
+def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
+    """More deaths in an epoch than `max_restarts` raise WorkerDied."""
+    from functools import partial
+
+    worker = partial(Fatal, str(tmp_path), leave, [1, 100, 200, 300])
+    with (
+        manager(worker, max_restarts=2).start() as m,
+        pytest.raises(cseq.WorkerDied, match="max_restarts=2"),
+    ):
+        list(m)
+
+
+# -- workers fail
+
+
+class Raises(Squares):
+    """One sample cannot be read."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            raise KeyError("sample 123 is broken")
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread", "test"])
+def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """on_error='skip': all other batches come, the skipped one is logged, counted and listed."""
+    m = cseq.MSequence(
+        Raises, SAMPLES, batch_size=BATCH, seed=11, out_type="null", on_error="skip",
+        thread_type="thread" if kind == "thread" else "proc",
+        **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    number = cseq.permutation(SAMPLES, 11, 0).tolist().index(123) // BATCH
+    with caplog.at_level(logging.ERROR, "cseq"), m.start_test() if kind == "test" else m.start():
+        got = digest(m)
+        assert m.stats().skips == 1
+        assert [s[:2] for s in m.skipped] == [(0, number)]
+        assert "sample 123 is broken" in m.skipped[0][2]
+    assert got == [d for k, d in enumerate(reference()) if k != number]
+    assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
+
+
+class Nameless(Exception):
+    """Its name cannot be had."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
+class RaisesNameless(Squares):
+    """Raises that at one sample."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            raise Nameless
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["thread", "test"])
+def test_an_exception_without_a_name_is_skipped_too(kind: str) -> None:
+    """What the user's exception class raises in its turn does not come out of the loop."""
+    m = cseq.MTSequence(RaisesNameless, SAMPLES, batch_size=BATCH, out_type="null", on_error="skip")
+    with m.start_test() if kind == "test" else m.start():
+        assert len(list(m)) == SAMPLES // BATCH - 1
+        assert "Nameless" in m.skipped[0][2]
+
+
+def refuse(array: np.ndarray) -> np.ndarray:
+    """Convert all arrays but those with sample 123."""
+    if 123 in array:
+        raise ValueError("123 cannot be converted")
+    return array
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("kind", ["proc", "thread", "test"])
+def test_a_batch_that_cannot_be_converted(kind: str, on_error: str) -> None:
+    """What a callable `out_type` raises is dealt with as what an indexer raises, in every pool."""
+    m = cseq.MSequence(
+        np.arange(SAMPLES), SAMPLES, batch_size=BATCH, seed=11, out_type=refuse,
+        on_error=on_error, thread_type="thread" if kind == "thread" else "proc",
+    )  # fmt: skip
+    order = cseq.permutation(SAMPLES, 11, 0).astype(np.int64).reshape(-1, BATCH)
+    expected = [batch.tolist() for batch in order if 123 not in batch]
+    got, raised = [], []
+    with m.start_test() if kind == "test" else m.start():
+        iterator = iter(m)
+        while True:
+            try:
+                got.append(next(iterator).tolist())
+            except StopIteration:
+                break
+            except ValueError as error:
+                raised.append(str(error))
+        skips = [batch for _, batch, _ in m.skipped]
+    assert got == expected
+    at = order.ravel().tolist().index(123) // BATCH
+    assert (len(raised), skips) == ((1, []) if on_error == "raise" else (0, [at]))
+
+
+class Unbuildable:
+    """Its file is not there."""
+
+    def __init__(self) -> None:
+        raise FileNotFoundError(2, "no such data set", "/data/set")
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return indices
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_worker_that_cannot_be_built_says_so(kind: str) -> None:
+    """The original exception comes out of the loop, with its attributes, and is final."""
+    m = cseq.MSequence(Unbuildable, SAMPLES, thread_type=kind, out_type="null")
+    with m.start(), pytest.raises(FileNotFoundError, match="no such data set") as caught:
+        list(m)
+    assert caught.value.filename == "/data/set"
+
+
+def test_a_worker_that_dies_while_it_starts_is_not_started_for_ever() -> None:
+    """Workers that never get ready are given up after three rounds."""
+    with (
+        manager(leave, max_restarts=10**6).start() as m,
+        pytest.raises(cseq.WorkerDied, match="before they were ready"),
+    ):
+        list(m)
+
+
+# -- workers hang
+
+
+class Stuck(Fatal):
+    """Hangs in a method whose name can be found again."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        return self.a_method_to_be_found(indices)
+
+    def a_method_to_be_found(self, indices: np.ndarray) -> dict[str, Any]:
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
+    """WorkerTimeout names the batch and shows the worker's Python stack."""
+    from functools import partial
+
+    release = threading.Event()
+    deed = hang if kind == "proc" else release.wait
+    worker = partial(Stuck, str(tmp_path), deed, [int(cseq.permutation(SAMPLES, 11, 0)[0])])
+    m = cseq.MSequence(
+        worker, SAMPLES, batch_size=BATCH, seed=11, out_type="null", timeout=0.5,
+        thread_type=kind, **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    with m.start():
+        with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
+            next(iter(m))
+        release.set()
+        if kind == "proc":
+            for worker in range(4):  # spares the test the patience of finish()
+                testing.kill(m, worker)
+    assert "epoch 0, batch 0" in str(caught.value)
+
+
+def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
+    """on_timeout='restart': the batch is made again, and the stream does not show it."""
+    from functools import partial
+
+    worker = partial(Stuck, str(tmp_path), hang, [5, 300])
+    with manager(worker, timeout=0.5, on_timeout="restart").start() as m:
+        assert digest(m) == reference()
+        assert m.stats().restarts >= 1
+
+
+class StuckInTheMaking(Squares):
+    """Does something while it is made, unless it finds a mark that this was done."""
+
+    def __init__(self, mark: str, deed: Callable[[], None]) -> None:
+        if not os.path.exists(mark):
+            Path(mark).touch()
+            self.a_method_to_be_found(deed)
+
+    def a_method_to_be_found(self, deed: Callable[[], None]) -> None:
+        deed()
+
+
+@pytest.mark.parametrize("kind", ["proc", "thread"])
+def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> None:
+    """A worker may take ten times the timeout to get ready, and no more."""
+    from functools import partial
+
+    release = threading.Event()
+    deed = hang if kind == "proc" else release.wait
+    m = cseq.MSequence(
+        partial(StuckInTheMaking, str(tmp_path / "mark"), deed), SAMPLES, num_workers=1,
+        batch_size=BATCH, seed=11, out_type="null", timeout=0.05, thread_type=kind,
+        **({"start_method": "fork"} if kind == "proc" else {}),
+    )  # fmt: skip
+    with m.start():
+        with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
+            next(iter(m))
+        release.set()
+        if kind == "proc":
+            testing.kill(m, 0)
+    assert "worker 0 has been starting for" in str(caught.value)
+    assert "timeout=0.05" in str(caught.value)
+
+
+def test_a_hanging_constructor_is_called_again(tmp_path: Path) -> None:
+    """on_timeout='restart': in another process, and the stream does not show it."""
+    from functools import partial
+
+    worker = partial(StuckInTheMaking, str(tmp_path / "mark"), hang)
+    with manager(worker, num_workers=1, timeout=0.2, on_timeout="restart").start() as m:
+        assert digest(m) == reference()
+        assert m.stats().restarts >= 1

@@ -1,0 +1,155 @@
+"""Producers of numbers, and what their streams should give."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq.stream import EncodedItem, Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+METHODS = ["fork", "forkserver", "spawn"]
+
+
+class Numbers:
+    """Its assignment is how many items there are: its number, the item's, and some data."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        self.number = number
+        self.num_workers = num_workers
+        self.epochs = 0
+        self.made = 0
+
+    def begin(self, length: int) -> tuple[str, int, int]:
+        self.length = length
+        self.epochs += 1
+        self.made = 0
+        return "begun", self.number, length
+
+    def item(self, k: int) -> Any:
+        return self.number, k, np.full(3, 10 * k + self.number)
+
+    def items(self, start: int) -> Iterator[Any]:
+        for k in range(start, self.length):
+            item = self.item(k)
+            self.made += 1
+            yield item
+
+    def add(self, a: int, b: int) -> tuple[int, int]:
+        return self.number, a + b
+
+    def count(self) -> int:
+        return self.made
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def streams(
+    producer: Callable[[int, int], Any] = Numbers, num_workers: int = 2, **options: Any
+) -> Streams:
+    """Make streams of forked workers, which are started quickest."""
+    return Streams(producer, num_workers, **({"start_method": "fork"} | options))
+
+
+def plain(items: Any) -> list[Any]:
+    """Make items comparable, to the bit."""
+    return [
+        tuple(np.asarray(x).tobytes() if hasattr(x, "dtype") else x for x in item) for item in items
+    ]
+
+
+def in_process(lengths: Sequence[int], producer: type[Numbers] = Numbers) -> list[Any]:
+    """What goes round when the producers run here, one after the other."""
+    made = [producer(number, len(lengths)) for number in range(len(lengths))]
+    for one, length in zip(made, lengths, strict=True):
+        one.begin(length)
+    rounds = itertools.zip_longest(*(list(one.items(0)) for one in made))
+    return plain(item for turn in rounds for item in turn if item is not None)
+
+
+def await_death(pid: int) -> None:
+    """Wait until a process, which its supervisor reaps, is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            assert select.select([descriptor], [], [], 60)[0], f"process {pid} still runs"
+        finally:
+            os.close(descriptor)
+
+
+def next_or_none(s: Streams, worker: int) -> Any:
+    """Return the next item of a worker, or None."""
+    try:
+        return s.next(worker)
+    except StopIteration:
+        return None
+
+
+class Gated(Numbers):
+    """Makes an item for every byte that comes through a pipe; item k in work leaves a file `.k`."""
+
+    def __init__(self, gate: str, number: int, num_workers: int) -> None:
+        super().__init__(number, num_workers)
+        self.name = gate
+        self.gate = os.open(gate, os.O_RDONLY)
+
+    def item(self, k: int) -> Any:
+        Path(f"{self.name}.{k}").touch()
+        os.read(self.gate, 1)
+        return super().item(k)
+
+
+class Broken(Numbers):
+    """Raises what it is told, where it is told."""
+
+    def begin(self, assignment: Any) -> Any:
+        self.where, length = assignment
+        if self.where == "begin":
+            raise self.error()
+        return super().begin(length)
+
+    def item(self, k: int) -> Any:
+        if self.where == k:
+            raise self.error()
+        return super().item(k)
+
+    def fail(self) -> None:
+        raise self.error()
+
+    def error(self) -> Exception:
+        return TwoArguments(self.number, "broken")
+
+
+class TwoArguments(Exception):
+    """Cannot be made from its `args` alone."""
+
+    def __init__(self, first: int, second: str) -> None:
+        super().__init__(f"{first}: {second}")
+        self.first, self.second = first, second
+
+
+def one_alone(number: int, num_workers: int, length: int, kind: type[Numbers]) -> list[Any]:
+    """All items of one producer, made here."""
+    producer = kind(number, num_workers)
+    producer.begin(length)
+    return list(producer.items(0))
+
+
+def decoded(s: Streams, item: Any) -> Any:
+    """Decode an encoded item; where it lies in a slot, read it as another process does, too."""
+    if not isinstance(item, EncodedItem):
+        return item
+    if item.slot >= 0:
+        (fd, width), size = s.segment, item.memory.nbytes
+        assert os.pread(fd, size, width * item.slot) == item.memory.load_bytes(0, size)
+    return item.decode()

@@ -1,0 +1,297 @@
+"""What the loop says to producers: assignments and calls; and what these raise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from counting import Broken, Gated, Numbers, TwoArguments, in_process, next_or_none, plain, streams
+
+import cseq
+import cseq.deaths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+pytestmark = pytest.mark.needs("fork")
+
+
+# -- assignments and calls
+
+
+class Echo(Numbers):
+    """Tells what it got."""
+
+    def begin(self, assignment: Any) -> Any:
+        self.assignment = assignment
+        return assignment
+
+    def items(self, start: int) -> Iterator[Any]:
+        for k in range(start, 3):
+            yield self.number, k, self.assignment
+
+    def back(self, *args: Any) -> Any:
+        return args
+
+
+def test_assignments_of_any_size() -> None:
+    """An assignment may be anything that can be pickled, also megabytes of it."""
+    large = {"seqs": np.arange(700_000), "tags": [f"seq-{k}" for k in range(20_000)], "none": None}
+    with streams(Echo) as s:
+        for _ in range(3):
+            replies = s.begin([large, 1])
+            assert np.array_equal(replies[0]["seqs"], large["seqs"])
+            assert replies[0]["tags"] == large["tags"]
+            assert replies[1] == 1
+            assert s.next(1) == (1, 0, 1)
+            assert np.array_equal(s.next(0)[2]["seqs"], large["seqs"])
+
+
+def test_a_producer_may_keep_its_assignment() -> None:
+    """What a producer keeps of an assignment is its own, epochs later too."""
+    with streams(Keeps) as s:
+        for epoch in range(20):
+            s.begin([np.full(5000 + 100 * epoch, epoch)] * 2)
+        assert s.ask("sums") == [[epoch * (5000 + 100 * epoch) for epoch in range(20)]] * 2
+
+
+class Keeps(Echo):
+    """Keeps all assignments."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        super().__init__(number, num_workers)
+        self.kept: list[Any] = []
+
+    def begin(self, assignment: Any) -> None:
+        super().begin(assignment)
+        self.kept.append(assignment)
+
+    def sums(self) -> list[int]:
+        return [int(a.sum()) for a in self.kept]
+
+
+def test_calls_between_items() -> None:
+    """`ask` calls a method with its arguments, in one worker or all, and leaves the items alone."""
+    with streams(prefetch=3) as s:
+        s.begin([20, 20])
+        got = []
+        for k, item in enumerate(s):
+            got.append(item)
+            if k % 3 == 0:
+                assert s.ask("add", k, 1) == [(0, k + 1), (1, k + 1)]
+                assert s.ask("add", k, 2, worker=1) == (1, k + 2)
+        assert plain(got) == in_process([20, 20])
+        assert s.ask("add", 0, 0) == [(0, 0), (1, 0)]
+
+
+def test_a_call_behind_all_items() -> None:
+    """A call that overtakes nothing is answered when all items that were asked for are made."""
+    with streams(prefetch=5) as s:
+        s.begin([20, 3])
+        assert s.ask("count", behind=True) == [5, 3]
+        assert s.ask("count", worker=0) == 5
+        s.next(0)
+        assert 5 <= s.ask("count", worker=0, behind=True) <= 6
+        assert len(list(s)) == 22
+
+
+def test_a_call_carries_anything() -> None:
+    """Arguments and replies of a call may be large arrays, and functions made on the spot."""
+    pytest.importorskip("cloudpickle")
+    array = np.arange(300_000)
+    with streams(Echo) as s:
+        (reply,) = s.ask("back", array, worker=0)
+        assert np.array_equal(reply, array)
+        assert reply is not array
+        assert s.ask("back", lambda x: x + 1, worker=1)[0](4) == 5
+
+
+def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
+    """A call is answered between two items, not behind all that were asked for ahead."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with (
+        open(gate, "r+b", buffering=0) as writer,
+        streams(partial(Gated, str(gate)), 1, prefetch=6) as s,
+    ):
+        s.begin([6])
+        writer.write(b"1")  # the first item can be made, and the second one not
+        assert s.next(0)[1] == 0
+        while not os.path.exists(f"{gate}.1"):  # until the second item is in work
+            pass
+        waiting = s.stats().depths[0]
+        assert waiting > 0
+        answer: list[int] = []
+        asking = threading.Thread(target=lambda: answer.append(s.ask("count", worker=0)))
+        asking.start()
+        while s.stats().depths[0] == waiting:  # until the call waits, too
+            pass
+        writer.write(b"2")
+        asking.join(60)
+        assert answer == [2]
+        writer.write(b"3456")
+        assert [s.next(0)[1] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+# -- exceptions
+
+
+class Unbuildable(Numbers):
+    """Worker 1 cannot be made."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        super().__init__(number, num_workers)
+        if number == 1:
+            raise FileNotFoundError(2, "no such data set", "/data/set")
+
+
+def check_error(caught: pytest.ExceptionInfo[Any], worker: int, function: str) -> None:
+    """An error is itself, shows where in the worker it was raised, and whose it is."""
+    cause: Any = caught.value.__cause__
+    assert isinstance(cause, cseq.RemoteTraceback)
+    assert function in str(cause)
+    assert cause.worker == worker
+
+
+def test_a_producer_that_cannot_be_made() -> None:
+    """What its construction raised comes out of whatever call waits for it, and is final."""
+    for wait in ("begin", "ask"):
+        with streams(Unbuildable) as s:
+            for _ in range(2):
+                with pytest.raises(FileNotFoundError, match="no such data set") as caught:
+                    s.begin([3, 3]) if wait == "begin" else s.ask("pid")
+                assert caught.value.filename == "/data/set"
+                check_error(caught, 1, "__init__")
+
+
+def test_an_exception_in_begin() -> None:
+    """It comes out of `begin`; that epoch is none, and the next one is as usual."""
+    with streams(Broken) as s:
+        with pytest.raises(TwoArguments, match="1: broken") as caught:
+            s.begin([(-1, 5), ("begin", 5)])
+        assert (caught.value.first, caught.value.second) == (1, "broken")
+        check_error(caught, 1, "in begin")
+        with pytest.raises(InterruptedError):
+            s.next(0)
+        s.begin([(-1, 5), (-1, 5)])
+        assert plain(s) == in_process([5, 5])
+
+
+@pytest.mark.parametrize("where", [0, 1, 7, 30])
+@pytest.mark.parametrize("prefetch", [1, 10, 100])
+def test_an_exception_among_the_items(where: int, prefetch: int) -> None:
+    """The items before it come, then it comes, once; that stream is over, the other one goes on."""
+    with streams(Broken, prefetch=prefetch) as s:
+        for _ in range(2):
+            s.begin([(where, 40), (-1, 40)])
+            assert [s.next(0)[1] for _ in range(where)] == list(range(where))
+            with pytest.raises(TwoArguments, match="0: broken") as caught:
+                s.next(0)
+            check_error(caught, 0, "in item")
+            with pytest.raises(StopIteration):
+                s.next(0)
+            assert [item[:2] for item in s] == [(1, k) for k in range(40)]
+        s.begin([(-1, 40), (-1, 40)])
+        assert plain(s) == in_process([40, 40])
+
+
+def test_an_exception_in_a_call() -> None:
+    """It comes out of `ask`; that worker's stream is over, the other one's is not."""
+    with streams(Broken) as s:
+        s.begin([(-1, 9), (-1, 9)])
+        assert s.next(1)[1] == 0
+        with pytest.raises(TwoArguments, match="1: broken") as caught:
+            s.ask("fail", worker=1)
+        check_error(caught, 1, "in fail")
+        assert [item[1] for item in s if item[0] == 0] == list(range(9))
+        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+            s.ask("nothing_of_the_kind")
+        s.begin([(-1, 4), (-1, 4)])
+        assert plain(s) == in_process([4, 4])
+
+
+class Unsendable(Numbers):
+    """One of its items cannot be pickled."""
+
+    def item(self, k: int) -> Any:
+        return {"lock": threading.Lock()} if k == 7 else super().item(k)
+
+
+class Stopping(Numbers):
+    """Raises StopIteration in a call."""
+
+    def stop(self) -> None:
+        raise StopIteration
+
+
+def test_an_item_that_cannot_be_sent() -> None:
+    """It is an exception that says what it is; the items before it come."""
+    with streams(Unsendable, 1, prefetch=30) as s:
+        s.begin([20])
+        assert [s.next(0)[1] for _ in range(7)] == list(range(7))
+        with pytest.raises(TypeError, match="lock"):
+            s.next(0)
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_peek_and_commit(prefetch: int) -> None:
+    """The round's next item is shown until it is committed, with its number, which counts on."""
+    with streams(prefetch=prefetch) as s:
+        for _ in range(2):
+            s.begin([3, 5])
+            got = []
+            with contextlib.suppress(StopIteration):
+                while True:
+                    number, item = s.peek()
+                    assert number == len(got)
+                    assert s.peek()[1] is item
+                    s.commit(number)
+                    s.commit(number)  # it was done, so nothing happens
+                    got.append(item)
+                    if len(got) == 4:
+                        got.append(next(iter(s)))
+            assert plain(got) == in_process([3, 5])
+        with pytest.raises(RuntimeError, match="item 8 was not peeked at"):
+            s.commit(8)
+        s.interrupt()
+        with pytest.raises(InterruptedError):
+            s.peek()
+        with pytest.raises(InterruptedError):
+            s.commit(0)
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_peek_tells_a_failure_from_an_end(prefetch: int) -> None:
+    """Behind an exception, also one in a call, a stream does not just end."""
+    with streams(Broken, prefetch=prefetch) as s:
+        for _ in range(2):
+            s.begin([(2, 9), (-1, 3)])
+            for number, order in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+                assert s.peek()[1][:2] == order
+                s.commit(number)
+            with pytest.raises(TwoArguments):
+                s.peek()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"stream of worker 0.*TwoArguments: 0: bro"):
+                    s.peek()
+            assert next_or_none(s, 0) is None
+            assert next_or_none(s, 1)[:2] == (1, 2)
+        s.begin([(-1, 0), (-1, 3)])
+        with pytest.raises(AttributeError):
+            s.ask("nothing", worker=1)
+        with pytest.raises(RuntimeError, match=r"stream of worker 1.*AttributeError"):
+            for _ in range(4):
+                s.commit(s.peek()[0])
+
+
+def test_stop_iteration_in_a_call_is_an_error() -> None:
+    """A call that raises StopIteration does not look like the end of something."""
+    with streams(Stopping) as s, pytest.raises(RuntimeError, match="StopIteration"):
+        s.ask("stop")

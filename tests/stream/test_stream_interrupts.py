@@ -1,0 +1,296 @@
+"""Ctrl-C between any two steps of a stream's loop: no item is lost, doubled or misplaced."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from counting import (
+    Broken,
+    Gated,
+    Numbers,
+    TwoArguments,
+    decoded,
+    in_process,
+    next_or_none,
+    one_alone,
+    plain,
+    streams,
+)
+from interrupting import first_hits, interrupted
+from streaming import lost_slots
+
+from cseq import testing
+from cseq._slots import Slots
+from cseq._stream import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from cseq.stream import Streams
+
+
+pytestmark = pytest.mark.needs("fork")
+
+
+# -- Ctrl-C between any two steps
+
+STEPS = (
+    "stream.py", "run.py", "transport.py", "arena.py", "writer.py", "slot_size.py", "codec.py",
+    "failure.py", "pickling.py",
+)  # fmt: skip
+
+
+NEVER = contextlib.nullcontext(threading.Event())
+
+
+class Reading:
+    """Reads an epoch, interrupted here and there, and knows what is still to come."""
+
+    def __init__(self, s: Streams, producer: type[Numbers], lengths: Sequence[int]) -> None:
+        self.s = s
+        s.begin(lengths)
+        count = len(lengths)
+        self.left = [plain(one_alone(w, count, n, producer)) for w, n in enumerate(lengths)]
+        self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
+        self.taken = 0
+        self.round: Iterator[Any] = iter(s)
+        self.held: list[BaseException] = []  # with what their frames have
+
+    def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
+        """Take an item, in turn or of a worker; return whether that was interrupted."""
+        worker = self.turns[0] if self.turns else 0
+        items: list[Any] = []
+        with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
+            try:
+                if how == "peek":
+                    items += self.committed()
+                elif how == "turn":
+                    items += itertools.islice(self.round, 1)
+                else:
+                    with contextlib.suppress(StopIteration):
+                        items.append(self.s.next(worker))
+            except KeyboardInterrupt as error:
+                self.held += [error] if hold else []
+                raise
+        if items:
+            assert plain(decoded(self.s, item) for item in items) == self.left[worker][:1]
+            del self.turns[0], self.left[worker][0]
+            self.taken += 1
+        else:
+            assert struck.is_set() or not self.turns
+        return struck.is_set()
+
+    def committed(self) -> list[Any]:
+        """Take the next item of the round by `peek` and `commit`, if there is one."""
+        try:
+            number, item = self.s.peek()
+        except StopIteration:
+            return []
+        assert number == self.taken
+        self.s.commit(number)
+        return [item]
+
+    def finish(self, how: str) -> None:
+        """Take the rest; no slot may be lost then."""
+        while self.turns:
+            self.take(how)
+        self.take(how)
+        self.held.clear()
+        assert not lost_slots(self.s)
+
+
+class Leased(Numbers):
+    """Items just large enough to be handed out where they lie."""
+
+    def item(self, k: int) -> Any:
+        return self.number, k, np.full(1 << 13, 10 * k + self.number)
+
+
+TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
+HOW = [("turn", False), ("worker", False), ("peek", False), ("worker", True)]
+
+
+@pytest.mark.parametrize(("how", "encoded"), HOW)
+@pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
+def test_ctrl_c_anywhere_in_the_taking_of_an_item(
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, encoded: bool
+) -> None:
+    """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
+    with streams(producer, 2, prefetch=prefetch, encoded=encoded) as s:
+        s.begin([500, 500])
+        assert len(list(s)) == 1000  # from now on small items come together
+
+        hits = 0
+        for behind in (0, 2, sum(lengths)):
+
+            def step(countdown: int, behind: int = behind) -> bool:
+                reading = Reading(s, producer, lengths)
+                for _ in range(behind):
+                    reading.take(how)
+                hit = reading.take(how, countdown, hold=countdown % 2 == 0)
+                reading.finish(how)
+                return hit
+
+            hits += first_hits(step)
+        assert hits > 8
+
+
+@pytest.mark.parametrize(("how", "encoded"), HOW)
+@pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
+def test_ctrl_c_again_and_again(
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, encoded: bool
+) -> None:
+    """The going on after an interrupt may be interrupted, too, and so may calls in between."""
+    rng, hits = random.Random(7), 0
+    with streams(producer, 2, prefetch=prefetch, encoded=encoded) as s:
+        for _ in range(8):
+            reading = Reading(s, producer, lengths)
+            while reading.turns:
+                countdown = int(10 ** rng.uniform(0, 3.3))
+                hits += reading.take(how, countdown, hold=rng.random() < 0.3)
+                if rng.random() < 0.3:
+                    with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
+                        assert len(s.ask("count")) == 2
+            reading.finish(how)
+    assert hits > 15
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
+def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, encoded: bool) -> None:
+    """Wherever a signal handler raises: what the producer has raised comes out, once."""
+    with streams(Broken, 2, prefetch=prefetch, encoded=encoded) as s:
+        s.begin([(-1, 500), (-1, 500)])
+        assert len(list(s)) == 1000
+
+        def step(countdown: int) -> bool:
+            s.begin([(3, 9), (-1, 2)])
+            got = [decoded(s, s.next(0))[1] for _ in range(behind)]
+            raised: list[BaseException] = []
+
+            def take() -> None:
+                try:
+                    got.append(decoded(s, s.next(0))[1])
+                except TwoArguments as error:
+                    raised.append(error)
+
+            with interrupted(countdown, *STEPS) as struck:
+                take()
+            while not raised:
+                take()
+            without = [k for k in range(3) if k != behind]
+            assert got == [0, 1, 2] or (struck.is_set() and got == without)
+            assert next_or_none(s, 0) is None
+            assert [decoded(s, item)[:2] for item in s] == [(1, 0), (1, 1)]
+            return struck.is_set()
+
+        assert first_hits(step) > 20 or behind == 1  # nothing is done for an item that is ready
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
+    """Wherever in `ask` a signal handler raises: calls and items go on, and no slot is lost."""
+    with streams(num_workers=2, prefetch=prefetch) as s:
+
+        def step(countdown: int) -> bool:
+            reading = Reading(s, Numbers, [9, 7])
+            for _ in range(3):
+                reading.take("turn")
+            with interrupted(countdown, *STEPS) as struck:
+                assert s.ask("add", countdown, 1) == [(w, countdown + 1) for w in (0, 1)]
+            reading.take("turn")
+            assert s.ask("add", 1, countdown, worker=1) == (1, countdown + 1)
+            reading.finish("turn")
+            return struck.is_set()
+
+        assert first_hits(step) > 50
+
+
+def test_a_request_has_its_slot_for_life() -> None:
+    """It takes the lowest free slot, says so if there is none, and frees it when it is gone."""
+    slots = Slots(2)
+    requests = [Request(slots) for _ in range(3)]
+    assert [request.slot for request in requests] == [0, 1, -1]
+    del requests[2], requests[0]
+    assert (slots.acquire(), slots.acquire()) == (0, -1)
+
+
+class Pausing(Gated):
+    """Presses Ctrl-C in a call, and does not come back before it is told to."""
+
+    def pause(self) -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        os.read(self.gate, 1)
+
+
+def test_an_interrupted_call_keeps_its_request(tmp_path: Path) -> None:
+    """The arguments of a call whose answer is not waited for any more stay until it is over."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with (
+        open(gate, "r+b", buffering=0) as writer,
+        streams(partial(Pausing, str(gate)), 1) as s,
+    ):
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                s.ask("pause")
+            for _ in range(2):
+                # Its arguments and its answer, and those of the one that waits behind it.
+                with pytest.raises(InterruptedError), interrupted_soon(s):
+                    s.ask("pid")
+                assert testing.slots(s).taken == 4
+            writer.write(b"1")
+            s.ask("pid")
+            assert testing.slots(s).taken == 0
+            assert not lost_slots(s)
+
+
+@contextlib.contextmanager
+def interrupted_soon(s: Streams) -> Iterator[None]:
+    """Give up the next call once it waits behind the one in work."""
+    over = threading.Event()
+
+    def interrupt() -> None:
+        while not over.wait(0.001):
+            if s.stats().depths[0]:
+                s.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
+    """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
+    with streams(prefetch=3) as s:
+
+        def step(countdown: int) -> bool:
+            s.begin([9, 9])
+            next(iter(s))
+            with interrupted(countdown, *STEPS) as struck:
+                s.begin([6, 5])
+            try:
+                got = plain(s)
+            except InterruptedError:
+                assert struck.is_set()
+            else:
+                assert got == in_process([6, 5]) or (
+                    struck.is_set() and got == in_process([9, 9])[1:]
+                )
+            return struck.is_set()
+
+        assert first_hits(step) > 100
