@@ -43,7 +43,7 @@ cdef enum:
 
 cdef const char* FRESH = "dltensor"  # the name of a capsule that no tensor has taken over
 
-CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+cdef dict CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
 
 cdef void release(Managed* managed) noexcept nogil:

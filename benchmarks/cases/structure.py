@@ -43,8 +43,8 @@ PARTS = {"one array": 1, "a pair": 2, "a dict of 20": 20, "a dict of 113": 113}
 BATCHES = scaled(20_000, 40)
 
 
-# What the tensors take that torch makes and drops, 0.3 µs each: 20 of them are more than three times
-# a batch of one array, where that is quick.
+# What torch takes to make and drop tensors is a floor: 20 of them may take more than three batches
+# of one array (docs/performance.md).
 OF_TENSORS = Goal(
     "a dict of 20: times 20 calls of from_numpy", lambda f: f["a dict of 20"] / (20 * f[CALL]), 1.5
 )
