@@ -67,7 +67,7 @@ def of_this_project(extensions: list[Extension]) -> list[Extension]:
 
 
 # One extension module for each family; a module includes what headers it needs.
-FAMILIES = ["_memory", "_slots", "_placement", "_plan", "_core", "_stream", "_encoder"]
+FAMILIES = ["_memory", "_slots", "_placement", "_tensors", "_plan", "_core", "_stream", "_encoder"]
 
 core = [
     Extension(

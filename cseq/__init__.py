@@ -56,6 +56,7 @@ The modules; imports point down::
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
     ├── _plan.pyx       plans: the structure that batches have in common
+    ├── _tensors.pyx    tensors of copied bytes, by DLPack
     ├── _placement.pyx  arrays made in place, by numpy's allocator
     ├── _slots.pyx      slots: free, taken, leased, or owned by a worker
     ├── _memory.pyx     memory that arrays are made on

@@ -58,6 +58,8 @@ cdef class Ring:
                    uint64_t start, uint32_t slot, uint64_t capacity) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t index(self, uint32_t k) noexcept
+    cdef void give_up(self, uint32_t cell) noexcept
+    cdef void drop(self, uint32_t k) noexcept
     cdef uint32_t outstanding_cell(self, uint32_t k) noexcept
     cdef int place(self, uint32_t cell) noexcept
     cdef void leave(self, uint32_t k) noexcept

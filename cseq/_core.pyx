@@ -616,25 +616,36 @@ cdef class Ring:
         """Give up the outstanding tickets; `sweep` frees their cells."""
         cdef uint32_t k
         for k in range(self.outstanding):
-            self.abandoned[self.abandoned_count] = self.outstanding_cell(k)
-            self.abandoned_count += 1
+            self.give_up(self.outstanding_cell(k))
         self.outstanding = 0
         self.unwoken = 0
 
+    cdef void give_up(self, uint32_t cell) noexcept:
+        """Add a cell, in no order any more, to the abandoned ones."""
+        self.abandoned[self.abandoned_count] = cell
+        self.abandoned_count += 1
+
+    cdef void drop(self, uint32_t k) noexcept:
+        """Take an abandoned cell, which is the trainer's now, out of the list; the last one is there then."""
+        self.abandoned_count -= 1
+        self.abandoned[k] = self.abandoned[self.abandoned_count]
+
     def sweep(self):
-        """Free the abandoned cells that no runner works on now: a list of (cell, slot)."""
-        cdef uint32_t k, cell, kept = 0
+        """Free the abandoned cells that no runner works on now: a list of (cell, slot).
+
+        For tests of the ring alone, as `post` and `take` are; `Consumer` has its own, which frees slots.
+        """
+        cdef uint32_t k = 0, cell
         swept = []
-        for k in range(self.abandoned_count):
+        while k < self.abandoned_count:
             cell = self.abandoned[k]
-            if cseq_ring_cancel(self.r, cell):
-                self.settle(cseq_ring_cell(self.r, cell))
-                swept.append((cell, cseq_ring_cell(self.r, cell).slot))
-                cseq_ring_retire(self.r, cell)
-            else:
-                self.abandoned[kept] = cell
-                kept += 1
-        self.abandoned_count = kept
+            if not cseq_ring_cancel(self.r, cell):
+                k += 1
+                continue
+            self.settle(cseq_ring_cell(self.r, cell))
+            swept.append((cell, cseq_ring_cell(self.r, cell).slot))
+            cseq_ring_retire(self.r, cell)
+            self.drop(k)
         return swept
 
     # -- from any thread
@@ -1061,8 +1072,7 @@ cdef class Consumer:
                     continue
             self.leave(cseq_ring_cell(ring.r, cell), cell, True)
             cseq_ring_retire(ring.r, cell)
-            ring.abandoned_count -= 1
-            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+            ring.drop(k)
         return 0
 
     cdef Py_ssize_t leave(self, cseq_cell* c, uint32_t cell, bint release) except -2:
@@ -1071,12 +1081,10 @@ cdef class Consumer:
         if self.objects is not None:
             self.objects[cell] = None
         if self.slots is not None and c.slot != NO_SLOT:
-            self.slots.settle(c)
-            if self.slots.vacate(c.slot):
-                slot = c.slot
-                if release or not self.slots.is_fit(slot):
-                    self.slots.release(slot)
-                    slot = -1
+            slot = self.slots.leave(c)
+            if slot >= 0 and (release or not self.slots.is_fit(slot)):
+                self.slots.release(slot)
+                slot = -1
         return slot
 
     # -- peek, decode, commit

@@ -5,7 +5,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.ref cimport Py_INCREF
 from libc.errno cimport errno
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcpy
 from libc.stdint cimport uint64_t, uintptr_t
 
 cimport cython
@@ -167,12 +167,6 @@ cdef class Memory:
                 memcpy(self.data + offset, source, nbytes)
         return 0
 
-    def store(self, Py_ssize_t offset, cnp.ndarray array not None):
-        """Copy the bytes of a C- or Fortran-contiguous array, in their order in memory, to `offset`."""
-        if not (cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
-            raise ValueError("array is not contiguous; copy it with numpy.copyto on a view instead")
-        self.put(offset, <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
-
     def store_bytes(self, Py_ssize_t offset, source not None):
         """Copy bytes to `offset`."""
         cdef const unsigned char[::1] view
@@ -194,12 +188,6 @@ cdef class Memory:
         """A copy of the bytes [offset, offset + nbytes)."""
         self.inside(offset, nbytes)
         return self.data[offset:offset + nbytes]
-
-    def equals(self, Py_ssize_t offset, bytes expected not None):
-        """Whether `expected` stands at `offset`."""
-        cdef Py_ssize_t nbytes = len(expected)
-        self.inside(offset, nbytes)
-        return memcmp(self.data + offset, <const char*>expected, nbytes) == 0
 
 
 @cython.final

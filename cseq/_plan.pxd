@@ -31,6 +31,7 @@ cdef struct Leaf:
     bint casts            # its type differs from its source's
     Py_ssize_t itemsize
     PyObject* dtype       # in the slot
+    PyObject* maker       # of a tensor: the TensorMaker that makes it; else NULL
     PyObject* source      # of what is written; NULL in a reader
 
 cdef struct Node:
@@ -88,7 +89,8 @@ cdef class Plan:
                           list objects) except -1
     cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
                      list converters)
-    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied)
+    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied,
+                           list converters)
     cdef object build_leaf(self, Node* n, int k, list arrays, list converters)
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
                             list converters)

@@ -14,6 +14,7 @@ cimport numpy as cnp
 
 from cseq._headers cimport LINE
 from cseq._memory cimport MAX_DIMS, Memory, array_at
+from cseq._tensors cimport TensorMaker
 
 import numpy
 
@@ -152,6 +153,8 @@ cdef class Plan:
             cls, opener, closer, node.tensor = raw(token, <object>self.leaf[node.leaf].dtype)
             self.made_raws += 1
             node.cls, node.open, node.close = self.keep(cls), self.keep(opener), self.keep(closer)
+            if type(closer) is TensorMaker:
+                self.leaf[node.leaf].maker = node.close
             if opener is None:
                 self.fits = False
         if node.leaf >= 0 and node.leaf + max(node.count, <int>(node.kind == ARRAY)) > self.leaf_count:
@@ -319,19 +322,24 @@ cdef class Plan:
                              f"{8 * self.words}")
         word = memory.data + record[0] + record[1]
         if self.is_array:
-            array = self.read_array(0, memory, &word, record[0], copied)
-            return array if converters is None or converters[0] is None else converters[0](array)
+            array = self.read_array(0, memory, &word, record[0], copied, converters)
+            return array if converters is None or converters[0] is None else apply(converters[0], array)
         # All of them first: no Python code runs while the memory is read.
         arrays = [None] * self.leaf_count
         for k in range(self.leaf_count):
-            arrays[k] = self.read_array(k, memory, &word, record[0], copied)
+            arrays[k] = self.read_array(k, memory, &word, record[0], copied, converters)
         at.node = 0
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
 
-    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied):
-        """Make the array that the layout describes from `word` on; `word` is then behind that."""
+    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied,
+                           list converters):
+        """Make the array that the layout describes from `word` on; `word` is then behind that.
+
+        Where a tensor is made of a copy, there is no array: a capsule for its `TensorMaker`.
+        """
         cdef Leaf* leaf = &self.leaf[k]
+        cdef PyObject* maker = leaf.maker
         cdef int i
         cdef int64_t offset, size
         cdef uint64_t nbytes = <uint64_t>leaf.itemsize
@@ -349,6 +357,11 @@ cdef class Plan:
             raise IndexError(f"array {k} of a batch is outside its {end} bytes")
         if not copied:
             return array_at(memory, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
+        if converters is not None and k < self.split:
+            maker = PyList_GET_ITEM(converters, k)
+        if maker != NULL and type(<object>maker) is TensorMaker:
+            return (<TensorMaker>maker).capsule(
+                memory.data + offset, nbytes, leaf.nd, dims, leaf.fortran)
         Py_INCREF(<object>leaf.dtype)  # PyArray_Empty takes it over
         array = PyArray_Empty(leaf.nd, dims, <cnp.dtype>leaf.dtype, leaf.fortran)
         memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + offset, nbytes)
@@ -357,11 +370,11 @@ cdef class Plan:
     cdef object build_leaf(self, Node* n, int k, list arrays, list converters):
         cdef object value = <object>PyList_GET_ITEM(arrays, k)
         if n.kind == RAW:
-            value = (<object>n.close)(value)
+            value = apply(<object>n.close, value)
         if converters is None:
             return value
         convert = <object>PyList_GET_ITEM(converters, k)
-        return value if convert is None else convert(value)
+        return value if convert is None else apply(convert, value)
 
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
                             list converters):
@@ -426,6 +439,13 @@ cdef class Plan:
                     result[i] = leaf_for(<object>self.leaf[i].dtype)
         result.append(convert)
         return result
+
+
+cdef inline object apply(object function, object value):
+    """Call what closes or converts a leaf."""
+    if type(function) is TensorMaker:
+        return (<TensorMaker>function).make(value)
+    return function(value)
 
 
 cdef bint is_text(object key, object expected):

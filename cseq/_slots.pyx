@@ -225,11 +225,10 @@ cdef class Slots:
         lease.slots = self
         return False
 
-    def lease(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
-        """Lease a taken slot: a `Lease` that frees it when the last view is gone."""
-        lease = self.lend(slot, mapping, used)
-        self.vacate(slot)
-        return lease
+    cdef Py_ssize_t leave(self, cseq_cell* c) except -2:
+        """Detach the slot of a ticket that leaves the ring: its number, or -1 if a `Lease` has it now."""
+        self.settle(c)
+        return c.slot if self.vacate(c.slot) else -1
 
     # -- what workers own
 

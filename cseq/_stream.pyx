@@ -188,11 +188,6 @@ cdef class StreamConsumer:
         self.pace = UNKNOWN_PACE
 
     @property
-    def received(self):
-        """Items of this epoch that have come out of the ring."""
-        return self.start - self.asked
-
-    @property
     def delivered(self):
         """Items of this epoch that were returned to the caller, or raised."""
         return self.start - self.asked - self.waiting()
@@ -264,10 +259,9 @@ cdef class StreamConsumer:
 
     cdef int leave(self, uint32_t cell) except -1:
         """Release the slot and the requests of a cell that is the trainer's, or free."""
-        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
-        self.slots.settle(c)
-        if self.slots.vacate(c.slot):
-            self.slots.release(c.slot)
+        cdef Py_ssize_t slot = self.slots.leave(cseq_ring_cell(self.ring.r, cell))
+        if slot >= 0:
+            self.slots.release(slot)
         self.assignments[cell] = self.calls[cell] = None
         cseq_ring_retire(self.ring.r, cell)
         return 0
@@ -293,16 +287,14 @@ cdef class StreamConsumer:
             self.outstanding -= 1
             self.leave(cell)
         while self.outstanding:
-            ring.abandoned[ring.abandoned_count] = self.cell_before(self.outstanding)
-            ring.abandoned_count += 1
+            ring.give_up(self.cell_before(self.outstanding))
             self.outstanding -= 1
         return 0
 
     cdef void give_up_call(self) noexcept:
         """Give up the call that is under way."""
         if self.calling >= 0:
-            self.ring.abandoned[self.ring.abandoned_count] = <uint32_t>self.calling
-            self.ring.abandoned_count += 1
+            self.ring.give_up(<uint32_t>self.calling)
             self.calling = -1
 
     cdef int sweep(self) except -1:
@@ -315,8 +307,7 @@ cdef class StreamConsumer:
                     else cseq_ring_cancel(ring.r, cell)):
                 k += 1
                 continue
-            ring.abandoned_count -= 1
-            ring.abandoned[k] = ring.abandoned[ring.abandoned_count]
+            ring.drop(k)
             self.leave(cell)
         return 0
 

@@ -95,16 +95,6 @@ class Arena:
         self._top_before = -1  # the highest slot taken in the last window
         self.slots.least, self.slots.most = FIRST, self.segment.width
 
-    @property
-    def leased(self) -> int:
-        """Slots under lease."""
-        return self.slots.leased
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes that are committed in them."""
-        return self.slots.leased_bytes
-
     def prepare(self) -> None:
         """Commit what a ticket needs of the lowest free slot; make more slots if none is free.
 
@@ -126,17 +116,6 @@ class Arena:
             if slots.nbytes(slot) < FIRST:
                 commit(self.segment.fd, slot * self.segment.width, FIRST)
                 slots.resize(slot, FIRST)
-
-    def acquire(self) -> int:
-        """Take the lowest free slot, or a new one, prepared for a ticket.
-
-        Raises
-        ------
-        MemoryError
-            If there is no room for a new one.
-        """
-        self.prepare()
-        return self.slots.acquire()
 
     def release(self, slot: int) -> None:
         """Free a taken slot whose batch is not wanted."""
@@ -295,8 +274,8 @@ class Arena:
                 "%d batches are held in %d bytes of shared memory (at most %d batches and "
                 "memory_limit=%d bytes): until some are dropped, further batches are copied. "
                 "Hold fewer batches, or raise memory_limit",
-                self.leased,
-                self.leased_bytes,
+                self.slots.leased,
+                self.slots.leased_bytes,
                 self._most_leased(),
                 self.memory_limit,
             )

@@ -38,6 +38,7 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._plan import LONG, Plan, Reader
+from cseq._tensors import TensorMaker
 from cseq.importable import named_here
 from cseq.pickling import dumps
 from cseq.unpicklable import unpicklable
@@ -397,6 +398,24 @@ def torch_type(dtype: Dtype) -> Any:
 
 
 @functools.cache
+def tensor_maker(dtype: Dtype) -> Callable[[Any], Any]:
+    """Return what makes tensors of fresh arrays of a type: a `TensorMaker`, else `from_numpy`.
+
+    A version of torch may lack the function, which has no public name, or not take the type: that
+    is tried out here, once.
+    """
+    torch = _torch()
+    from_numpy: Callable[[Any], Any] = torch.from_numpy
+    example = np.ones((2, 3), dtype)
+    try:
+        maker = TensorMaker(from_numpy, torch._C._from_dlpack, dtype)
+        made = maker(maker.copy(example)).numpy()
+    except (AttributeError, BufferError, RuntimeError, TypeError):
+        return from_numpy
+    return maker if made.dtype == dtype and np.array_equal(made, example) else from_numpy
+
+
+@functools.cache
 def _bits(dtype: Any) -> tuple[Any, str | None]:
     """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
     torch = _torch()
@@ -492,7 +511,7 @@ def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
     _, name, grad = token
     if name is None and not grad:
         # `numpy` refuses what is not strided, not on the CPU, or lazily conjugated or negated.
-        return torch.Tensor, torch.Tensor.numpy, torch.from_numpy, True
+        return torch.Tensor, torch.Tensor.numpy, tensor_maker(dtype), True
     return torch.Tensor, None, functools.partial(_as_tensor, name=name, grad=grad), True
 
 

@@ -9,20 +9,35 @@ import numpy as np
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
+    from cseq._memory import Mapping
+    from cseq._slots import Lease, Slots
     from cseq.arena import Arena
 
 
 def writer_of(arena: Arena) -> Writer:
     """Make a writer that has begun with a new slot."""
     writer = Writer(arena.segment.fd, arena.segment.width)
-    slot = arena.acquire()
+    slot = acquire(arena)
     writer.begin(slot, arena.capacity(slot))
     return writer
 
 
+def acquire(arena: Arena) -> int:
+    """Take the slot that the next ticket would have."""
+    arena.prepare()
+    return arena.slots.acquire()
+
+
+def lease(slots: Slots, slot: int, mapping: Mapping, used: int = -1) -> Lease:
+    """Lend a taken slot, and be done with its ticket: the lease frees it."""
+    lent = slots.lend(slot, mapping, used)
+    assert not slots.vacate(slot)
+    return lent
+
+
 def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
     """Fill a slot with a value, and take it."""
-    slot = arena.acquire()
+    slot = acquire(arena)
     writer.begin(slot, arena.capacity(slot))
     array = writer.empty(nbytes, np.uint8)
     array[:] = value

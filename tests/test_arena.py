@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slots import filled, whole
+from slots import acquire, filled, whole
 
 from cseq import arena as arena_module
 from cseq import writer as writer_module
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 def test_the_lowest_free_slot_is_taken(arena: Arena) -> None:
     """Slots are used again, the lowest first; new ones are made when none is free."""
-    assert [arena.acquire() for _ in range(40)] == list(range(40))
+    assert [acquire(arena) for _ in range(40)] == list(range(40))
     for slot in (30, 7, 12):
         arena.release(slot)
-    assert [arena.acquire() for _ in range(4)] == [7, 12, 30, 40]
+    assert [acquire(arena) for _ in range(4)] == [7, 12, 30, 40]
     assert all(arena.capacity(slot) == FIRST for slot in range(41))
 
 
 @pytest.mark.needs("POSIX")
 def test_an_error_report_always_fits(arena: Arena) -> None:
     """The first bytes of a slot are there before any worker sees it."""
-    slot = arena.acquire()
+    slot = acquire(arena)
     assert arena.capacity(slot) >= FIRST
     assert os.fstat(arena.segment.fd).st_blocks * 512 >= FIRST
 
@@ -55,8 +55,8 @@ def test_small_batches_are_copied_out(arena: Arena, writer: Writer) -> None:
     memories = [filled(arena, writer, value, 1000) for value in range(5)]
     assert all(isinstance(memory, Block) for memory in memories)
     assert [whole(memory, 1000)[-1] for memory in memories] == list(range(5))
-    assert (arena.leased, arena.copies) == (0, 0)
-    assert arena.acquire() == 1
+    assert (arena.slots.leased, arena.copies) == (0, 0)
+    assert acquire(arena) == 1
 
 
 def test_large_batches_are_leased(arena: Arena, writer: Writer) -> None:
@@ -64,18 +64,18 @@ def test_large_batches_are_leased(arena: Arena, writer: Writer) -> None:
     first = filled(arena, writer, 1, SMALL + 1)
     second = filled(arena, writer, 2, SMALL + 1)
     assert isinstance(first, Lease)
-    assert arena.leased == 2
-    assert arena.leased_bytes == arena.capacity(1) + arena.capacity(2)
+    assert arena.slots.leased == 2
+    assert arena.slots.leased_bytes == arena.capacity(1) + arena.capacity(2)
     view = whole(first, SMALL)
     del first
-    assert arena.leased == 2
+    assert arena.slots.leased == 2
     part = view[100:].view(np.int8)[::2][3:7]
     del view
-    assert arena.acquire() == 3
+    assert acquire(arena) == 3
     assert (part == 1).all()
     del part
-    assert (arena.leased, arena.leased_bytes) == (1, arena.capacity(2))
-    assert arena.acquire() == 1
+    assert (arena.slots.leased, arena.slots.leased_bytes) == (1, arena.capacity(2))
+    assert acquire(arena) == 1
     assert (whole(second, SMALL) == 2).all()
 
 
@@ -114,11 +114,11 @@ def test_whatever_holds_the_data_keeps_the_slot(
     held = holder(whole(filled(arena, writer, 7, MIB), MIB))
     for value in range(3):
         filled(arena, writer, value, MIB)
-    assert arena.leased == 1
+    assert arena.slots.leased == 1
     assert np.asarray(held)[0] == 7
     del held
     gc.collect()
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
 
 
 def test_tensors_keep_the_slot(arena: Arena, writer: Writer) -> None:
@@ -126,16 +126,16 @@ def test_tensors_keep_the_slot(arena: Arena, writer: Writer) -> None:
     torch = pytest.importorskip("torch")
     held = torch.from_numpy(whole(filled(arena, writer, 7, MIB), MIB))[5:].view(-1)[2:4]
     filled(arena, writer, 1, MIB)
-    assert arena.leased == 1
+    assert arena.slots.leased == 1
     assert held.tolist() == [7, 7]
     del held
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
 
 
 def test_a_pickled_view_is_a_copy(arena: Arena, writer: Writer) -> None:
     """A pickled view has its own memory."""
     array = pickle.loads(pickle.dumps(whole(filled(arena, writer, 7, MIB), MIB)[:10]))
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
     assert array.tolist() == [7] * 10
 
 
@@ -157,7 +157,7 @@ def test_too_many_held_batches_are_copied(
     writer = Writer(arena.segment.fd, arena.segment.width)
     with caplog.at_level(logging.WARNING, "cseq"):
         memories = [filled(arena, writer, value, 2 * MIB) for value in range(6)]
-    assert arena.leased == leases
+    assert arena.slots.leased == leases
     assert arena.copies == 6 - leases
     assert len(caplog.records) == (leases < 6)
     assert all("memory_limit" in record.getMessage() for record in caplog.records)
@@ -166,7 +166,7 @@ def test_too_many_held_batches_are_copied(
     del memory
     memories.clear()
     assert isinstance(filled(arena, writer, 0, 2 * MIB), Lease) == (leases > 0)
-    assert arena.leased_bytes == 0
+    assert arena.slots.leased_bytes == 0
     writer.close()
     arena.close()
 
@@ -175,7 +175,7 @@ def test_too_many_slots_held(arena: Arena, writer: Writer, monkeypatch: pytest.M
     """The number of lent slots is limited as well: each is a mapping of its own."""
     monkeypatch.setattr(arena_module, "MAX_LEASED", 3)
     memories = [filled(arena, writer, value, SMALL + 1) for value in range(5)]
-    assert (arena.leased, arena.copies) == (3, 2)
+    assert (arena.slots.leased, arena.copies) == (3, 2)
     assert [whole(memory, 1)[0] for memory in memories] == list(range(5))
 
 
@@ -201,7 +201,7 @@ def test_leases_end_on_any_thread(arena: Arena, writer: Writer) -> None:
     memories.append(None)
     ready.release()
     thread.join()
-    assert (arena.leased, arena.leased_bytes) == (0, 0)
+    assert (arena.slots.leased, arena.slots.leased_bytes) == (0, 0)
 
 
 def test_leases_end_inside_garbage_collection(arena: Arena, writer: Writer) -> None:
@@ -210,7 +210,7 @@ def test_leases_end_inside_garbage_collection(arena: Arena, writer: Writer) -> N
     cycle.append(cycle)
     del cycle
     gc.collect()
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
 
 
 def test_leases_outlive_the_arena(writer: Writer, arena: Arena) -> None:
@@ -260,7 +260,7 @@ def test_look_does_not_take(arena: Arena, writer: Writer) -> None:
     writer.empty(MIB, np.uint8)[:] = 4
     memory = arena.mapping_of(0, writer.capacity)
     assert whole(memory, MIB)[-1] == 4
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
     arena.release(0)
 
 
@@ -295,7 +295,8 @@ from cseq.memory_limit import MIB
 from cseq.writer import Writer
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)
-slot = arena.acquire()
+arena.prepare()
+slot = arena.slots.acquire()
 writer.begin(slot, arena.capacity(slot))
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 64 * MIB, resource.RLIM_INFINITY))
@@ -332,18 +333,18 @@ def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(arena_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         for _ in range(2):
             with pytest.raises(MemoryError, match="full"):
-                arena.acquire()
-    assert arena.acquire() == 0
+                acquire(arena)
+    assert acquire(arena) == 0
 
 
 def test_all_slots_in_use(arena: Arena) -> None:
     """When there can be no more slots, that is a MemoryError."""
     arena.segment.slots = 3
-    assert [arena.acquire() for _ in range(3)] == [0, 1, 2]
+    assert [acquire(arena) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(MemoryError, match="3 slots"):
-        arena.acquire()
+        acquire(arena)
     arena.release(1)
-    assert arena.acquire() == 1
+    assert acquire(arena) == 1
 
 
 # -- memory comes back --------------------------------------------------------------------------
@@ -394,7 +395,7 @@ def test_the_limit_is_for_free_slots_too() -> None:
     """What is free and committed counts as what is held does, but for what tickets need."""
     arena = Arena(20 * MIB, tickets=4)
     writer = Writer(arena.segment.fd, arena.segment.width)
-    slots = [arena.acquire() for _ in range(30)]
+    slots = [acquire(arena) for _ in range(30)]
     for slot in slots:
         writer.begin(slot, arena.capacity(slot))
         writer.place(2 * MIB)

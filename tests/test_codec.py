@@ -926,7 +926,8 @@ print(*encode(pickle.load(sys.stdin.buffer)(), writer), writer.capacity)
 '''
 
 arena = Arena()
-slot = arena.acquire()
+arena.prepare()
+slot = arena.slots.acquire()
 fd = arena.segment.fd
 args = map(str, (fd, arena.segment.width, slot, arena.capacity(slot)))
 command = [sys.executable, "-c", WORKER, *args]
@@ -971,7 +972,8 @@ from cseq.writer import Writer
 from cseq.codec import decode, encode
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)
-writer.begin(arena.acquire(), 16384)
+arena.prepare()
+writer.begin(arena.slots.acquire(), 16384)
 record = encode({"a": np.zeros(3), "b": ["c", 1, np.float32(1)]}, writer)
 decode(writer.memory, record)
 print(*{"torch", "cloudpickle"} & set(sys.modules))

@@ -14,6 +14,8 @@ from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
 from cseq._memory import Block, Mapping, commit
 from cseq._slots import Lease, Slots
+from cseq.converter.host import Converter
+from cseq.converter.output import parse
 from cseq.producer import Scratch
 from cseq.segment import Segment
 
@@ -468,6 +470,51 @@ def test_leaves_are_converted() -> None:
         got = bench.consumer.step()
         assert (got["a"].tolist(), got["b"][0].tolist()) == ([-1] * 3, [1] * 2)
         assert got["b"][1][0].tolist() == [-1]
+
+
+@pytest.mark.parametrize("most", [3000, 0])
+@pytest.mark.parametrize("batch", BATCHES, ids=repr)
+def test_a_batch_of_tensors(batch: Any, most: int) -> None:
+    """Copied or not, arrays are the tensors that `torch.from_numpy` makes of them.
+
+    Copied ones have a storage of their own each.
+    """
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    converter = Converter(parse("cpu", None))
+    bench = Written(most, convert=converter.convert, leaf_for=converter.leaf_for)
+    plain: list[Any] = []
+    codec.map_leaves(plain.append, bench.learn(batch))
+    for _ in range(3):
+        bench.write(batch)
+        got: list[Any] = []
+        codec.map_leaves(got.append, bench.consumer.step() if most else bench.consumer.next())
+        for leaf, value in zip(got, plain, strict=True):
+            want = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            assert (type(leaf), repr(leaf)) == (type(want), repr(want))
+            if isinstance(value, np.ndarray):
+                assert leaf.stride() == want.stride()
+                assert not most or leaf.untyped_storage().nbytes() == value.nbytes
+
+
+def test_tensors_of_a_batch() -> None:
+    """Tensors of an indexer come out as they went in, also of types that numpy lacks."""
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    bench = Written()
+    batch = {
+        "float": torch.arange(6.0).view(2, 3), "columns": torch.arange(6).view(2, 3).T,
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16), "none": torch.ones(0, 2),
+        "bool": torch.tensor(True), "grad": torch.ones(2, requires_grad=True),
+    }  # fmt: skip
+    bench.learn(batch)
+    for _ in range(3):
+        bench.write(batch)
+        got = bench.consumer.step()
+        assert list(got) == list(batch)
+        for name, tensor in batch.items():
+            assert torch.equal(got[name], tensor), name
+            assert got[name].dtype == tensor.dtype
+            assert got[name].stride() == tensor.stride()
+            assert got[name].requires_grad == tensor.requires_grad
 
 
 def test_a_conversion_that_raises() -> None:

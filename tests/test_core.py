@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slots import lease
 
 from cseq import _core, _memory, _slots
 from cseq._core import FIELDS, PARK_NS, Ring, Runner, ring_bytes
@@ -127,25 +128,12 @@ def test_views_outside(offset: int, dtype: Any, shape: Any, kind: type[Exception
 
 
 def test_bytes_in_and_out() -> None:
-    """What is stored is loaded, small and large, and compared."""
+    """What is stored is loaded, small and large."""
     block = Block(200_000, zero=True)
     for data in (b"", b"abc", os.urandom(70_000)):
         block.store_bytes(5, data)
         block.store_bytes(100_000, bytearray(data))
         assert block.load_bytes(5, len(data)) == block.load_bytes(100_000, len(data)) == data
-        assert block.equals(5, data)
-        assert not block.equals(6, data + b"x")
-    assert not block.equals(5, b"\xff\xff\xff")
-
-
-def test_arrays_in() -> None:
-    """Arrays are stored as they lie, C- and Fortran-contiguous ones; others are refused."""
-    block = Block(200_000)
-    for array in (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.arange(20_000)):
-        block.store(8, array)
-        assert block.load_bytes(8, array.nbytes) == array.tobytes("A")
-    with pytest.raises(ValueError, match="contiguous"):
-        block.store(0, np.arange(6)[::2])
 
 
 @pytest.mark.parametrize(
@@ -153,11 +141,9 @@ def test_arrays_in() -> None:
     [
         lambda b: b.store_bytes(98, b"abc"),
         lambda b: b.store_bytes(-1, b"abc"),
-        lambda b: b.store(96, np.zeros(1)),
         lambda b: b.load_bytes(0, 101),
         lambda b: b.load_bytes(50, -1),
         lambda b: b.load_bytes(-1, 1),
-        lambda b: b.equals(99, b"ab"),
         lambda b: copy_of(b, 101),
         lambda b: Block(101).copy_from(b),
     ],
@@ -310,20 +296,20 @@ def test_slots_are_not_released_twice() -> None:
     slots = Slots(2)
     with file_of(PAGE) as fd:
         mapping = Mapping(fd, 0, PAGE)
-    for use in (slots.release, lambda slot: slots.lease(slot, mapping)):
+    for use in (slots.release, lambda slot: lease(slots, slot, mapping)):
         with pytest.raises(RuntimeError, match="slot 0"):
             use(0)
         for slot in (-1, 2, 2**40):
             with pytest.raises(IndexError, match=str(slot)):
                 use(slot)
-    lease = slots.lease(slots.acquire(), mapping)
+    held = lease(slots, slots.acquire(), mapping)
     with pytest.raises(RuntimeError, match="not taken"):
         slots.release(0)
     with pytest.raises(RuntimeError, match="not taken"):
-        slots.lease(0, mapping)
-    del lease
+        lease(slots, 0, mapping)
+    del held
     with pytest.raises(TypeError):
-        slots.lease(slots.acquire(), None)  # type: ignore[arg-type]
+        lease(slots, slots.acquire(), None)  # type: ignore[arg-type]
 
 
 def test_a_lease_frees_its_slot() -> None:
@@ -332,12 +318,12 @@ def test_a_lease_frees_its_slot() -> None:
     with file_of(PAGE) as fd:
         mapping = Mapping(fd, 0, PAGE)
     mapping.store_bytes(0, b"\7" * PAGE)
-    lease = slots.lease(slots.acquire(), mapping)
-    assert isinstance(lease, Lease)
-    view = lease.view(0, np.dtype("u1"), (PAGE,))
+    held = lease(slots, slots.acquire(), mapping)
+    assert isinstance(held, Lease)
+    view = held.view(0, np.dtype("u1"), (PAGE,))
     part = view[10:][::2][:3]
     assert (slots.leased, slots.leased_bytes) == (1, PAGE)
-    del lease, view, mapping
+    del held, view, mapping
     assert (slots.leased, slots.acquire()) == (1, 1)
     assert part.tolist() == [7, 7, 7]
     del part
@@ -348,11 +334,11 @@ def test_leases_outlive_the_slots() -> None:
     """A lease keeps the table it belongs to, and its mapping."""
     slots = Slots(1)
     with file_of(PAGE) as fd:
-        lease = slots.lease(slots.acquire(), Mapping(fd, 0, PAGE))
+        held = lease(slots, slots.acquire(), Mapping(fd, 0, PAGE))
     del slots
     gc.collect()
-    lease.store_bytes(0, b"x")
-    assert lease.load_bytes(0, 1) == b"x"
+    held.store_bytes(0, b"x")
+    assert held.load_bytes(0, 1) == b"x"
 
 
 def test_a_lease_is_not_made_by_hand() -> None:

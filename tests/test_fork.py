@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from slots import lease
 
 from cseq._memory import Mapping, Window
 from cseq._slots import Slots
@@ -47,7 +48,7 @@ def test_a_lease_is_private_in_a_child(nbytes: int) -> None:
     """What either side writes to a lease after a fork is not seen on the other."""
     segment, mapping, through = parts(nbytes)
     slots = Slots(1)
-    array = slots.lease(slots.acquire(), mapping).view(0, np.dtype("u1"), (nbytes,))
+    array = lease(slots, slots.acquire(), mapping).view(0, np.dtype("u1"), (nbytes,))
     array[:] = 1
     reader, writer = os.pipe()
 
@@ -76,7 +77,7 @@ def test_a_child_lets_go() -> None:
     """A lease that ends in a child frees nothing in the parent, and does not fail."""
     segment, mapping, _ = parts(PAGE)
     slots = Slots(1)
-    held = [slots.lease(slots.acquire(), mapping)]
+    held = [lease(slots, slots.acquire(), mapping)]
 
     def act() -> bool:
         held.clear()
@@ -91,8 +92,8 @@ def test_only_what_is_used_is_copied() -> None:
     """Of a lease, the child gets the bytes of the batch; the rest stays what it was."""
     segment, mapping, through = parts(4 * PAGE)
     slots = Slots(1)
-    lease = slots.lease(slots.acquire(), mapping, PAGE + 1)
-    whole = lease.view(0, np.dtype("u1"), (4 * PAGE,))
+    held = lease(slots, slots.acquire(), mapping, PAGE + 1)
+    whole = held.view(0, np.dtype("u1"), (4 * PAGE,))
 
     def act() -> bool:
         whole[:] = 7
@@ -137,9 +138,10 @@ from cseq.segment import Segment
 
 segment = Segment.create(600 * MIB)
 slots = Slots(1)
-array = slots.lease(slots.acquire(), Mapping(segment.fd, 0, 600 * MIB)).view(
-    0, np.dtype("u1"), (600 * MIB,)
-)
+slot = slots.acquire()
+lent = slots.lend(slot, Mapping(segment.fd, 0, 600 * MIB))
+slots.vacate(slot)
+array = lent.view(0, np.dtype("u1"), (600 * MIB,))
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * mmap.PAGESIZE + 100 * MIB
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

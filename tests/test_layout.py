@@ -169,6 +169,7 @@ ALLOWED = {
     **dict.fromkeys(["_pause", "_resume", "_limit", "_is_paused", "_end_datapipe"], "torchdata's"),
     "_restore_checkpoint_beginning_of_epoch": "torchdata's",
     **dict.fromkeys(["_worker_processes", "_dispatch_process"], "torchdata's"),
+    **dict.fromkeys(["_C", "_from_dlpack"], "torch's"),
 }
 # The modules of the core, of which tests test each.
 CORE = {path.stem for path in PACKAGE.glob("_*.pyx")}

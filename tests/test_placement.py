@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from slots import acquire
 
 from cseq import MPSequence, codec, empty, failure
 from cseq import writer as writer_module
@@ -44,7 +45,7 @@ class Bench:
         spares = self.arena.grant(1, SPARES)
         self.writer = Writer(self.arena.segment.fd, self.arena.segment.width, spares)
         self.writer.placement = self.placement = SlotAllocator()
-        self.slot = self.arena.acquire()
+        self.slot = acquire(self.arena)
         self.capacity = self.arena.capacity(self.slot)
 
     def post(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from slots import acquire
 
 import cseq
 from cseq import failure
@@ -90,7 +91,7 @@ class Bench:
         """Count the slots that no ticket and no batch has, up to five."""
         self.consumer.end()
         self.consumer.refill()
-        slots = [self.arena.acquire() for _ in range(5)]
+        slots = [acquire(self.arena) for _ in range(5)]
         for slot in slots:
             self.arena.release(slot)
         return sum(slot < 5 for slot in slots)
@@ -123,7 +124,7 @@ def test_through_a_slot(bench: Bench, batch: Any) -> None:
         got = bench.receive()
         assert repr(got) == repr(batch)
         del got
-        assert bench.arena.leased == 0
+        assert bench.arena.slots.leased == 0
     assert bench.free_slots() == 5
 
 
@@ -131,10 +132,10 @@ def test_a_large_batch_is_not_copied(bench: Bench) -> None:
     """A large batch lies in its slot, which is in the user's hands; a small one does not."""
     bench.send(np.arange(10))
     small = bench.receive()
-    assert bench.arena.leased == 0
+    assert bench.arena.slots.leased == 0
     bench.send(np.arange(10**5))
     large = bench.receive()
-    assert bench.arena.leased == 1
+    assert bench.arena.slots.leased == 1
     bench.send(np.zeros(10**5, np.int64))
     bench.receive()
     assert (small.tolist(), large[-1]) == (list(range(10)), 10**5 - 1)
@@ -167,7 +168,7 @@ def test_an_exception_through_a_slot(bench: Bench) -> None:
     assert type(error) is KeyError
     assert error.args == ("x" * 50_000,)
     assert isinstance(error.__cause__, cseq.RemoteTraceback)
-    assert bench.arena.leased == 0
+    assert bench.arena.slots.leased == 0
 
 
 def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +216,7 @@ def test_given_up(bench: Bench, n: int) -> None:
     bench.consumer.refill()
     assert bench.ring.abandoned_count == 1
     bench.batch_writer.fail(bench.runner, KeyError())
-    assert bench.arena.leased == (n > 3)
+    assert bench.arena.slots.leased == (n > 3)
     assert bench.free_slots() == (4 if n > 3 else 5)
     for _ in range(3):  # others are written into the slots that are free
         bench.consumer.begin(0, 0, 1000, 1000, 0, 1, 1)
@@ -223,7 +224,7 @@ def test_given_up(bench: Bench, n: int) -> None:
         bench.receive()
     assert [view.tolist() == list(range(n)) for view in views] == [True, True]
     del views
-    assert bench.arena.leased == 0
+    assert bench.arena.slots.leased == 0
 
 
 def test_two_stages_in_processes() -> None:
@@ -245,7 +246,7 @@ def test_two_stages_in_processes() -> None:
         assert got.tolist() == list(range(0, 2 * n, 2))
         writer.close()
     del got
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
     arena.close()
 
 
@@ -261,9 +262,9 @@ def test_a_converter_thread_takes_the_batch_out(n: int) -> None:
     batch = bench.reader.fetch(bench.second)
     objects.publish(bench.second, objects.write(bench.second, batch.sum()))
     assert bench.receive() == n * (n - 1) // 2
-    assert arena.leased == (1 if n > 10 else 0)
+    assert arena.slots.leased == (1 if n > 10 else 0)
     del batch
-    assert arena.leased == 0
+    assert arena.slots.leased == 0
     assert bench.free_slots() == 5
     arena.close()
 

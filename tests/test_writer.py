@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slots import take, whole
+from slots import acquire, take, whole
 
 from cseq import memory_limit
 from cseq import writer as writer_module
@@ -37,7 +37,7 @@ def test_a_slot_grows(sizes: list[int]) -> None:
     """Arrays of any size can be placed; those made before the slot grew stay whole."""
     arena = Arena()
     writer = Writer(arena.segment.fd, arena.segment.width)
-    slot = arena.acquire()
+    slot = acquire(arena)
     writer.begin(slot, arena.capacity(slot))
     arrays = [writer.empty(size, np.uint8) for size in sizes]
     for value, array in enumerate(arrays):
@@ -58,7 +58,7 @@ def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) ->
     """A writer keeps a limited number of slots mapped."""
     monkeypatch.setattr(writer_module, "MAX_MAPPED", 3)
     writer = Writer(arena.segment.fd, arena.segment.width)
-    slots = [arena.acquire() for _ in range(8)]
+    slots = [acquire(arena) for _ in range(8)]
     for _ in range(2):
         for slot in slots:
             writer.begin(slot, FIRST)
@@ -69,7 +69,7 @@ def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
     """A capacity that the trainer never heard of, since the worker died, does no harm."""
-    slot = arena.acquire()
+    slot = acquire(arena)
     first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
     for writer in (first, second, first):
         writer.begin(slot, arena.capacity(slot))
@@ -83,7 +83,7 @@ def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
 
 def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
     """What another worker has committed of a slot is not committed once more."""
-    slot = arena.acquire()
+    slot = acquire(arena)
     first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
     first.begin(slot, FIRST)
     second.begin(slot, FIRST)

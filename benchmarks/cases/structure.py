@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import loaders
+from cases.tensors import CALL, from_numpy
 from harness.case import Case, Contender, Goal, scaled
 from work import Parts, Structured, Work, microseconds
 
@@ -42,9 +43,17 @@ PARTS = {"one array": 1, "a pair": 2, "a dict of 20": 20, "a dict of 113": 113}
 BATCHES = scaled(20_000, 40)
 
 
+# What torch takes to make and drop tensors is a floor: 20 of them may take more than three batches
+# of one array (docs/performance.md).
+OF_TENSORS = Goal(
+    "a dict of 20: times 20 calls of from_numpy", lambda f: f["a dict of 20"] / (20 * f[CALL]), 1.5
+)
+
+
 def parts(out_type: str, num_workers: int) -> Case:
     """Declare a case of small arrays that lie ready in the workers."""
     options = {"out_type": out_type, "num_workers": num_workers}
+    tensors = out_type == "cpu"
     return Case(
         f"parts_{out_type}_{num_workers}",
         f"Small arrays, {num_workers} worker{'s' * (num_workers > 1)}, out_type='{out_type}'",
@@ -57,15 +66,17 @@ def parts(out_type: str, num_workers: int) -> Case:
                     Work(partial(Parts, count), BATCHES, microseconds),
                     **options,
                 ),
-                needs=("torch",) if out_type == "cpu" else (),
+                needs=("torch",) if tensors else (),
                 ours=True,
             )
             for name, count in PARTS.items()
-        ),
+        )
+        + (Contender(CALL, from_numpy, needs=("torch",)),) * tensors,
         goals=(
             Goal("a pair: times one array", lambda f: f["a pair"] / f["one array"], 1.5),
             Goal("a dict of 20: times one array", lambda f: f["a dict of 20"] / f["one array"], 3),
-        ),
+        )
+        + (OF_TENSORS,) * tensors,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from cseq.codec import castable, map_leaves, torch_type
+from cseq.codec import castable, map_leaves, tensor_maker, torch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,8 +135,7 @@ class Converter:
             return None
         if output.torch_dtype is not None or target[0] != dtype:
             return self.convert
-        from_numpy: Convert = importlib.import_module("torch").from_numpy
-        return from_numpy
+        return tensor_maker(dtype)
 
 
 def _make_null(output: Output) -> Convert:  # noqa: ARG001

@@ -12,6 +12,7 @@ from converting import ARRAYS, FLOAT, UNTOUCHED, Array, lone, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from slots import acquire
 
 from cseq import codec
 from cseq.arena import Arena
@@ -140,7 +141,7 @@ def test_the_array_lives_as_long_as_its_tensor() -> None:
 def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     """Send a batch the way it comes from a worker process."""
     arena = Arena()
-    slot = arena.acquire()
+    slot = acquire(arena)
     writer = Writer(arena.segment.fd, arena.segment.width)
     writer.begin(slot, arena.capacity(slot))
     record = codec.encode(batch, writer, cast)
