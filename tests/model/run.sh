@@ -93,7 +93,7 @@ normal  holds        commit  -DTICKETS=2 -DEPOCHS=2 -DHANDLER
 short   holds        commit  -DTICKETS=2 -DCELLS=1 -DDEATHS=1
 normal  holds        commit  -DTICKETS=2 -DDEATHS=1
 normal  holds        commit  -DTICKETS=2 -DCELLS=1 -DRUNNERS=2 -DDEATHS=1
-normal  holds        commit  -DTICKETS=3 -DDEATHS=1 -DHANDLER -DUNORDERED
+long    holds        commit  -DTICKETS=3 -DDEATHS=1 -DHANDLER -DUNORDERED
 normal  holds        commit  -DTICKETS=2 -DRUNNERS=2 -DDEATHS=1
 
 # ── mutants of these: each must fail

@@ -1,6 +1,6 @@
 """Signal handlers that raise at random times, in every kind of loop.
 
-    python tests/stress/interrupts.py [times] [seed] [kind ...]
+    python tests/stress/interrupts.py [times] [seed | random] [kind ...]
 
 Each kind of loop runs until it was interrupted so many times. What comes out is compared with what
 must come: an item may be missing (lost), come again (doubled), or come elsewhere, in the wrong
@@ -485,7 +485,7 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     wrong = main(
         int(arguments[0]) if arguments else 10_000,
-        int(arguments[1]) if len(arguments) > 1 else secrets.randbits(32),
+        secrets.randbits(32) if arguments[1:2] in ([], ["random"]) else int(arguments[1]),
         arguments[2:] or list(KINDS),
     )
     sys.exit(f"{wrong} wrong" if wrong else 0)
