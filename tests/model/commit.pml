@@ -299,7 +299,7 @@ inline offer(cell, with) {
     atomic {
         assert(state[cell] == FREE && slot_state[with] == TAKEN && !IS_SPARE(with));
         assert(CELLS == 1 || state[1 - cell] == FREE || slot[1 - cell] != with);
-        ticket[cell] = posted; state[cell] = POSTED; where[posted] = cell; posted++
+        ticket[cell] = posted; state[cell] = POSTED; posted++
     }
 }
 
@@ -338,10 +338,7 @@ inline vacate(cell) {
 }
 
 inline retire(cell) {
-    atomic {
-        where[ticket[cell]] = NONE;
-        state[cell] = FREE; ticket[cell] = 0
-    }
+    atomic { state[cell] = FREE; ticket[cell] = 0 }
 }
 
 /* A handler that raises in the middle: only if commit were steps of Python. */
@@ -515,7 +512,6 @@ inline decode() {
 }
 
 proctype trainer() {
-    byte where[NUMBERS + 1] = NONE;
     bit abandoned[CELLS];
     byte posted = 1, base = 1, taken, handed, epoch;
     byte p = NONE, at = NONE, token, keep = NONE, k, old;
