@@ -382,9 +382,7 @@ class TorchLoader(Loop):
 
     def close(self) -> None:
         self.items = iter(())
-        iterator, self.loader = self.loader._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()
+        self.loader = None  # its workers end with it
 
 
 # -- what goes through them
