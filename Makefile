@@ -11,6 +11,7 @@
 #                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
 # make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
+# make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
 # make wine     the tests with a Windows CPython, under Wine; ARGS for pytest; tests/wine/README.md
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
@@ -39,6 +40,7 @@ WINE_ENV ?= .wine-env
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
+KINDS ?=
 CASES ?=
 ROUNDS ?= 5
 
@@ -48,7 +50,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress coverage measure-coverage wine sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -139,6 +141,10 @@ recipes: build $(VENV)/.frameworks
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
+
+interrupts: TIMES := 10000
+interrupts: build
+	$(PY) tests/stress/interrupts.py $(TIMES) $(or $(SEED),random) $(KINDS)
 
 # In an environment and a copy of the tree of their own: the core is built to report its lines, and
 # interpreters of that environment measure themselves. Tests of time or of tracing fail there.

@@ -184,19 +184,21 @@ cdef class Slots:
         """The memory of a taken slot, for a batch that is being decoded.
 
         Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
-        one share it. A forked process gets a copy of the first `used` bytes; -1: of all.
+        one share it. But where a signal handler has taken the ticket that was decoded, a lease can be
+        left for the next ticket in the slot: not of this mapping or size, it is replaced. A forked
+        process gets a copy of the first `used` bytes; -1: of all.
         """
         cdef uint64_t nbytes
         cdef Lease lease
         self.check(slot)
+        nbytes = min(<uint64_t>mapping.size, self.at(slot).nbytes or <uint64_t>mapping.size)
         lease = self.lent.get(slot)
-        if lease is not None:
+        if lease is not None and lease.mapping is mapping and <uint64_t>lease.size == nbytes:
             return lease
         if used > mapping.size:
             raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        nbytes = min(<uint64_t>mapping.size, self.at(slot).nbytes or <uint64_t>mapping.size)
         lease = Lease.__new__(Lease)
         lease.data = mapping.data
         lease.size = <Py_ssize_t>nbytes

@@ -344,6 +344,24 @@ def test_lent_twice() -> None:
     assert bench.slots.leased == 0
 
 
+def test_a_lease_left_by_a_call_whose_ticket_a_signal_handler_took() -> None:
+    """The next ticket in that slot, which has grown since, has a lease of its own size."""
+    bench = Slotted()
+    slot = bench.ring.left_in(0)[2]  # the next ticket is posted there already
+    left = bench.slots.lend(slot, bench.mapped[slot])  # as the call does when the handler returns
+    fd = os.memfd_create("grown")
+    os.ftruncate(fd, 2 * PAGE)
+    bench.mapped[slot] = Mapping(fd, 0, 2 * PAGE)
+    os.close(fd)
+    assert bench.work(b"second") == slot
+    batch = bench.consumer.next()
+    assert (left.nbytes, batch.nbytes) == (PAGE, 2 * PAGE)
+    assert batch.load_bytes(0, 6) == b"second"
+    assert bench.slots.leased == 1
+    del batch, left
+    assert bench.slots.leased == 0
+
+
 class Holder:
     """Any object with an array, which a pickle does not hold itself."""
 

@@ -555,7 +555,8 @@ inline post() {
     fi
 }
 
-/* READY is the trainer's: what was computed must be whole, and of this ticket. */
+/* READY is the trainer's: what was computed must be whole, and of this ticket. Peek, decode and commit are
+ * one step here; commit.pml has them apart. */
 inline take(number) {
     atomic {
         c = where[number];

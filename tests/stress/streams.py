@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -52,10 +53,22 @@ class Maker:
 
 
 class Alarm:
-    """A signal handler that raises, at any time within what is to be interrupted."""
+    """A signal handler that raises, at any time within what is to be interrupted.
 
-    def __init__(self, rng: random.Random, count: Counter[str]) -> None:
+    Parameters
+    ----------
+    rng, count
+    share : float
+        How much of what is done has a signal.
+    longest : float
+        Seconds after which it comes at the latest.
+    """
+
+    def __init__(
+        self, rng: random.Random, count: Counter[str], share: float = 0.1, longest: float = 1e-3
+    ) -> None:
         self.rng, self.count = rng, count
+        self.share, self.longest = share, math.log10(longest)
         self.armed = False
         signal.signal(signal.SIGALRM, self.strike)
 
@@ -69,9 +82,9 @@ class Alarm:
 
     def during(self, step: Callable[[], Any], default: Any = None) -> Any:
         """Do something; where it is interrupted, return the default."""
-        if self.rng.random() < 0.9:
+        if self.rng.random() >= self.share:
             return step()
-        signal.setitimer(signal.ITIMER_REAL, 10 ** self.rng.uniform(-6, -3))
+        signal.setitimer(signal.ITIMER_REAL, 10 ** self.rng.uniform(-6, self.longest))
         try:
             self.armed = True
             result = step()

@@ -235,8 +235,6 @@ class Trial:
 
     def take(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch, or END, however often a signal handler raises meanwhile."""
-        if not self.ordered:  # one that has raised has ended the epoch
-            return next(iterator, END)
         hand = [END]
 
         def step() -> bool:

@@ -1,0 +1,489 @@
+"""Signal handlers that raise at random times, in every kind of loop.
+
+    python tests/stress/interrupts.py [times] [seed | random] [kind ...]
+
+Each kind of loop runs until it was interrupted so many times. What comes out is compared with what
+must come: an item may be missing (lost), come again (doubled), or come elsewhere, in the wrong
+epoch or with other contents (misplaced). A kind whose library is not there is left out, and named.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import secrets
+import sys
+import time
+from collections import Counter
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from streams import Alarm
+from stress import left_behind
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from streaming import lost_slots
+
+import cseq
+from cseq import testing
+from cseq.stream import Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LARGE = 2100  # int64 of an item that is handed out where it lies; others are copied
+EPOCHS = 20  # of what is started once
+WRONG = ("lost", "doubled", "misplaced", "slots left")
+COLUMNS = ("interrupts", "epochs", "items", *WRONG)
+
+
+def content(name: int) -> np.ndarray:
+    """Make what lies in an item; some are large."""
+    return np.full(LARGE if name % 16 == 0 else name % 7 + 1, name, np.int64)
+
+
+def checked(name: int, data: Any) -> int:
+    """Return an item's name, or -1 if its data are not its own."""
+    own = np.asarray(data)
+    return name if len(own) == len(content(name)) and (own == name).all() else -1
+
+
+class Loop:
+    """A kind of loop. `begin` and `take` are interrupted, and then called again.
+
+    `begin` begins an epoch, and returns the names of its items; `take` returns True when no more
+    come; `look` is not interrupted, and returns the names of those that have come.
+    """
+
+    ordered = True
+    taking = True  # whether `take` is interrupted
+    broken = False  # an error has said that the rest of the epoch may be missing
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.items: Iterator[Any] = iter(())
+        self.got: list[Any] = []
+        self.found: list[int] = []
+        self.epoch = 0
+
+    def names(self) -> list[int]:
+        """Choose the names of the next epoch's items, which no other epoch has."""
+        self.epoch += 1
+        names = [10_000 * self.epoch + k for k in range(self.rng.choice([3, 100, 1000]))]
+        self.rng.shuffle(names)
+        self.got, self.found = [], []
+        return names
+
+    def begin(self) -> list[int]:
+        raise NotImplementedError
+
+    def take(self) -> bool:
+        self.got.extend(self.items)  # in C: no handler runs between an item's coming and its place
+        return True
+
+    def look(self) -> list[int]:
+        self.found += [self.name(item) for item in self.got]
+        self.got = []
+        return self.found
+
+    def name(self, item: Any) -> int:
+        return checked(*item)
+
+    def slots_in_use(self) -> int:
+        """Count the slots that are in use after an epoch, and should not be."""
+        return 0
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+# -- sequences
+
+
+class Worker:
+    """Gives a batch its samples, and content of the first one's name."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return indices, content(int(indices[0]))
+
+
+class Sequence(Loop):
+    """An `MSequence`: a batch's name is its place in the epoch."""
+
+    def __init__(self, rng: random.Random, kind: str, *, ordered: bool = True) -> None:
+        super().__init__(rng)
+        self.ordered = ordered
+        self.processes = kind == "proc"
+        self.count, self.seed = rng.choice([30, 4000]), rng.randrange(2**32)
+        self.m = cseq.MSequence(
+            partial(Worker, rng.choice([0, 1e-4])), self.count, batch_size=4,
+            num_workers=rng.randint(1, 3), buffer=rng.choice([1, 3, 8]), seed=self.seed,
+            thread_type="proc" if self.processes else "thread", out_type="null", ordered=ordered,
+            **({"start_method": "fork"} if self.processes else {}),
+        )  # fmt: skip
+        self.m.start_test() if kind == "test" else self.m.start()
+
+    def begin(self) -> list[int]:
+        self.items = iter(self.m)
+        self.got, self.found = [], []
+        order = cseq.permutation(self.count, self.seed, self.m.epoch)
+        self.places = {int(name): place for place, name in enumerate(order[::4])}
+        self.order = order
+        return list(range(len(self.m)))
+
+    def name(self, item: Any) -> int:
+        indices, data = item
+        place = self.places.get(int(indices[0]), -1)
+        mine = place >= 0 and np.array_equal(indices, self.order[4 * place : 4 * place + 4])
+        return place if mine and checked(int(indices[0]), data) >= 0 else -1
+
+    def slots_in_use(self) -> int:
+        if not self.processes:
+            return 0
+        slots = testing.slots(self.m)
+        if slots.leased:  # an interrupted frame may be in a circle with its exception
+            gc.collect()
+            slots = testing.slots(self.m)
+        return slots.leased + slots.taken
+
+    def close(self) -> None:
+        self.m.finish()
+
+
+# -- streams
+
+
+class Producer:
+    """Makes items of their names: of an assignment in turn, or of keys."""
+
+    def __init__(self, seconds: float, number: int, num_workers: int) -> None:
+        self.seconds, self.number, self.num_workers = seconds, number, num_workers
+
+    def begin(self, names: list[int]) -> int:
+        self.names = names[self.number :: self.num_workers]
+        return len(names)
+
+    def items(self, start: int) -> Iterator[Any]:
+        return map(self.make, self.names[start:])
+
+    def make(self, key: Any) -> tuple[int, np.ndarray]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        name = int(key if isinstance(key, str) else key[0] if isinstance(key, list) else key)
+        return name, content(name)
+
+
+class Stream(Loop):
+    """`Streams`, taken by iteration."""
+
+    def __init__(self, rng: random.Random, *, keyed: bool = False, **options: Any) -> None:
+        super().__init__(rng)
+        self.ordered = options.get("ordered", True)
+        self.keyed, self.options = keyed, options
+        self.workers = rng.randint(1, 3)
+        self.s = Streams(
+            partial(Producer, rng.choice([0, 1e-4])), self.workers,
+            prefetch=rng.choice([1, 3, 20]), start_method="fork",
+        )  # fmt: skip
+
+    def begin(self) -> list[int]:
+        names = self.names()
+        if self.keyed:
+            keys = iter([[n] if n % 3 else str(n) for n in names])
+            self.s.begin([[]] * self.workers, keys, **self.options)
+        else:
+            self.s.begin([names] * self.workers, **self.options)
+        self.items = iter(self.s)
+        return names
+
+    def slots_in_use(self) -> int:
+        return len(lost_slots(self.s))
+
+    def close(self) -> None:
+        self.s.close()
+
+
+class Peeking(Stream):
+    """`Streams`, taken by `peek` and `commit`."""
+
+    def names(self) -> list[int]:
+        self.numbered: dict[int, int] = {}
+        return super().names()
+
+    def take(self) -> bool:
+        while True:
+            try:
+                number, item = self.s.peek()
+            except StopIteration:
+                return True
+            name = checked(*item)
+            if self.numbered.setdefault(number, name) != name:
+                self.numbered[number] = -1
+            self.s.commit(number)
+
+    def look(self) -> list[int]:
+        return list(self.numbered.values())
+
+
+# -- adapters
+
+
+class Dataset:
+    """Content by its name."""
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def __getitem__(self, name: int) -> Any:
+        return name, content(name)
+
+
+class Returnn(Loop):
+    """RETURNN's dataset, taken by `load_seqs`, some sequences at a time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        from returnn.datasets.basic import init_dataset
+
+        from cseq.adapters.returnn import MultiProcDataset
+
+        task = {
+            "class": "Task12AXDataset",
+            "num_seqs": rng.choice([5, 60]),
+            "seq_ordering": "random",
+        }
+        workers, ahead = rng.randint(1, 3), rng.choice([1, 8])
+        self.dataset = init_dataset(
+            {"class": MultiProcDataset, "dataset": task, "num_workers": workers,
+             "buffer_size": ahead, "start_method": "fork"}
+        )  # fmt: skip
+        self.alone = init_dataset(task)
+
+    def begin(self) -> list[int]:
+        self.epoch += 1
+        self.dataset.init_seq_order(epoch=self.epoch)
+        self.alone.init_seq_order(epoch=self.epoch)
+        self.count = self.dataset.num_seqs
+        self.at = self.loaded = 0
+        self.found = []
+        return list(range(self.count))
+
+    def take(self) -> bool:
+        self.dataset.load_seqs(self.at, self.at + 8)
+        self.loaded = self.at + 8
+        return self.loaded >= self.count
+
+    def look(self) -> list[int]:
+        if self.loaded > self.at:
+            self.found += [self.number(seq) for seq in self.dataset.added_data]
+            self.at = self.loaded
+        return self.found
+
+    def number(self, seq: Any) -> int:
+        """Return a sequence's number, or -1 if it is not what the dataset alone has there."""
+        self.alone.load_seqs(seq.seq_idx, seq.seq_idx + 1)
+        own = self.alone.get_tag(seq.seq_idx) == seq.seq_tag and all(
+            np.array_equal(data, self.alone.get_data(seq.seq_idx, key))
+            for key, data in seq.features.items()
+        )
+        return seq.seq_idx if own else -1
+
+    def close(self) -> None:
+        self.dataset.close()
+
+
+def doubled(value: int) -> int:
+    """Make an item of the graph."""
+    return 2 * value
+
+
+class TorchData(Loop):
+    """DataLoader2, interrupted in `iter`, `_pause` and `_resume`; not in an item.
+
+    Its items come out of a generator, which an exception ends.
+    """
+
+    taking = False
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        from torchdata.dataloader2 import DataLoader2
+        from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
+        from torchdata.datapipes.map import MapDataPipe
+
+        from cseq.adapters.torchdata import MultiProcessingReadingService
+
+        self.pipes = IterDataPipe, MapDataPipe
+        pipe = IterableWrapper(range(12)).sharding_filter().map(doubled)
+        service = MultiProcessingReadingService(rng.randint(1, 3), "fork")
+        self.loader = DataLoader2(pipe, reading_service=service)
+
+    def begin(self) -> list[int]:
+        for pipes in self.pipes:  # torch leaves hooks behind where it is interrupted
+            pipes.set_reduce_ex_hook(None)
+            pipes.set_getstate_hook(None)
+        if self.loader._is_paused:  # the last attempt was interrupted
+            self.loader._resume()
+        self.items, self.got, self.found = iter(self.loader), [], []
+        self.got += [next(self.items)]
+        self.loader._pause()
+        self.loader._resume()
+        return list(range(0, 24, 2))
+
+    def name(self, item: Any) -> int:
+        return int(item)
+
+    def close(self) -> None:
+        self.loader.shutdown()
+
+
+class TorchLoader(Loop):
+    """`cseq.DataLoader`, with workers that persist."""
+
+    def __init__(self, rng: random.Random, *, ordered: bool = True) -> None:
+        super().__init__(rng)
+        from cseq.adapters.torch import DataLoader
+
+        self.ordered = ordered
+        self.chosen: list[int] = []
+        self.loader: Any = DataLoader(
+            Dataset(), batch_size=None, sampler=self, num_workers=rng.randint(1, 3),
+            prefetch_factor=rng.choice([1, 2, 8]), persistent_workers=True, in_order=ordered,
+            multiprocessing_context="fork",
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.chosen)
+
+    def begin(self) -> list[int]:
+        self.chosen = self.names()
+        self.broken = False
+        self.items = iter(self.loader)
+        return self.chosen
+
+    def take(self) -> bool:
+        try:
+            return super().take()
+        except RuntimeError as error:  # the sampler's iterator is a generator of torch's adapter
+            if "the rest of the epoch may be missing" not in str(error):
+                raise
+            self.broken = True
+            return True
+
+    def close(self) -> None:
+        self.items = iter(())
+        self.loader = None  # its workers end with it
+
+
+# -- what goes through them
+
+
+class Kind(NamedTuple):
+    """How a loop is made, and the libraries that it needs."""
+
+    make: Callable[[random.Random], Loop]
+    needs: tuple[str, ...] = ()
+
+
+KINDS = {
+    "threads": Kind(partial(Sequence, kind="thread")),
+    "threads unordered": Kind(partial(Sequence, kind="thread", ordered=False)),
+    "processes": Kind(partial(Sequence, kind="proc")),
+    "processes unordered": Kind(partial(Sequence, kind="proc", ordered=False)),
+    "test mode": Kind(partial(Sequence, kind="test")),
+    "streams": Kind(Stream),
+    "streams unordered": Kind(partial(Stream, ordered=False)),
+    "streams peek": Kind(Peeking),
+    "keys": Kind(partial(Stream, keyed=True)),
+    "keys unordered": Kind(partial(Stream, keyed=True, ordered=False)),
+    "keys free": Kind(partial(Stream, keyed=True, assign="free")),
+    "keys peek": Kind(partial(Peeking, keyed=True)),
+    "returnn": Kind(Returnn, ("returnn",)),
+    "torchdata": Kind(TorchData, ("torch", "torchdata")),
+    "torch": Kind(TorchLoader, ("torch",)),
+    "torch unordered": Kind(partial(TorchLoader, ordered=False), ("torch",)),
+}
+
+
+def compare(
+    expected: list[int], found: list[int], count: Counter[str], *, ordered: bool, over: bool
+) -> None:
+    """Count what is wrong with the items of an epoch; if it is not over, the last ones may lack."""
+    place = {name: k for k, name in enumerate(expected)}
+    places = [place[name] for name in found if name in place]
+    upto = max(places, default=-1) + 1 if ordered else 0
+    count["items"] += len(found)
+    count["lost"] += len(set(range(len(expected) if over else upto)) - set(places))
+    count["doubled"] += len(places) - len(set(places))
+    count["misplaced"] += len(found) - len(places)
+    if ordered:
+        count["misplaced"] += sum(after < before for before, after in pairwise(places))
+
+
+def run_epoch(loop: Loop, alarm: Alarm, count: Counter[str]) -> None:
+    """Go through an epoch, or leave it in its middle."""
+    expected: list[int] = []
+    while not expected:
+        expected = alarm.during(loop.begin, [])
+    stop = len(expected) if loop.rng.random() < 0.7 else loop.rng.randrange(len(expected))
+    over, found = False, []
+    while not over and len(found) <= stop:
+        over = alarm.during(loop.take, default=False) if loop.taking else loop.take()
+        found = loop.look()
+    over = over and not loop.broken
+    count["epochs"] += over
+    compare(expected, found, count, ordered=loop.ordered, over=over)
+    if over:
+        count["slots left"] += loop.slots_in_use()
+
+
+def run_kind(name: str, times: int, seed: int) -> Counter[str]:
+    """Run loops of a kind until they were interrupted so many times."""
+    rng, count = random.Random(f"{seed} {name}"), Counter[str]()
+    alarm = Alarm(rng, count, share=0.99, longest=1e-2 if name == "torchdata" else 1e-3)
+    while count["interrupts"] < times:
+        loop = KINDS[name].make(rng)
+        for _ in range(EPOCHS):
+            run_epoch(loop, alarm, count)
+        loop.close()
+    return count
+
+
+def main(times: int, seed: int, names: list[str]) -> int:
+    """Run the kinds, print a line for each, and return how much was wrong."""
+    print(f"Python {sys.version.split()[0]}, seed {seed}, {times} interrupts of each kind")
+    print(f"{'':20}" + "".join(f"{what:>12}" for what in COLUMNS), flush=True)
+    sum_of_all, descriptors = Counter[str](), testing.descriptors()
+    for name in names:
+        missing = [library for library in KINDS[name].needs if find_spec(library) is None]
+        if missing:
+            print(f"{name:20} left out: no {', '.join(missing)}")
+            continue
+        count = run_kind(name, times, seed)
+        print(f"{name:20}" + "".join(f"{count[what]:12}" for what in COLUMNS), flush=True)
+        sum_of_all += count
+    print(f"{'all':20}" + "".join(f"{sum_of_all[what]:12}" for what in COLUMNS), flush=True)
+    left = list(left_behind())
+    assert not left, left
+    assert testing.descriptors() == descriptors, "descriptors are left"
+    return sum(sum_of_all[what] for what in WRONG)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    wrong = main(
+        int(arguments[0]) if arguments else 10_000,
+        secrets.randbits(32) if arguments[1:2] in ([], ["random"]) else int(arguments[1]),
+        arguments[2:] or list(KINDS),
+    )
+    sys.exit(f"{wrong} wrong" if wrong else 0)
