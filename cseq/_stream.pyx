@@ -682,6 +682,7 @@ cdef class ItemReader:
     cdef object key                 # drawn and not yet written; NOTHING: there is none
     cdef list drawn                 # `Block`s and `Request`s, to be posted
     cdef object error               # to be raised after the items of all keys
+    cdef object incomplete          # the one of them that is raised until an epoch begins
     cdef uint64_t ahead             # keys that are drawn ahead of what was taken
     cdef uint64_t each              # the most of one worker that are posted and not taken
     cdef uint64_t posted
@@ -716,6 +717,7 @@ cdef class ItemReader:
         cdef list drawn = []
         self.generation = -1
         self.keys, self.key, self.drawn, self.error = None, NOTHING, drawn, None
+        self.incomplete = None
         self.length = 0
 
     def begin(self, keys=None, *, bint ordered=True, bint free=False):
@@ -793,7 +795,7 @@ cdef class ItemReader:
 
         One that is no `Exception`, such as KeyboardInterrupt of a signal handler, is raised at
         once. The iterator is asked again afterwards; if it has ended, as a generator has, that is
-        an error.
+        an error, which is raised again and again until an epoch begins.
         """
         keys, before = self.keys, self.drawing
         self.drawing = keys
@@ -807,7 +809,7 @@ cdef class ItemReader:
                 self.keys, self.error = None, error
         except BaseException as cause:
             if keys is self.keys:
-                self.error = RuntimeError(
+                self.error = self.incomplete = RuntimeError(
                     f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: "
                     "the rest of the epoch may be missing")
             raise
@@ -945,7 +947,9 @@ cdef class ItemReader:
                     self.post(False)
                     continue
                 if self.error is not None:
-                    error, self.error = self.error, None
+                    error = self.error
+                    if error is not self.incomplete:  # that is raised until an epoch begins
+                        self.error = None
                     raise error
                 return None
             k = 0 if self.ordered else self.find_answered()

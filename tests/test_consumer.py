@@ -349,13 +349,13 @@ def test_a_lease_left_by_a_call_whose_ticket_a_signal_handler_took() -> None:
     bench = Slotted()
     slot = bench.ring.left_in(0)[2]  # the next ticket is posted there already
     left = bench.slots.lend(slot, bench.mapped[slot])  # as the call does when the handler returns
-    fd = os.memfd_create("grown")
-    os.ftruncate(fd, 2 * PAGE)
-    bench.mapped[slot] = Mapping(fd, 0, 2 * PAGE)
-    os.close(fd)
+    segment = Segment.create(2 * GRAIN)
+    commit(segment.fd, 0, 2 * GRAIN)
+    bench.mapped[slot] = Mapping(segment.fd, 0, 2 * GRAIN)
+    segment.close()
     assert bench.work(b"second") == slot
     batch = bench.consumer.next()
-    assert (left.nbytes, batch.nbytes) == (PAGE, 2 * PAGE)
+    assert (left.nbytes, batch.nbytes) == (GRAIN, 2 * GRAIN)
     assert batch.load_bytes(0, 6) == b"second"
     assert bench.slots.leased == 1
     del batch, left

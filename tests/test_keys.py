@@ -423,9 +423,9 @@ def test_a_sampler_that_is_interrupted() -> None:
             next(iter(s))
         got += keys_of(itertools.islice(s, 4))
         assert got == lists(5)
-        with pytest.raises(RuntimeError, match="was interrupted"):
-            next(iter(s))
-        assert list(s) == []
+        for _ in range(2):  # a handler that strikes again may hide the first of them
+            with pytest.raises(RuntimeError, match="was interrupted"):
+                next(iter(s))
         begin(s, Once(lists(9)))
         got = keys_of(itertools.islice(s, 1))
         with pytest.raises(KeyboardInterrupt):
