@@ -19,6 +19,15 @@ FOREVER = 1e6  # seconds
 LAST = 1.0  # seconds for what was killed to be gone, past a deadline
 
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
+KILLED = 0xC5E9 if os.name == "nt" else -KILL  # exit code of a process that `KILL` has ended
+# Exit codes of Windows (NTSTATUS) that processes end with when they crash.
+CRASHES = {
+    0xC0000005: "access violation",
+    0xC00000FD: "stack overflow",
+    0xC000013A: "Ctrl-C",
+    0xC0000374: "heap corruption",
+    0xC0000409: "abort",
+}
 
 # Sent to all processes of a terminal or of a job; what to do about them is the trainer's decision.
 SHIELDED = tuple(
@@ -36,6 +45,7 @@ class Child(Protocol):
     number: int
     pid: int
     sock: socket.socket
+    handle: int | None  # of the process, on Windows
 
     @property
     def gone(self) -> bool:
@@ -129,6 +139,10 @@ def describe_exit(code: int | None) -> str:
     """Say how a process ended, for a message: 'was killed by SIGKILL', 'exited with code 3'."""
     if code is None:
         return "ended (its exit code is not known)"
+    if code == KILLED and code > 0:
+        return "was killed"
+    if code >= 0xC0000000:
+        return f"crashed: {CRASHES.get(code, 'exception')} (0x{code:X})"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ def hung_up(sock: socket.socket) -> bool:
     if sock.fileno() < 0:
         return True
     if not hasattr(select, "poll"):  # Windows
-        return False
+        try:
+            return bool(select.select([sock], [], [], 0)[0]) and not sock.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return True
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     return bool(poll.poll(0))
