@@ -454,7 +454,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """Take the next sequence; keep it unless it is before `start`.
 
         The record of the epoch is updated between `peek` and `commit`, so that a second update
-        changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence and number.
+        changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence, with its
+        number.
         """
         streams = self._streams
         if not self._begun or streams is None or self._home != os.getpid():
