@@ -384,6 +384,11 @@ def punch(int fd, uint64_t offset, uint64_t nbytes):
     return error == 0
 
 
+def ram():
+    """Bytes of memory of this machine, on Windows; 0 elsewhere."""
+    return cseq_ram()
+
+
 def address_of(cnp.ndarray array not None):
     """Where an array's data begins."""
     return <uintptr_t>cnp.PyArray_DATA(array)

@@ -1,8 +1,8 @@
-"""Descriptors of files that processes share: opened, sent, received; executed programs get none.
+"""Descriptors of files that processes share: opened, sent and received.
 
-Every descriptor is close-on-exec from the call on that makes it, so a program that another thread
-executes in the next moment does not get it. On Windows they are handles of sections, which `send`
-duplicates into the other process.
+Executed programs get none: every descriptor is close-on-exec from the call on that makes it, so a
+program that another thread executes in the next moment does not get it. On Windows they are handles
+of sections, which `send` duplicates into the other process.
 """
 
 from __future__ import annotations

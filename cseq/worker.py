@@ -22,7 +22,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import struct
 import threading
 import time
@@ -37,6 +36,7 @@ from cseq.threads import Latch
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from cseq.launcher import Child

@@ -72,6 +72,17 @@ CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populat
 #endif
 }
 
+/* Windows: bytes of memory of this machine. 0: not known. */
+CSEQ_INLINE uint64_t cseq_ram(void) {
+#if defined(_WIN32)
+    MEMORYSTATUSEX status;
+    status.dwLength = sizeof(status);
+    return GlobalMemoryStatusEx(&status) ? status.ullTotalPhys : 0;
+#else
+    return 0; /* see sysconf */
+#endif
+}
+
 CSEQ_INLINE void cseq_unmap(void *p, uint64_t nbytes) {
 #if defined(_WIN32)
     (void)nbytes;

@@ -44,7 +44,7 @@ class Process(Protocol):
 class PosixProcess:
     """A child of this process, which alone may wait for it and kill it."""
 
-    handle = None
+    handle: int | None = None
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -113,7 +113,7 @@ class _WindowsProcess:
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.pid = popen.pid
         self._popen = popen
-        self.handle = int(popen._handle)
+        self.handle: int | None = int(cast("Any", popen)._handle)
 
     @property
     def gone(self) -> bool:

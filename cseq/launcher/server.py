@@ -70,7 +70,7 @@ class _Import:
 class _ServedChild:
     """A worker that a fork server has started and reaps."""
 
-    handle = None
+    handle: int | None = None
 
     def __init__(self, number: int, sock: socket.socket, server: ForkServer) -> None:
         self.number = number

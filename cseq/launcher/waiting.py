@@ -10,7 +10,6 @@ import socket
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
 

@@ -251,7 +251,7 @@ static void point(const char *place) {
 }
 
 static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
-    (void)ns;
+    (void)ns, (void)shared;
     flush();
     if (*word != seen) return;
     fibers[now].is = ASLEEP;
@@ -261,6 +261,7 @@ static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
 }
 
 static void ring_wake(uint32_t *word, int shared) {
+    (void)shared;
     for (uint32_t f = 0; f < count; f++)
         if (fibers[f].is == ASLEEP && fibers[f].word == word) fibers[f].is = CAN_RUN;
 }
