@@ -82,7 +82,7 @@ core = [
         + [("CSEQ_DEBUG", "1")] * DEBUG
         + [("CYTHON_TRACE_NOGIL", "1"), ("CYTHON_USE_SYS_MONITORING", "0")] * TRACE,
         undef_macros=["NDEBUG"] * DEBUG,
-        libraries=["synchronization", "ws2_32"] if WINDOWS else [],
+        libraries=["ws2_32"] if WINDOWS else [],
         extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
         extra_link_args=[] if WINDOWS else ["-pthread"],
     )

@@ -39,6 +39,17 @@ extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
+#if defined(_WIN32)
+/* Of Windows 8 and later; found at run time, since toolchains differ in the library that names them. */
+typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
+typedef void(WINAPI *cseq_wake_function)(void *);
+
+CSEQ_INLINE FARPROC cseq_find(const char *name) {
+    HMODULE kernel = GetModuleHandleW(L"kernelbase.dll"); /* every process has it */
+    return kernel == 0 ? 0 : GetProcAddress(kernel, name);
+}
+#endif
+
 /* 1: always nap. Set once, before any wait. */
 static int cseq_wait_nap = 0;
 
@@ -104,8 +115,9 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int share
             return;
         }
 #elif defined(_WIN32)
-        if (!shared) {
-            WaitOnAddress(word, &seen, 4, (DWORD)((ns + 999999u) / 1000000u));
+        cseq_wait_function wait = (cseq_wait_function)(void *)cseq_find("WaitOnAddress");
+        if (!shared && wait != 0) {
+            wait(word, &seen, 4, (DWORD)((ns + 999999u) / 1000000u));
             return;
         }
 #endif
@@ -121,7 +133,8 @@ CSEQ_INLINE void cseq_wake(uint32_t *word, int shared) {
     if (os_sync_wake_by_address_all != 0)
         os_sync_wake_by_address_all(word, 4, shared ? 1u : 0u /* SHARED */);
 #elif defined(_WIN32)
-    if (!shared) WakeByAddressAll(word);
+    cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find("WakeByAddressAll");
+    if (!shared && wake != 0) wake(word);
 #else
     (void)word, (void)shared;
 #endif

@@ -25,6 +25,7 @@ from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.deaths import Deaths, Held
 from cseq.feed import Feed, wake_at
 from cseq.launcher import ENTRY, make_launcher
+from cseq.launcher.forks import in_forked_children
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
 from cseq.stage import CONVERTER, INDEXER, run
@@ -110,7 +111,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     batch_context.allocator = entered.writer
     entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
-    os.register_at_fork(after_in_child=partial(setattr, batch_context, "allocator", None))
+    in_forked_children(partial(setattr, batch_context, "allocator", None))
     batch_writer = SlotWriter(entered.writer, task.cast)
     indexing = indexer.Indexing(made, batch_context, batch_writer, seeds=seeds)
 
