@@ -1447,6 +1447,12 @@ def now_ns():
     return cseq_now_ns()
 
 
+def await_hangup(intptr_t socket):
+    """Wait, without the GIL, until the peer of a socket is gone."""
+    with nogil:
+        cseq_await_hangup(socket)
+
+
 def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
     """Never returns: ends the process, without the interpreter, when the peer of `socket` is gone,
     at once or `grace_ns` later. For a thread of its own."""

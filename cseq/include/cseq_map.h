@@ -100,6 +100,22 @@ CSEQ_INLINE void cseq_close(int fd) {
 #endif
 }
 
+#if !defined(_WIN32)
+/* Write zeros: what is not committed yet has no other content. 0, or an errno. */
+CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
+    static const char zeros[1 << 16];
+    while (nbytes > 0) {
+        size_t most = nbytes < sizeof(zeros) ? (size_t)nbytes : sizeof(zeros);
+        ssize_t done = pwrite(fd, zeros, most, (off_t)offset);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return done < 0 ? errno : ENOSPC;
+        offset += (uint64_t)done;
+        nbytes -= (uint64_t)done;
+    }
+    return 0;
+}
+#endif
+
 /* Allocate the pages of [offset, offset + nbytes): 0, or an errno. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
@@ -114,9 +130,7 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
     }
     return p == 0 ? ENOMEM : 0;
 #elif defined(__APPLE__)
-    fstore_t want = {F_ALLOCATEALL, F_PEOFPOSMODE, 0, (off_t)nbytes, 0};
-    (void)offset;
-    return fcntl(fd, F_PREALLOCATE, &want) == 0 || errno == ENOTSUP ? 0 : errno;
+    return cseq_commit_by_zeros(fd, offset, nbytes); /* F_PREALLOCATE fills no holes */
 #else
     int error;
     do {

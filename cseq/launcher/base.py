@@ -122,17 +122,24 @@ class Launcher(Protocol):
         """
 
 
-def start_methods(os_name: str = os.name, features: Sequence[str] | None = None) -> tuple[str, ...]:
+def start_methods(
+    platform: str = sys.platform, features: Sequence[str] | None = None
+) -> tuple[str, ...]:
     """Names of the start methods that a system has, the best first.
 
-    `features` are names among 'fork' and 'send_fds'; by default what this Python has.
+    `features` are names among 'fork' and 'send_fds'; by default what this Python has. On macOS, a
+    process that has used Apple's libraries (numpy's BLAS does) may not be able to fork: 'spawn'.
     """
     if features is None:
         has = {"fork": hasattr(os, "fork"), "send_fds": hasattr(socket, "send_fds")}
         features = [name for name, there in has.items() if there]
-    if os_name == "nt" or "fork" not in features:
+    if platform == "win32" or "fork" not in features:
         return ("spawn",)
-    return ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
+    methods: tuple[str, ...]
+    methods = ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
+    if platform == "darwin":
+        methods = ("spawn", *(name for name in methods if name != "spawn"))
+    return methods
 
 
 def describe_exit(code: int | None) -> str:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from dataclasses import replace
@@ -19,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
-from cseq._core import Runner
+from cseq._core import Runner, await_hangup
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.deaths import Deaths, Held
@@ -148,9 +147,7 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
 
 def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
     """Remove a converter's files, and end the process, when the trainer is gone."""
-    poll = select.poll()
-    poll.register(sock.fileno(), 0)  # POLLHUP is always reported
-    poll.poll()
+    await_hangup(sock.fileno())
     converter.clean()
     os._exit(1)
 
