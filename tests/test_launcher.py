@@ -916,7 +916,7 @@ def test_without_pidfds_workers_are_ended_and_reaped_too(
 
 @pytest.mark.parametrize(("flags", "ended"), [(0x8000, True), (0x8001, True), (1, False)])
 def test_hung_up_by_kqueue(monkeypatch: pytest.MonkeyPatch, flags: int, ended: bool) -> None:
-    """On macOS the end of a connection is a flag of an event, which data before it does not hide."""
+    """On macOS the end of a connection is an event's flag, which data before it do not hide."""
     asked = []
 
     class Queue:
