@@ -17,7 +17,7 @@ SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
 # What is tried where a file cannot be that long: (width in bytes, slots).
 NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
 # Windows pays some 8 bytes for each page of 4 KiB that is reserved.
-RESERVED = ((1 << 29, 1 << 7), (1 << 28, 1 << 7))
+RESERVED = ((1 << 29, 1 << 8), (1 << 28, 1 << 8))
 
 
 class Segment:
