@@ -1,4 +1,4 @@
-"""Feeds training loops: in order, each sample once, the same for the same seed.
+"""Feed training loops: in order, each sample once, the same for the same seed.
 
 The journey of a batch::
 
@@ -22,17 +22,17 @@ The modules; imports point down::
     ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
     ├── pools/          what runs the stages: inline (this is test mode), thread, process
-    ├── place.py        where the loop is: epoch, samples
+    ├── place.py        where the loop is: the epoch, and how many of its samples are done
     ├── supervisor.py   the worker processes of one pool: started, replaced, ended
     ├── worker.py       one worker process: setup, messages, stacks, at both ends
     ├── deaths.py       how often workers die, and whether that is too often
-    ├── feed.py         an epoch's tickets into a ring, its finished batches out
+    ├── feed.py         posts an epoch's tickets in a ring, takes its finished batches out
     ├── indexer.py      stage 1: indices → batch, by the user's worker
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches
     ├── shard.py        which rank this process is, and of how many
     ├── transport.py    the two ends of a hand-over: as an object, or through a slot
-    ├── codec.py        a batch of any shape ↔ a slot
+    ├── codec.py        encodes a batch into a slot, and decodes it
     ├── arena.py        slots of shared memory, and the leases on them
     ├── writer.py       a worker's end of the slots, and its spares
     ├── slot_size.py    how large a slot is made, and when it shrinks
@@ -40,7 +40,7 @@ The modules; imports point down::
     ├── dataset.py      from_dataset: a map-style data set as a worker
     ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
     ├── context.py      rng, empty, worker_info: for use inside an indexer
-    ├── stage.py        the one loop every runner runs: claim, work, publish
+    ├── stage.py        the loop of every runner: claim, work, publish
     ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── compute.py      how many threads the libraries of a worker process compute with
     ├── failure.py      an exception, packed in a worker and raised in the loop
@@ -48,16 +48,16 @@ The modules; imports point down::
     ├── importable.py   what a new process can import
     ├── unpicklable.py  which part of an object cannot be pickled
     ├── memory_limit.py  the memory of this machine and of its control groups
-    ├── descriptors.py  anonymous files, received descriptors: none for executed programs
+    ├── descriptors.py  anonymous files, received descriptors: all close-on-exec
     ├── check.py        checks of arguments
     ├── threads.py      threads and latches that a signal handler cannot break
     ├── stats.py        counts, waiting times, and the bottleneck
     ├── _encoder.pyx    a batch into a slot, by a plan
-    ├── _stream.pyx     the trainer's end of streams: requests, ready queues, turns
+    ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _placement.pyx  arrays made in place, by numpy's allocator
-    ├── _slots.pyx      slots: free, taken, leased, a worker's
+    ├── _slots.pyx      slots: free, taken, leased, or owned by a worker
     ├── _memory.pyx     memory that arrays are made on
     └── errors.py       every error, drawn as a tree
 """

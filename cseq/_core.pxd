@@ -35,18 +35,18 @@ cdef class Order:
 cdef class Ring:
     cdef cseq_ring* r
     cdef readonly Memory memory
-    cdef uint32_t* order      # cells of outstanding tickets, oldest first; a circle
+    cdef uint32_t* order      # cells of outstanding tickets, oldest first; a circular buffer
     cdef uint32_t first       # where in `order` the oldest is
     cdef uint32_t outstanding
     cdef uint32_t* abandoned  # cells of tickets that were given up
     cdef readonly uint32_t abandoned_count
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
-    cdef cseq_gil gil      # of threads at the GIL
-    cdef public uint32_t wake_at  # how many of them wake the runners
+    cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
+    cdef public uint32_t wake_at  # as many tickets posted wake the runners
     cdef public Slots arena   # the slots of its tickets; None: they have none
-    cdef readonly uint64_t waited_ns  # the trainer slept
-    # taken since the beginning, errors not counted
+    cdef readonly uint64_t waited_ns  # ns that the trainer has slept
+    # Taken since the beginning, without errors.
     cdef readonly uint64_t taken_batches
     cdef readonly uint64_t taken_samples
     cdef readonly uint64_t taken_bytes  # of slots
@@ -64,7 +64,7 @@ cdef class Ring:
     cdef int find(self, bint ordered) noexcept
     cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept
     cdef inline void settle(self, cseq_cell* c) noexcept:
-        """Enter in which slot a published ticket lies."""
+        """Record the owner of the slot that a published ticket lies in."""
         if self.arena is not None:
             self.arena.settle(c)
 

@@ -48,8 +48,8 @@ if os.environ.get("CSEQ_WAIT", "") == "nap":
 
 
 cdef enum:
-    BRIEF = 4096       # steps of the shuffle that are not worth letting the GIL go for
-    SLICE = 1 << 20    # steps between two looks at signals
+    BRIEF = 4096       # steps of the shuffle that are too few to release the GIL for
+    SLICE = 1 << 20    # steps between two checks for signals
 
 
 ALGORITHM = "fisher-yates-v1"
@@ -77,7 +77,7 @@ def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
 
 
 def permutation(n, seed, epoch=0):
-    """The order in which a sequence of `n` samples with this seed goes through an epoch.
+    """The order of the samples in an epoch of a manager with `n` samples and this seed.
 
     Parameters
     ----------
@@ -86,18 +86,20 @@ def permutation(n, seed, epoch=0):
     seed : int
         In [0, 2**64).
     epoch : int
-        Mixed with the seed by a hash, not added: no two pairs share an order by construction.
+        In [0, 2**64). Hashed with the seed, not added to it.
 
     Returns
     -------
     numpy.ndarray
-        A fresh array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
+        A new array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
         ``int64``. The algorithm is ``fisher-yates-v1`` of docs/shuffle.md, and never changes.
 
     Raises
     ------
     TypeError, ValueError
         An argument is not an integer, or out of range.
+    MemoryError
+        There is no room for the array.
     """
     cdef uint64_t size = natural(n, "n", <uint64_t>1 << 48)
     cdef uint64_t state[4]
@@ -126,7 +128,7 @@ cdef class Order:
     Parameters
     ----------
     n : int
-        Samples.
+        Number of samples.
     shuffle : bool
         False: in their natural order.
     seed : int
@@ -134,12 +136,12 @@ cdef class Order:
     indices : numpy.ndarray, optional
         One-dimensional integers, `n` of them: the samples themselves. Read, never written.
     wide : bool
-        A 64-bit table also for few samples; the order is the same.
+        A 64-bit table also for few samples, for tests; the order is the same.
 
     Notes
     -----
     The table (4 bytes a sample up to 2**32 samples) is made at the first `begin` and touched only
-    as far as it is used: neither this nor `begin` costs more for more samples.
+    as far as it is used: `begin` takes the same time for any number of samples.
     """
 
     def __cinit__(self, n, *, bint shuffle, seed, indices=None, bint wide=False):
@@ -166,7 +168,7 @@ cdef class Order:
         return 0
 
     def begin(self, epoch):
-        """Begin an epoch, whatever the last one came to."""
+        """Begin an epoch, also if the last one is not over."""
         cdef uint64_t number = natural(epoch, "epoch", <uint64_t>-1)
         if self.shuffle:
             if self.table == NULL:
@@ -174,12 +176,12 @@ cdef class Order:
             cseq_order_begin(&self.order, self.seed, number)
 
     cdef bint is_near(self, uint64_t upto) noexcept:
-        """Whether positions below `upto` are final, or few steps from it."""
+        """Whether positions below `upto` are final, or will be in `BRIEF` steps."""
         return not self.shuffle or (
             self.table != NULL and upto <= self.order.position + BRIEF)
 
     cdef int approach(self, uint64_t upto) except -1:
-        """Shuffle until `upto` is near; lets the GIL go, and runs signal handlers."""
+        """Shuffle until `upto` is near; releases the GIL, and runs signal handlers."""
         if self.shuffle and self.table == NULL:
             raise RuntimeError("begin an epoch first")
         while not self.is_near(upto):
@@ -194,7 +196,7 @@ cdef class Order:
         return 0
 
     cdef void copy(self, uint64_t start, uint64_t count, int64_t* out) noexcept:
-        """The samples at positions [start, start + count), as they stand in the order; the end is near."""
+        """The numbers at positions [start, start + count) of the order, whose end must be near."""
         cdef uint64_t k
         if not self.shuffle:
             for k in range(count):
@@ -204,7 +206,7 @@ cdef class Order:
             cseq_order_read(&self.order, start, count, out)
 
     cdef int write(self, uint64_t start, uint64_t count, int64_t* out) except -1:
-        """The samples at positions [start, start + count), as they stand in the order."""
+        """The numbers at positions [start, start + count) of the order."""
         if count:
             self.approach(start + count)
             self.copy(start, count, out)
@@ -225,7 +227,7 @@ cdef class Order:
             chosen[...] = self.indices[chosen]
 
     def read(self, uint64_t start, uint64_t count):
-        """The samples at positions [start, start + count): a fresh int64 array."""
+        """The samples at positions [start, start + count): a new int64 array."""
         cdef cnp.npy_intp size = <cnp.npy_intp>count
         self.inside(start, count)
         out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT64, 0)
@@ -235,21 +237,21 @@ cdef class Order:
         return out
 
 
-PARK_NS = 100_000_000  # longest sleep before a sleeper looks at signals, peers and deadlines
+PARK_NS = 100_000_000  # longest sleep before a sleeper checks signals, workers and deadlines
 INPUT, MIDDLE, OUTPUT = 0, 1, 2
 
 
 def wait_any(list rings not None, list cells not None, uint32_t seen):
-    """Sleep until one of some tickets is ready, or all are notified; see `Ring.wait`.
+    """Sleep until one of some tickets is ready, or `Ring.notify_all` is called; see `Ring.wait`.
 
     Parameters
     ----------
     rings : list of Ring
-        Of one memory, in each of which one ticket is waited for.
+        In one memory; one ticket is waited for in each.
     cells : list of int
-        Where that is.
+        The cell of that ticket in each ring.
     seen : int
-        What `notices` of any of them said before the caller looked.
+        `Ring.notices` of any of them, from before the caller looked for news.
     """
     cdef uint32_t count = <uint32_t>len(rings)
     cdef uint32_t k
@@ -275,13 +277,13 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
 
 
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
-    """Bytes of memory that a ring of these sizes takes."""
+    """Bytes of memory that a ring of `capacity` cells of `batch_size` indices each takes."""
     return cseq_ring_bytes(capacity, batch_size, runners)
 
 
 @cython.final
 cdef class Ring:
-    """The ring, as the trainer sees it: post, take, cancel, repost, close.
+    """The trainer's end of the ring: post, take, cancel, repost, close. See docs/ring.md.
 
     One thread at a time posts and takes; `repost`, `notify_all`, `close`, `depths` and `holder` may be
     called from any thread.
@@ -297,11 +299,11 @@ cdef class Ring:
     runners : int
         Owners are numbered from 1 to this.
     calls : int
-        0: runners share the ring, and each claims any ticket. Else it is a queue of one runner,
-        which claims in the order of the posts, and looks at the last `calls` cells first.
+        0: a shared ring, where each runner claims any ticket. Else a queue of one runner, which
+        claims in the order of the posts, and looks at the last `calls` cells first.
     at : int
-        Where in the memory it lies. The trainer sleeps at the gate of the ring at 0, so it can wait for
-        several rings in one memory (`wait_any`).
+        Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
+        ring at 0, so it can wait for several rings in one memory (`wait_any`).
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -358,7 +360,7 @@ cdef class Ring:
 
     @property
     def spin(self):
-        """Nanoseconds that an idle runner polls the ring before it sleeps."""
+        """Nanoseconds that an idle runner spins before it sleeps."""
         return self.r.spin
 
     @spin.setter
@@ -367,8 +369,8 @@ cdef class Ring:
 
     @property
     def gil_spin(self):
-        """Nanoseconds that a thread with nothing to do polls ring and GIL before it sleeps; for a ring
-        between threads."""
+        """Nanoseconds that an idle thread spins before it sleeps (cseq_gil.h); for a ring between
+        threads."""
         return self.gil.ns
 
     @gil_spin.setter
@@ -382,7 +384,7 @@ cdef class Ring:
         return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
 
     def depths(self):
-        """Tickets in the input, middle and output queue (waiting, not in work)."""
+        """Tickets that wait for an indexer, for a converter, and for the trainer."""
         cdef Py_ssize_t[3] depth
         cdef uint32_t c
         cdef int state
@@ -406,7 +408,7 @@ cdef class Ring:
         return [cseq_load_rlx_u64(&cseq_ring_runner(self.r, o + 1).batches) for o in range(self.r.runners)]
 
     def holder(self, uint32_t cell):
-        """(owner, when claimed in ns of `now_ns`) of a cell in work, else (0, 0)."""
+        """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
         cdef int state = CSEQ_STATE(word)
@@ -432,11 +434,11 @@ cdef class Ring:
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
              uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0):
-        """Offer a ticket, its indices written, in a free cell.
+        """Post a ticket in a free cell, whose indices are written.
 
-        `start` is the position of the first sample in the order of the epoch. The
-        runners are woken when `wake_at` tickets have gathered and whenever the trainer waits, but
-        not while one of them polls (see `gil_spin`).
+        `start` is the position of the first sample in the order of the epoch. The runners are woken
+        when `wake_at` tickets have gathered and whenever the trainer waits, but not while one of
+        them spins (see `gil_spin`).
         """
         self.at(cell)
         if count > self.r.batch_size:
@@ -551,17 +553,18 @@ cdef class Ring:
         return f
 
     def notices(self):
-        """How often the trainer was woken: for `wait`, taken before looking for failures."""
+        """How often the trainer was woken: read it before looking for news, and pass it to
+        `wait`."""
         return cseq_ring_notices(self.r)
 
     def wait(self, uint32_t seen, bint ordered=True, uint64_t ns=PARK_NS, int cell=-1):
-        """Sleep until a ticket can be taken or all are notified, at most `ns`; then run signal
-        handlers.
+        """Sleep until a ticket can be taken or `notify_all` is called, at most `ns`; then run
+        signal handlers.
 
         Parameters
         ----------
         seen : int
-            What `notices` said before the caller looked for whatever a notification announces.
+            `notices` from before the caller looked for news (failures, interruptions).
         ordered : bool
             Wait for the oldest ticket, not for any.
         ns : int
@@ -592,7 +595,7 @@ cdef class Ring:
         return c.epoch, c.batch, c.count
 
     def start(self, uint32_t cell):
-        """The first of what a cell's ticket asks for: a position in the order, or an item."""
+        """Where a cell's ticket begins: a position in the order, or the number of an item."""
         return self.at(cell).start
 
     def token(self, uint32_t cell):
@@ -600,8 +603,8 @@ cdef class Ring:
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
-        """What the runners have left in a cell that is the trainer's, until the next `post` there:
-        (stage that wrote last, status, slot, capacity, the indexer's record, the converter's)."""
+        """What the runners wrote into a cell, until the next `post` there: (stage that wrote last,
+        status, slot, capacity, the indexer's record, the converter's record)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
@@ -638,12 +641,12 @@ cdef class Ring:
     # -- from any thread
 
     def held(self, uint32_t owner):
-        """Cells that `owner` works on."""
+        """Cells that `owner` has claimed."""
         cdef uint32_t c
         return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
     def repost(self, uint32_t owner):
-        """Post again what `owner` held, which must be gone for certain: its cells."""
+        """Post the tickets of `owner` again, which has certainly ended: their cells."""
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
         if held == NULL:
@@ -655,9 +658,9 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def reclaim(self, uint32_t owner, list others=None):
-        """Take the slots that `owner` owned, whose tickets were posted again: a list of slots.
+        """Take back the slots of `owner`, whose tickets were posted again: a list of slots.
 
-        `others`: more rings whose tickets have slots of this arena.
+        `others`: more rings whose tickets lie in slots of the same arena.
         """
         cdef list every = [self, *(others or ())]
         cdef Py_ssize_t count, k
@@ -679,7 +682,7 @@ cdef class Ring:
             PyMem_RawFree(rings)
 
     def notify_all(self):
-        """Wake the trainer, for any cell that it waits for."""
+        """Wake the trainer, whichever cell it waits for."""
         cseq_gate_notify_all(cseq_ring_output(self.r))
 
     def close(self):
@@ -701,7 +704,7 @@ cdef class Runner:
     last : bool
         No stage follows: publish to the output.
     worker : int
-        The number that slots are owned by; 0: the same as `owner`.
+        The number under which it owns slots; 0: `owner`.
     """
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last,
@@ -720,7 +723,8 @@ cdef class Runner:
         self.park = PARK_NS
 
     def claim(self):
-        """Claim a ticket. True: claimed; False: none came for a while; None: the ring is closed."""
+        """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
+        closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
@@ -768,12 +772,12 @@ cdef class Runner:
 
     @property
     def record(self):
-        """What the stage before wrote."""
+        """The record of the stage before."""
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
     def attach(self):
-        """Enter the ticket's slot, which the batch is about to leave; it is the trainer's."""
+        """Record that the trainer owns the ticket's slot, before the batch leaves it."""
         self.ring.settle(self.held())
 
     def detach(self):
@@ -781,7 +785,7 @@ cdef class Runner:
         self.held().slot = NO_SLOT
 
     def indices(self):
-        """The batch's indices: a fresh int64 array."""
+        """The batch's indices: a new int64 array."""
         cdef cnp.npy_intp n = self.held().count
         array = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
         CSEQ_POINT("slice")
@@ -795,15 +799,15 @@ cdef class Runner:
         Parameters
         ----------
         status : int
-            0: a batch; anything else goes straight to the output.
+            0: a batch; any other status goes straight to the output.
         record : tuple of int
-            Where in the slot it lies: at most `FIELDS` numbers of bytes, which add up to what it
-            takes.
+            Where in the slot the batch lies: at most `FIELDS` numbers of bytes, whose sum is the
+            size of the batch.
         capacity : int
             Bytes of the slot that are committed now.
         slot : int
-            Where it lies, if not in the slot that the ticket was posted with: in one that this
-            runner owned. It owns the other one from now on.
+            The slot, if it is not the one that the ticket was posted with: one that this runner
+            owned. It owns the ticket's slot from now on. -1: the ticket's slot.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -857,8 +861,8 @@ cdef class Consumer:
         ``fill(k, out)`` writes the indices of batch k of the epoch, where `order` alone does not
         say them, and returns how many there are and the position of the first one.
     read : callable
-        Waits for the next batch and decodes it: ``(token, cell, batch, error)``, where `token` is
-        that of `peek`, and `error` is None or what was raised instead of the batch.
+        ``read()`` waits for the next batch and decodes it: ``(token, cell, batch, error)``, where
+        `token` is that of `peek`, and `error` is None or the exception in place of the batch.
     describe : callable
         ``describe(cell, error)``: the exception to be raised in the loop, and the entry of
         `skipped` for it.
@@ -867,11 +871,11 @@ cdef class Consumer:
     skip_errors : bool
         Leave out a batch whose indexer raised, instead of raising.
     objects : list, optional
-        What threads have made, by cell.
+        The batches of threads, by cell.
     slots : Slots, optional
-        Where processes lay their batches; without them, tickets have no slot.
+        The slots of processes; without it, tickets have no slot.
     extend : callable, optional
-        Makes the lowest free slot fit, or more slots.
+        ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     discard : callable, optional
         ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
     small : tuple, optional
@@ -879,18 +883,18 @@ cdef class Consumer:
         in C; arrays of at most `most` bytes together are copied, and others are views of what
         `lend` (see `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
     convert : callable, optional
-        Applied to the batch as the last part of decoding it; `read` does so itself.
+        Applied to a batch that is decoded in C; `read` applies it to others.
     leaf_for : callable, optional
-        Does the same to the leaves of a batch that is decoded in C: see `Plan.converters`.
+        The same for single leaves, if that is possible: see `Plan.converters`.
 
     Attributes
     ----------
     posted, taken : int
         Batches of this epoch.
     done : int
-        The same as `taken`, but a batch that raised counts only when the loop went on.
+        The same as `taken`, but a batch that raised counts only once the loop has gone on.
     skipped : list
-        What `describe` said of the batches left out.
+        The entries of `describe` for the batches left out.
     """
 
     cdef readonly Ring ring
@@ -919,7 +923,7 @@ cdef class Consumer:
     cdef readonly uint64_t batches
     cdef uint64_t epoch, first, full, start, stride
     cdef uint32_t size
-    # What `fill` has said of the ticket to be posted next, if `next_for` is `posted` + 1.
+    # What `fill` returned for the ticket to be posted next, if `next_for` is `posted` + 1.
     cdef Block next_memory
     cdef object next_indices
     cdef uint64_t next_for, next_start
@@ -958,9 +962,9 @@ cdef class Consumer:
         full : int
             How many of them, from the first on, have all samples.
         start, stride : int
-            Position of the first batch's first sample, and from one to the next.
+            Position of the first batch's first sample, and from one batch to the next.
         size : int
-            Samples of each.
+            Samples of a full batch.
         """
         self.ring.abandon()
         self.decoded = None
@@ -983,14 +987,14 @@ cdef class Consumer:
     # -- posting
 
     cdef bint is_prepared(self) noexcept:
-        """Whether `offer` can write the next ticket, if there is one: in C alone, and in little time."""
+        """Whether `offer` can write the next ticket, if there is one, in C alone and at once."""
         return (self.posted >= self.batches or self.next_for == self.posted + 1
                 or (self.posted < self.full
                     and self.order.is_near(self.start + self.posted * self.stride + self.size)))
 
     cdef int prepare(self) except -1:
-        """Do for the next ticket what runs Python code or takes long: shuffle up to its indices, or
-        have them written into a buffer. A signal handler may change what the next ticket is."""
+        """Prepare the next ticket's indices, which may run Python code or take long: shuffle up to
+        them, or write them into a buffer. A signal handler may change which ticket is the next."""
         cdef uint64_t k = self.posted
         cdef uint64_t start, number
         cdef uint32_t count
@@ -1101,7 +1105,7 @@ cdef class Consumer:
     cdef object decode(self, uint32_t cell, bint whole):
         """The batch in a cell, converted, if it can be made without `read`; else UNREAD.
 
-        If not `whole`, then only if no Python code is needed but for converting single leaves.
+        If not `whole`, only if no Python code is needed, except to convert single leaves.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         cdef bint leaves = self.leaf_for is not None
@@ -1151,7 +1155,7 @@ cdef class Consumer:
         return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
 
     cdef list conversion(self, Plan plan):
-        """What converts the leaves of batches of a plan."""
+        """The converters of the leaves of a plan's batches."""
         cdef list leaves
         if plan is self.latest:
             return self.leaves
@@ -1164,8 +1168,8 @@ cdef class Consumer:
         return leaves
 
     cdef int commit(self, uint32_t k) except -1:
-        """Take the ticket at position `k` of the outstanding ones out; post the next, which is prepared,
-        in its cell."""
+        """Take out the ticket at position `k` of the outstanding ones; post the next one, which is
+        prepared, in its cell."""
         cdef Ring ring = self.ring
         cdef uint32_t cell = ring.outstanding_cell(k)
         cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
@@ -1187,7 +1191,7 @@ cdef class Consumer:
         return 0
 
     cpdef object step(self):
-        """Take the next batch, if it is ready, and C alone can decode it and post the next ticket.
+        """Take the next batch, if it is ready and can be taken in C alone.
 
         Returns
         -------
@@ -1262,7 +1266,7 @@ cdef class Consumer:
             self.skipped.append(entry)
 
     cdef tuple decode_next(self):
-        """Decode the next ticket, in C if that can, else by `read`."""
+        """Decode the next ticket, in C if possible, else by `read`."""
         cdef uint32_t cell
         cdef int k = self.ring.find(self.ordered)
         if k < 0:
@@ -1334,13 +1338,13 @@ cdef class InlineRunner:
     batch_context : BatchContext
         Entered in `here` while a batch is made.
     here : Here
-        Its attribute `batch_context` is the batch_context of the batch that is made in this thread.
+        Its attribute `batch_context` is that of the present thread.
     ticket : Ticket
-        The present ticket, for the batch_context.
+        The present ticket, for `batch_context`.
     convert : callable or None
         Applied to every batch.
     refuse : callable
-        Called with an exception of the indexer; raises it, or leaves out the present batch.
+        ``refuse(error)`` raises an exception of the indexer, or leaves out the present batch.
 
     Attributes
     ----------
@@ -1350,7 +1354,7 @@ cdef class InlineRunner:
     loaded : list
         Generators to be seeded: `seeds.loaded`.
     making : bool
-        The indexer is at a batch.
+        The indexer is making a batch.
     at : int
         The present batch, from 0.
     done : int
@@ -1421,7 +1425,8 @@ cdef class InlineRunner:
                 self.seeds.restore()
 
     def next(self):
-        """Make the next batch. No signal handler runs between its counting and the caller.
+        """Make the next batch. No signal handler runs after it is counted and before it is
+        returned.
 
         Raises
         ------
@@ -1443,7 +1448,7 @@ cdef void arm(long worker) noexcept:
 
 
 def now_ns():
-    """Nanoseconds on the clock of `Ring.holder`."""
+    """Nanoseconds on a monotonic clock, that of `Ring.holder`."""
     return cseq_now_ns()
 
 
@@ -1454,8 +1459,8 @@ def await_hangup(intptr_t socket):
 
 
 def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
-    """Never returns: ends the process, without the interpreter, when the peer of `socket` is gone,
-    at once or `grace_ns` later. For a thread of its own."""
+    """Wait until the peer of `socket` is gone, and `grace_ns` more; then end this process without
+    the interpreter. Never returns; for a thread of its own."""
     cdef uint32_t unchanged = 0
     cdef uint64_t end, now
     with nogil:

@@ -56,7 +56,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed
         uint32_t home        # the slot it was posted with
-        uint32_t by          # who put the batch into another slot
+        uint32_t by          # the worker that put the batch into another slot
         uint64_t started_ns  # when it was claimed; 0 before
         uint32_t stage       # which record was written last
         uint32_t status
@@ -69,7 +69,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t runners
         uint32_t calls       # cells of a queue that are not in its round
         uint32_t closed
-        uint32_t spin        # ns that a runner looks at the ring before it sleeps
+        uint32_t spin        # ns that a runner spins before it sleeps
         int64_t output       # bytes from the ring to the gate that the trainer sleeps at
         cseq_gate* gate
 

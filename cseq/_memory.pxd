@@ -10,8 +10,8 @@ from cseq._headers cimport cseq_place, cseq_span, cseq_spans
 
 cdef enum:
     MAX_DIMS = 64
-    LARGE = 65536  # bytes; copies from here on let the GIL go
-    MOST_KEPT = 4194304  # bytes; slots above this may have to shrink (arena.SLACK), which C leaves to the arena
+    LARGE = 65536  # bytes; copies of this size or more release the GIL
+    MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (slot_size.SLACK)
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 
 cdef cseq_spans* in_use   # leases and windows, which a fork copies

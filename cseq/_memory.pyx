@@ -157,7 +157,7 @@ cdef class Memory:
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
-        """Copy to `offset`; without the GIL if it is much."""
+        """Copy to `offset`; without the GIL from `LARGE` bytes on."""
         self.inside(offset, nbytes)
         CSEQ_POINT("encode")
         if nbytes < LARGE:
@@ -176,7 +176,7 @@ cdef class Memory:
     def store_bytes(self, Py_ssize_t offset, source not None):
         """Copy bytes to `offset`."""
         cdef const unsigned char[::1] view
-        if type(source) is bytes:  # no memoryview: one of these goes with every batch
+        if type(source) is bytes:  # no memoryview: every batch has such bytes
             self.put(offset, <const char*><bytes>source, len(<bytes>source))
             return
         view = source
@@ -252,7 +252,7 @@ cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, 
 @cython.final
 @cython.no_gc
 cdef class Window(Memory):
-    """Another memory's first bytes under a name of its own, known to weak references and to forks.
+    """Another memory's first bytes as an object of its own, for weak references and forks.
 
     Parameters
     ----------
@@ -314,12 +314,13 @@ cdef class Mapping(Memory):
 @cython.final
 @cython.no_gc
 cdef class Descriptor:
-    """A file descriptor (Windows: a handle) that is closed with the last reference to this.
+    """A file descriptor (Windows: a handle), closed when this object is deallocated.
 
     Parameters
     ----------
     opener : callable
-        A function of `os` that returns one: no signal handler runs between that and this.
+        A function of `os` that opens it. It is called here, so that no signal handler runs between
+        the opening and the assignment.
     *args
         Its arguments.
     """
@@ -331,7 +332,7 @@ cdef class Descriptor:
         self.fd = opener(*args)
 
     def close(self):
-        """Close it. Twice is fine."""
+        """Close the descriptor. Calling it twice is fine."""
         cdef int fd = self.fd
         self.fd = -1
         if fd >= 0:
@@ -390,13 +391,13 @@ def ram():
 
 
 def address_of(cnp.ndarray array not None):
-    """Where an array's data begins."""
+    """The address of an array's data."""
     return <uintptr_t>cnp.PyArray_DATA(array)
 
 
 def keep_freed():
-    """Make this process's malloc keep freed blocks, of any size, instead of unmapping them: the
-    system clears the pages of new ones. Return whether it can (glibc)."""
+    """Make this process's malloc keep freed blocks, of any size, instead of unmapping them, since
+    the system clears the pages of new ones. Return whether it does (glibc)."""
     return bool(cseq_keep_freed())
 
 

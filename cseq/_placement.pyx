@@ -45,7 +45,8 @@ cdef void place_release(void* owner) noexcept:
 cdef class SlotAllocator:
     """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_place.h.
 
-    For the thread and context that make it, until the process ends: a worker process has one.
+    Holds for the thread and `contextvars` context that make it, until the process ends; a worker
+    process has one.
     """
 
     def __cinit__(self):
@@ -76,7 +77,7 @@ cdef class SlotAllocator:
 
     @property
     def used(self):
-        """Bytes of the slot that are given out."""
+        """Bytes of the slot that are allocated."""
         return place_here.used
 
     @used.setter
@@ -94,7 +95,8 @@ cdef class SlotAllocator:
         return place_here.retired_count
 
     def begin(self, Mapping slot not None, uint64_t nbytes):
-        """Look at allocations from now on, and serve the wanted ones from this slot, of `nbytes`."""
+        """Number large allocations from now on, and serve the wanted ones from this slot of
+        `nbytes` bytes."""
         if place_here.at.live:
             raise RuntimeError(f"{place_here.at.live} arrays lie in the slot before")
         if nbytes > <uint64_t>slot.size:
@@ -104,11 +106,11 @@ cdef class SlotAllocator:
         Py_INCREF(slot)  # place_release gives it back
 
     def pause(self):
-        """Look no more."""
+        """Serve no more allocations from the slot."""
         place_here.active = 0
 
     def learn(self, list arrays not None):
-        """Want again what these arrays of the batch lie in."""
+        """Serve the allocations that these arrays of the batch lie in from the slot next time."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -116,7 +118,7 @@ cdef class SlotAllocator:
         place_here.wanted = wanted
 
     def leave(self):
-        """Stop looking, and leave the slot; return how many arrays are alive in it."""
+        """Leave the slot; return how many arrays are alive in it."""
         return cseq_place_leave(place_here)
 
     def holds(self, Mapping slot not None):

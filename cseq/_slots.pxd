@@ -1,4 +1,4 @@
-"""Slots of shared memory, and who has them."""
+"""Slots of shared memory: their states, owners and sizes."""
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
@@ -20,7 +20,7 @@ cdef enum:
 
 cdef struct slot_entry:
     uint64_t nbytes   # committed, as far as the trainer knows
-    int64_t owned     # the number of the worker that owns it, as far as is entered; 0: the trainer's
+    int64_t owned     # the worker that owns it, once all tickets are settled; 0: the trainer
     uint8_t state
 
 

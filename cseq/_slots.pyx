@@ -18,16 +18,16 @@ cdef extern from "cseq_fault.h":
 cdef class Slots:
     """Which slots are free, taken or leased, which a worker owns, and how large they are.
 
-    In private memory of the trainer. FREE → TAKEN and TAKEN → LEASED or FREE are the trainer's;
-    LEASED → FREE is the lease's, which may be dropped by any thread, also inside garbage
-    collection: a store, no lock. The entries lie in chunks that never move.
+    In private memory of the trainer. The trainer writes FREE → TAKEN and TAKEN → LEASED or FREE.
+    The `Lease` writes LEASED → FREE when any thread drops it, also inside garbage collection: a
+    store, no lock. The entries lie in chunks that never move.
 
     A slot that a worker owns is TAKEN. If a worker has published a ticket in a slot that it owned,
-    `settle` changes the owners: it adds the worker's number to `owned` of the ticket's slot at the post,
-    and subtracts it from that of the other slot. So tickets may be settled in any order; until all are,
-    `owned` is a partial sum, which names no worker and can be negative. `owned`, and the `home` of a
-    published ticket, are written under `lock`: a spin lock, under which nothing is allocated and no
-    Python code runs.
+    `settle` changes the owners: it adds the worker's number to `owned` of the slot that the ticket
+    was posted with, and subtracts it from that of the other slot. So tickets may be settled in any
+    order; until all are, `owned` is a partial sum, which names no worker and can be negative.
+    `owned`, and the `home` of a published ticket, are written under `lock`: a spin lock, under
+    which nothing is allocated and no Python code runs.
     """
 
     def __cinit__(self, Py_ssize_t capacity=0):
@@ -68,7 +68,7 @@ cdef class Slots:
         return self.at(slot).nbytes
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Note how many bytes of a slot are committed."""
+        """Set how many bytes of a slot are committed."""
         self.check(slot)
         self.at(slot).nbytes = nbytes
 
@@ -97,11 +97,12 @@ cdef class Slots:
         return -1
 
     cdef bint is_fit(self, Py_ssize_t slot) noexcept:
-        """Whether a slot can be used as it is; else the arena has to make it fit (`acquire`)."""
+        """Whether a slot's committed bytes are in [least, most]; else the arena changes them first
+        (`Arena.prepare`)."""
         return self.least <= self.at(slot).nbytes <= self.most
 
     cdef Py_ssize_t find_fit(self) noexcept:
-        """The lowest free slot, or -1 when none is free or it cannot be used as it is."""
+        """The lowest free slot, or -1 when none is free or it is not fit."""
         cdef Py_ssize_t slot = self.find_free()
         return slot if slot >= 0 and self.is_fit(slot) else -1
 
@@ -145,7 +146,7 @@ cdef class Slots:
         Returns
         -------
         bool
-            False: it is not free, or no larger, or the system cannot do that.
+            False: the slot is not free, or no larger, or the system cannot do that.
         """
         cdef int error
         self.check(slot)
@@ -183,8 +184,7 @@ cdef class Slots:
         """The memory of a taken slot, for a batch that is being decoded.
 
         Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
-        one share it. `used` bytes of it are given to a forked process as
-        a copy; -1: all of it.
+        one share it. A forked process gets a copy of the first `used` bytes; -1: of all.
         """
         cdef uint64_t nbytes
         cdef Lease lease
@@ -208,8 +208,9 @@ cdef class Slots:
         return lease
 
     cpdef bint vacate(self, Py_ssize_t slot) except -1:
-        """Detach a taken slot from its ticket, which leaves the ring. True: the slot is still taken, for
-        the next ticket; False: a `Lease` has it, and frees it when its last view is gone."""
+        """Detach a taken slot from its ticket, which leaves the ring. True: the slot is still
+        taken, and can go to the next ticket; False: it is leased, until the last view of its
+        `Lease` is gone."""
         cdef Lease lease
         if not self.lent:
             return True
@@ -246,7 +247,7 @@ cdef class Slots:
             pass
 
     cdef void settle(self, cseq_cell* c) noexcept nogil:
-        """Enter in which slot a published ticket lies; before its cell is used again."""
+        """Record the owners of the slots of a published ticket, before its cell is used again."""
         if c.slot >= self.made:  # in none
             return
         if c.slot != c.home:
@@ -264,12 +265,12 @@ cdef class Slots:
 
     cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
                          Py_ssize_t* taken) noexcept nogil:
-        """Take what a worker owned: slots into `taken`; how many.
+        """Take back the slots that a worker owned: write them into `taken`, return how many.
 
-        First the slots of all published tickets are entered, also those of other workers: only then is
-        each `owned` the number of a worker. If a ticket's slot is not its home, its cell is not used again
-        before `settle` has had `lock`; so if the word is unchanged after slot and home were read, both
-        are that ticket's.
+        First the owners of all published tickets' slots are recorded, also those of other workers:
+        only then is each `owned` the number of a worker. If a ticket's slot is not its home, its
+        cell is not used again before `settle` has had `lock`; so if the word is unchanged after
+        slot and home were read, both are that ticket's.
         """
         cdef Py_ssize_t slot, at
         cdef Py_ssize_t count = 0

@@ -24,14 +24,14 @@ if os.environ.get("CSEQ_WAIT", "") == "nap":
 
 
 cdef enum:
-    ASK_ITEMS = 0       # what a ticket asks for; see producer.py
+    ASK_ITEMS = 0       # kinds of tickets; see producer.py
     ASK_BEGIN = 1
     ASK_CALL = 2
     REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
     # A cell's words, besides two requests; see producer.py.
     STREAM_SINCE = 12   # when the worker began the present item
-    STREAM_NS = 13      # how long those of an answer took
-    STREAM_MADE = 14    # how many there are, and flags
+    STREAM_NS = 13      # ns that the items of an answer took
+    STREAM_MADE = 14    # how many items it has, and flags
     STREAM_KEY = 15     # how many ints the key has; or one of these:
     NO_KEY = -1
     KEY_IN_REQUEST = -2
@@ -39,8 +39,8 @@ cdef enum:
 
 
 ITEMS, BEGIN, CALL = ASK_ITEMS, ASK_BEGIN, ASK_CALL
-cdef uint64_t TICKET_BYTES = 1 << 16    # what a ticket of several items should take at most
-cdef uint64_t TICKET_NS = 5_000_000     # and how long it should
+cdef uint64_t TICKET_BYTES = 1 << 16    # the most bytes that a ticket of several items should have
+cdef uint64_t TICKET_NS = 5_000_000     # and the longest that it should take
 cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
 cdef uint64_t TICKETS = <uint64_t>1 << 40
 cdef object NOTHING = object()
@@ -58,7 +58,7 @@ cdef class Request:
     Attributes
     ----------
     slot : int
-        The lowest one that was free; -1: there was none.
+        The lowest free one; -1: none was free, and the object is not usable.
     """
 
     cdef Slots slots
@@ -77,7 +77,7 @@ cdef class Request:
             cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)
 
     def locate(self, uint64_t capacity, record):
-        """Say where in the slot it lies: of how many committed bytes, and its `codec.Record`."""
+        """Set where in the slot the data lie: the slot's committed bytes, and a `codec.Record`."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity
@@ -92,14 +92,14 @@ cdef class StreamConsumer:
     The ring is a queue: tickets of an epoch are in the `outstanding` cells before `next_cell`, and
     leave it oldest first, or (given up) all together. In an epoch of keys, `ItemReader` posts the
     tickets, each for one item; an exception of the producer is an answer then, and ends nothing. A
-    ticket leaves as one of a batch does::
+    ticket leaves in the same steps as that of a batch::
 
         peek     the oldest ticket is READY; nothing changes
-        decode   make its items from what lies in its slot; may call anything, may be interrupted
+        decode   make its items from its slot; may call anything, may be interrupted
         commit   free cell and slot, move the items to the ready queue, count them: C alone
 
-    And so does an item: once it is the first of the ready queue, and more have been asked for, it is
-    handed out with all that counts it in one step (`ItemReader`).
+    So does an item: once it is the first of the ready queue, and more items were asked for, it is
+    taken out, counted and returned in one step (`ItemReader`).
 
     Parameters
     ----------
@@ -107,13 +107,13 @@ cdef class StreamConsumer:
     slots : Slots
     read : callable
         ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, error, failed,
-        ended, nbytes, ns)``. `token` is that of `peek`; `error` is what was raised behind the items,
-        or None, and `failed` says so; `ended`: nothing follows; they took so many bytes, and so long.
-        None: a signal handler has taken that ticket out.
+        ended, nbytes, ns)``. `token` is that of `peek`; `error` is the exception raised after the
+        items, or None, and `failed` its text; `ended`: no item follows; `nbytes` and `ns` are those
+        of all items. It returns None if a signal handler has taken that ticket out.
     extend : callable
-        Makes the lowest free slot fit, or more slots.
+        ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     number : int
-        The worker's.
+        The worker's number.
     prefetch : int
         The most items that are asked for, being made, or ready.
     depth : int
@@ -128,13 +128,13 @@ cdef class StreamConsumer:
     Attributes
     ----------
     over : bool
-        Nothing more comes out of the ring.
+        No more items will come out of the ring in this epoch.
     failed : str
-        What has ended the stream, if an exception has.
+        The exception that has ended the stream, as text; else empty.
     names : list of str
-        What the calls in the ring's cells are.
+        By cell: what the call or beginning there is called in messages.
     tickets, items, nbytes : int
-        Taken out of the ring so far.
+        Taken out of the ring so far, over all epochs.
     """
 
     cdef readonly Ring ring
@@ -210,14 +210,14 @@ cdef class StreamConsumer:
     # -- tickets
 
     cdef uint32_t cell_before(self, uint32_t k) noexcept:
-        """The cell of the queue that is so many before the next one to post in."""
+        """The cell of the queue that is `k` cells before the next one to post in."""
         return (self.next_cell + self.round - k) % self.round
 
     cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, uint64_t start,
                    Py_ssize_t slot, key):
         """Post a ticket in a free cell, with a free slot for the answer.
 
-        `key`: what is called, or names the item: a `Request`, or int64 in a `Block`. None: nothing is.
+        `key`: the call or the key: a `Request`, or int64 in a `Block`. None: there is none.
         """
         cdef Ring ring = self.ring
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
@@ -327,7 +327,8 @@ cdef class StreamConsumer:
             self.ring.wake()
 
     cdef bint has_room(self, Py_ssize_t leaving) noexcept:
-        """Whether to ask for more items, if `leaving` of the ready ones are about to be taken."""
+        """Whether to ask for more items, given that `leaving` of the ready ones are about to be
+        taken."""
         cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
         return (not self.over and not self.keyed and self.outstanding <= self.depth
                 and ready + self.asked + self.count <= self.prefetch)
@@ -351,10 +352,9 @@ cdef class StreamConsumer:
         if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
             self.wake()
 
-    # -- of keys
-
+    # -- keys
     cdef uint64_t waiting(self) noexcept:
-        """Items, and exceptions of an epoch of keys, that have come out of the ring and wait."""
+        """Items that have come out of the ring and wait; in an epoch of keys, exceptions, too."""
         return <uint64_t>(len(self.ready) - self.at) + (self.keyed and self.error is not None)
 
     cdef bint is_answered(self) noexcept:
@@ -391,9 +391,9 @@ cdef class StreamConsumer:
 
     def begin(self, uint64_t epoch, Request assignment not None, str name not None,
               bint keyed=False):
-        """Begin an epoch, the last one given up: post a ticket to say so, and ask for items.
+        """Begin an epoch, the last one given up: post a BEGIN ticket, and ask for items.
 
-        If the epoch is `keyed`, nothing is posted: a worker begins it when it sees a ticket of it.
+        If the epoch is `keyed`, no ticket is posted: the worker begins it with its first key.
 
         Returns
         -------
@@ -459,14 +459,14 @@ cdef class StreamConsumer:
         return cell, CSEQ_TICKET(cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word))
 
     def peek(self, uint32_t cell, uint64_t ticket):
-        """What a worker has answered to a ticket. Nothing changes.
+        """A worker's answer to a ticket. Nothing changes.
 
         Returns
         -------
         tuple or None
             (token, cell, status, slot, capacity, record), the record with two more numbers: the ns
-            that it took, and how many items there are, and flags. None: it has not answered, or the
-            ticket is not in the ring.
+            that the items took; how many there are, and flags. None: the worker has not answered,
+            or the ticket is not in the ring.
         """
         cdef cseq_cell* c = self.ring.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
@@ -483,9 +483,9 @@ cdef class StreamConsumer:
         return CSEQ_STATE(word) != CSEQ_FREE and CSEQ_TICKET(word) == ticket
 
     def take_reply(self, uint32_t cell, uint64_t token, str failed not None):
-        """Take the answer to a call or a beginning out of the ring; see `peek`.
+        """Take the answer to a CALL or BEGIN ticket out of the ring; see `peek`.
 
-        `failed`: what was raised instead, which ends the stream, unless it is of keys.
+        `failed`: the exception raised instead, as text; it ends the stream, but not that of keys.
         """
         if cseq_load_acq_u64(&self.ring.at(cell).word) != token:
             return
@@ -511,14 +511,14 @@ cdef class StreamConsumer:
         if found is None:
             return 0
         token, items, error, failed, ended, nbytes, ns = found
-        # What was called may have called anything: is it the oldest ticket still?
+        # `read` may have run arbitrary code: check that this is still the oldest ticket.
         if (self.outstanding and token == cseq_load_acq_u64(
                 &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
             self.commit(items, error, failed, ended, nbytes, ns)
         return 0
 
     cdef tuple decode_one(self):
-        """What `read` returns for the oldest ticket, if it has one small item of a known structure."""
+        """As `read`, in C: for a ticket of one small item of a known structure; else None."""
         cdef uint32_t cell = self.cell_before(self.outstanding)
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         cdef uint64_t token = cseq_load_acq_u64(&c.word)
@@ -544,7 +544,7 @@ cdef class StreamConsumer:
 
     cdef int commit(self, list items, error, str failed, bint ended, uint64_t nbytes,
                     uint64_t ns) except -1:
-        """Take the oldest ticket out of the ring; its items are ready."""
+        """Take the oldest ticket out of the ring, and move its items to the ready queue."""
         cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
         cdef uint64_t made = count if self.keyed else <uint64_t>len(items)
         self.leave_oldest()
@@ -562,9 +562,10 @@ cdef class StreamConsumer:
         return 0
 
     cdef void adapt(self, uint64_t made, uint64_t nbytes, uint64_t ns) noexcept:
-        """Choose how many items the next ticket asks for, from how the last two went.
+        """Choose how many items the next ticket asks for, from bytes and time of the last answers.
 
-        The quicker of them counts, since the worker may have been preempted during the other.
+        The quicker of the last two counts, since the worker may have been preempted during the
+        other.
         """
         cdef uint64_t before = self.pace
         cdef uint64_t fit
@@ -575,14 +576,14 @@ cdef class StreamConsumer:
         self.count = max(<uint64_t>1, min(min(2 * self.count, fit), self.most))
 
     cdef bint prepare(self) except -1:
-        """Wait until an item is ready, and ask for more of them. False: there are no more.
+        """Wait until an item is ready, and ask for more items. False: there are no more.
 
         May run any code, but none between finding an item and the return.
 
         Raises
         ------
         BaseException
-            What the producer has raised, once.
+            The producer's exception, once.
         """
         while True:
             if self.at < len(self.ready):
@@ -613,7 +614,7 @@ cdef class StreamConsumer:
 
 
 cdef Block ints_of(key, Py_ssize_t most):
-    """The numbers of an exact list of exact ints within int64, `most` of them at most; else None."""
+    """The numbers of a list of at most `most` ints within int64 (no subclasses); else None."""
     cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
@@ -637,20 +638,22 @@ cdef Block ints_of(key, Py_ssize_t most):
 
 @cython.final
 cdef class ItemReader:
-    """Returns items, of one worker or of all; draws the keys of an epoch that has keys, and posts them.
+    """Returns items, of one worker or of all; in an epoch of keys, draws the keys and posts them.
 
-    No Python code runs between the step that takes an item out, with the turn, the number of items and
-    the next key's ticket, and the return to the caller of `next`, `commit` or an `ItemIterator`.
+    One step of C takes an item out, advances `line`, counts the item and posts the next key's
+    ticket. No Python code runs between it and the return to the caller of `next`, `commit` or
+    `ItemIterator`.
 
-    `line` has the workers in the order in which items are taken from them: without keys each worker
-    that has more items once, with keys a worker for every ticket of its. Ordered, the first of them is
-    waited for; else the first that has an item is taken, and set at the beginning.
+    `line` has the workers in the order in which items are taken from them: without keys, each
+    worker that has more items, once; with keys, a worker for each of its tickets. If ordered, the
+    item of the first one is waited for; else the first one that has an item is moved to the
+    beginning.
 
     A key goes through three steps::
 
-        draw     the iterator's next key, kept in `key`: what follows may be interrupted
-        write    into `drawn`: its ints, or a `Request`
-        post     to a worker, with the step that takes an item out: C alone
+        draw     store the iterator's next key in `key`; the next step may be interrupted
+        write    store its ints, or a `Request`, in `drawn`
+        post     post its ticket, in the step that takes an item out: C alone
 
     Parameters
     ----------
@@ -667,7 +670,7 @@ cdef class ItemReader:
     Attributes
     ----------
     generation : int
-        The run's `generation` when the epoch was begun; -1: none is under way.
+        The run's `generation` when the epoch was begun; -1: no epoch is under way.
     taken : int
         Items that were returned in this epoch, or (those of keys) raised.
     """
@@ -687,7 +690,7 @@ cdef class ItemReader:
     cdef object drawing             # the iterator whose code runs
     cdef object key                 # drawn and not yet written; NOTHING: there is none
     cdef list drawn                 # `Block`s and `Request`s, to be posted
-    cdef object error               # to be raised behind the items of all keys
+    cdef object error               # to be raised after the items of all keys
     cdef uint64_t ahead             # keys that are drawn ahead of what was taken
     cdef uint64_t each              # the most of one worker that are posted and not taken
     cdef uint64_t posted
@@ -711,13 +714,13 @@ cdef class ItemReader:
         PyMem_RawFree(self.line)
 
     cdef inline StreamConsumer at(self, Py_ssize_t k):
-        """The consumer at a place of the line."""
+        """The consumer at position `k` of the line."""
         return <StreamConsumer>PyList_GET_ITEM(self.consumers, self.line[k])
 
     # -- the epoch
 
     def end(self):
-        """No epoch is under way."""
+        """Give up the epoch."""
         before = self.keys, self.key, self.drawn, self.error  # their destructors may run code
         cdef list drawn = []
         self.generation = -1
@@ -738,7 +741,7 @@ cdef class ItemReader:
         Raises
         ------
         BaseException
-            What the iterator has raised, or the writing of a key.
+            The iterator's exception, or that of writing a key.
         """
         cdef Py_ssize_t k
         cdef StreamConsumer first = self.consumers[0]
@@ -764,7 +767,7 @@ cdef class ItemReader:
             (<StreamConsumer>consumer).wake()
 
     def open(self, generation):
-        """The workers have begun the epoch."""
+        """Let the epoch be read: the workers have begun it."""
         self.generation = generation
 
     cdef int check(self, generation) except -1:
@@ -777,10 +780,10 @@ cdef class ItemReader:
     # -- keys
 
     cdef bint fetch(self, uint64_t leaving) except -1:
-        """Draw or write a key, or make a slot fit, if `leaving` items are about to be taken.
+        """Do one step before a key can be posted: draw it, write it, or make a slot usable for it.
 
-        True: something was done, so any code may have run. False: nothing is to be done, and a drawn
-        key can be posted.
+        `leaving` items are about to be taken. True: a step was done, which may have run any code.
+        False: there is none left to do, and a drawn key can be posted.
         """
         cdef Py_ssize_t known = (<Py_ssize_t>len(self.drawn)) + (self.key is not NOTHING)
         if self.key is not NOTHING:
@@ -795,10 +798,11 @@ cdef class ItemReader:
         return True
 
     cdef int draw(self) except -1:
-        """Draw a key. What the iterator raises is raised behind the items of the keys before.
+        """Draw a key. An exception of the iterator is raised after the items of the keys before.
 
-        What is no `Exception`, as of a signal handler, comes at once. The iterator is asked again
-        afterwards; if it has ended by that, as a generator has, this is an error.
+        One that is no `Exception`, such as KeyboardInterrupt of a signal handler, is raised at
+        once. The iterator is asked again afterwards; if it has ended, as a generator has, that is
+        an error.
         """
         keys, before = self.keys, self.drawing
         self.drawing = keys
@@ -847,7 +851,7 @@ cdef class ItemReader:
         return 0
 
     cdef Py_ssize_t choose(self, bint in_turn) noexcept:
-        """The worker that the next key goes to; -1: it has no room for it."""
+        """The worker that the next key goes to; -1: that has no room for it."""
         cdef Py_ssize_t count = len(self.consumers)
         cdef Py_ssize_t k, worker
         cdef Py_ssize_t chosen = -1
@@ -921,7 +925,8 @@ cdef class ItemReader:
             lock.release()
 
     cdef Py_ssize_t find_answered(self) noexcept:
-        """Where in the line the first worker is that has an item, or has none any more; -1: nowhere."""
+        """Position in the line of the first worker with an item ready, or without more; -1:
+        none."""
         cdef Py_ssize_t k
         for k in range(self.length):
             if self.at(k).is_answered():
@@ -962,10 +967,10 @@ cdef class ItemReader:
             consumer = self.at(0)
             found = consumer.prepare()
             if self.run.generation != generation or not self.length or consumer is not self.at(0):
-                continue  # a signal handler has taken some, or begun an epoch
+                continue  # a signal handler has taken items, or begun an epoch
             if not found:
                 if self.keyed:
-                    continue  # the same
+                    continue  # a signal handler has taken items
                 if strict and consumer.failed:
                     raise RuntimeError(f"{consumer.failed}; begin another epoch")
                 self.leave(0)
@@ -996,7 +1001,7 @@ cdef class ItemReader:
         return item
 
     def peek(self):
-        """Return the item whose turn it is, and its number in the epoch. Nothing changes.
+        """Return the number in the epoch of the next item, and the item. Nothing changes.
 
         An exception of the producer is taken out as it is raised.
 
@@ -1028,7 +1033,7 @@ cdef class ItemReader:
             lock.release()
 
     def commit(self, uint64_t number):
-        """Take the item out that `peek` has returned with this number; nothing if that was done."""
+        """Take out the item that `peek` has returned with this number, unless that was done."""
         cdef StreamConsumer consumer
         lock = self.run.lock
         lock.acquire()
@@ -1049,13 +1054,13 @@ cdef class ItemReader:
 
 @cython.final
 cdef class ItemIterator:
-    """An iterator over the items of all workers in turn, leaving out those that have no more.
+    """An iterator over the items of an epoch: of all workers in turn, or of the keys.
 
     Parameters
     ----------
     reader : ItemReader
     *keep
-        Objects that live for as long as the iterator.
+        Objects that the iterator keeps alive.
     """
 
     cdef readonly ItemReader reader

@@ -1,12 +1,12 @@
 """Slots of shared memory that batches lie in, and the leases on them.
 
-A process maps of a slot what is committed, and maps it anew when it has grown; pages are committed
-before they are written, so that a lack of memory is an exception and not a signal. Slots are used
-again, lowest first, since writing to warm pages is many times faster than to fresh ones.
+A process maps the committed part of a slot, and maps the slot again when that has grown. Pages are
+committed before they are written, so that a lack of memory is an exception and not a signal. Slots
+are used again, lowest first, since writing to warm pages is many times faster than to fresh ones.
 
 The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive, in
 the trainer or in the worker that filled it, also after the arena was closed. Its memory is freed
-with the last of these.
+with the last of them.
 
                      acquire              begin … place … end         lend, vacate
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
@@ -47,7 +47,7 @@ class Locks(Protocol):
 
 
 class Arena:
-    """All slots, as the trainer sees them.
+    """The trainer's end of the slots: takes, maps, lends and frees them.
 
     Any thread may call any method, and leases may end on any thread.
 
@@ -59,7 +59,7 @@ class Arena:
     locks : Locks, optional
         Registers every mapping that is made, until a larger one replaces it.
     tickets : int
-        Most slots that are posted at a time: so many free ones stay committed in any case.
+        The most tickets that are posted at a time: free slots for as many stay committed.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Arena:
     copies : int
         Batches copied because too many were held; small ones, which always are, do not count.
     mapped : list of Mapping or None
-        The present mapping of every slot, if it was looked at.
+        The present mapping of every slot; None: it was not mapped yet.
     slots : Slots
         States and sizes of the slots.
     """
@@ -160,7 +160,7 @@ class Arena:
         return granted
 
     def reclaim(self, owner: int, rings: list[Ring]) -> None:
-        """Free the slots of a worker that is gone for certain and whose tickets are reposted."""
+        """Free the slots of a worker that has certainly ended and whose tickets are reposted."""
         first, *others = rings
         with self._lock:
             for slot in first.reclaim(owner, others):
@@ -168,11 +168,11 @@ class Arena:
                 self._shrink(slot, 0)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
-        """Return the first `used` bytes of a taken slot, for as long as there are references to it.
+        """Return the first `used` bytes of a taken slot, valid while there are references to them.
 
-        Either the slot itself, under a lease that counts from `Slots.vacate` on: the slot is free
+        Either the slot itself, under a lease that begins with `Slots.vacate`: the slot is free
         again when the last view of the memory is gone. Or a copy, of a small batch or if too many
-        are held.
+        batches are held.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class Arena:
         return copy_of(mapping, used) if lease is None else lease
 
     def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
-        """Return the memory of a taken slot itself, valid for as long as the slot stays taken."""
+        """Return the memory of a taken slot itself, valid while the slot stays taken."""
         with self._lock:
             return self._look(slot, capacity, used)
 
@@ -227,7 +227,7 @@ class Arena:
         self.slots.extend(count)
 
     def _map(self, slot: int, capacity: int) -> Mapping:
-        """Map all of a slot that is committed, instead of the mapping made before it grew."""
+        """Map the committed part of a slot, in place of the mapping made before it grew."""
         self._unmap(slot)
         segment = self.segment
         mapping = Mapping(segment.fd, slot * segment.width, capacity)
@@ -243,7 +243,7 @@ class Arena:
             self._locks.unregister(before)
 
     def _tidy(self) -> None:
-        """Give back pages that were not needed lately, and those beyond the limit."""
+        """Give back pages that no batch needed lately, and pages beyond the limit."""
         slots = self.slots
         slots.most, self._room = self._need.excess(self.segment.width)
         top = max(slots.top, self._top_before)
@@ -279,8 +279,13 @@ class Arena:
     def _may_lease(self, nbytes: int) -> bool:
         """Return whether one more slot may be leased."""
         slots = self.slots
-        limit = min(MAX_LEASED, self.segment.slots // 2)
-        return slots.leased < limit and slots.leased_bytes + nbytes <= self.memory_limit
+        return (
+            slots.leased < self._most_leased() and slots.leased_bytes + nbytes <= self.memory_limit
+        )
+
+    def _most_leased(self) -> int:
+        """Return how many slots may be leased at a time."""
+        return min(MAX_LEASED, self.segment.slots // 2)
 
     def _count_copy(self) -> None:
         """Count a copy; the first one is logged."""
@@ -292,6 +297,6 @@ class Arena:
                 "Hold fewer batches, or raise memory_limit",
                 self.leased,
                 self.leased_bytes,
-                MAX_LEASED,
+                self._most_leased(),
                 self.memory_limit,
             )

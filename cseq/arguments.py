@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         shuffle: bool
         seed: int | None
 
-    # A worker is given by two overloads, for pyright resolves no type variable in this union.
+    # `MSequence` has an overload for each of the two: pyright resolves no type variable in a union.
     Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
     ThreadType: TypeAlias = Literal["proc", "thread"]
     StartMethod: TypeAlias = Literal["forkserver", "spawn", "fork"]
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # Any text, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
+    # Any string, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = ["batch_size_of", "converters_of", "samples_of"]

@@ -48,7 +48,7 @@ ELSEWHERE = {
 
 
 def unexpected(caller: str, name: str, known: Iterable[str]) -> TypeError:
-    """Say that a function has no such keyword, and what to write instead."""
+    """Make the error for an unknown keyword; it says what to write instead."""
     instead = ELSEWHERE.get(name)
     if instead is None:
         near = imported("difflib").get_close_matches(name, known, n=1)
@@ -105,11 +105,11 @@ def modules(name: str, value: Any) -> tuple[str, ...] | Literal[False] | None:
         return None if value is None else False
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise TypeError(
-            f"{name}={value!r} is no list of names of modules; give one, or False, or None"
+            f"{name}={value!r} is not a list of names of modules; give one, or False, or None"
         )
     for each in value:
         if not isinstance(each, str) or not all(part.isidentifier() for part in each.split(".")):
-            raise TypeError(f"{name} has {each!r}, which is no name of a module; give 'a.b' or 'a'")
+            raise TypeError(f"{name} has {each!r}, which names no module; give 'a.b' or 'a'")
     return tuple(value)
 
 

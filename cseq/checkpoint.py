@@ -16,7 +16,7 @@ VERSION = 1
 
 
 def _order(sampler: Sampler) -> dict[str, Any]:
-    """Name what the order of the epochs depends on, beside the seed; and the format's version."""
+    """Return the format's version, and what the order of the epochs depends on but the seed."""
     return {
         "version": VERSION,
         "algorithm": ALGORITHM,
@@ -26,7 +26,7 @@ def _order(sampler: Sampler) -> dict[str, Any]:
 
 
 def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[str, Any]:
-    """Describe a place in the epochs of a sampler by a handful of JSON values."""
+    """Describe a position in the epochs of a sampler by a few JSON values."""
     return _order(sampler) | {
         "seed": sampler.seed,
         "batch_size": sampler.batch_size,

@@ -8,14 +8,14 @@ tensors, numpy's scalars and long bytes are copied into the slot; all other leav
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-*Structure* is the containers, types and orders: a pickle, made and read only when it changes.
-*Layout* is where the arrays begin, and their shapes: integers. *Objects* are
-the other leaves: one pickle. All of it lies in the slot, so a batch can be read without knowing
-any other batch, whichever worker wrote it. A `bytearray` alone has neither structure nor layout.
+*Structure* is the containers, types and memory orders: a pickle, made and read only when it
+changes. *Layout* is where the arrays begin, and their shapes: integers. *Objects* are the other
+leaves: one pickle. All of it lies in the slot, so a batch can be read without any other batch. A
+`bytearray` alone has neither structure nor layout.
 
 At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
 is written in C; any other batch is surveyed here, which makes a plan for the next ones. Arrays are
-written and read by plans alone, for one array as for a hundred.
+always written and read by a plan.
 
 The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
 Arrays arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
@@ -94,7 +94,7 @@ def castable(dtype: Dtype) -> bool:
 
 # -- containers ---------------------------------------------------------------------------------
 # A container is opened into what the structure says of it (`fixed`: field names or keys, if these
-# are texts), an object that goes by pickle (`loose`: other keys, or None) and its children.
+# are strings), an object that is pickled (`loose`: other keys, or None) and its children.
 
 Opened: TypeAlias = "tuple[tuple[str, ...] | None, Any, Collection[Any]]"
 
@@ -112,7 +112,7 @@ def _open_named(value: Any) -> Opened | None:
 
 
 def _open_dict(value: dict[Any, Any]) -> Opened:
-    """Open a dict; only keys that are texts can be compared without a doubt (1 == True == 1.0)."""
+    """Open a dict; only keys that are strings differ whenever they are unequal (1 == True)."""
     keys = tuple(value)
     fixed = {*map(type, keys)} <= TEXT
     return (keys, None, value.values()) if fixed else (None, keys, value.values())
@@ -193,7 +193,7 @@ _EXACT: dict[type, str] = {
 
 @functools.lru_cache(maxsize=1024)
 def _tag(cls: type) -> str:
-    """Tell what a type is to the codec: a key of `_KINDS`, or a kind of leaf."""
+    """Return what the codec calls a type: a key of `_KINDS`, or a kind of leaf."""
     if cls in _EXACT:
         return _EXACT[cls]
     if issubclass(cls, (np.bool_, np.number, np.datetime64, np.timedelta64)):
@@ -208,9 +208,9 @@ def _tag(cls: type) -> str:
 
 
 def _pickles_itself(cls: type) -> bool:
-    """Whether a class says itself how it is pickled; then that is what happens."""
+    """Whether a class defines how it is pickled; then it is pickled, not opened."""
     names = ("__reduce__", "__reduce_ex__", "__setstate__", "__getstate__", "__getnewargs_ex__")
-    # What dataclass() has written (for slots) says nothing else than its fields.
+    # Methods that dataclass() has written (for slots) pickle the fields, nothing else.
     return any(
         name in vars(base) and vars(base)[name].__module__ != "dataclasses"
         for base in cls.__mro__[:-1]
@@ -250,7 +250,7 @@ def _too_deep() -> ValueError:
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every leaf: whatever is no tuple, list, dict, named tuple, dataclass.
+    """Apply a function to every leaf: all but tuples, lists, dicts, named tuples, dataclasses.
 
     Returns
     -------
@@ -304,7 +304,7 @@ class _Survey:
     def __init__(self, cast: Dtype | None) -> None:
         self.cast = cast
         self.arrays: list[Array] = []  # arrays of the batch, which may be cast
-        self.raws: list[Array] = []  # what other leaves consist of
+        self.raws: list[Array] = []  # arrays that other leaves consist of
         self.objects: list[Any] = []  # for pickle
 
     def visit(self, value: Any, depth: int) -> Token:
@@ -391,13 +391,13 @@ class _ByHandle:
 
 @functools.cache
 def torch_type(dtype: Dtype) -> Any:
-    """Give torch's name for a type of numpy; TypeError if it has none."""
+    """Return torch's dtype for one of numpy's; TypeError if there is none."""
     return _torch().from_numpy(np.empty(0, dtype)).dtype
 
 
 @functools.cache
 def _bits(dtype: Any) -> tuple[Any, str | None]:
-    """Name an integer type of the same size, and the type, if numpy lacks a type of torch's."""
+    """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
     torch = _torch()
     try:
         torch.empty(0, dtype=dtype).numpy()
@@ -407,7 +407,7 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
 
 
 def _bytes_array(value: bytes) -> Array | None:
-    """Give long bytes as an array; None for those that go by pickle."""
+    """Return long bytes as an array; None for short ones, which are pickled."""
     return np.frombuffer(value, np.uint8) if len(value) >= LONG else None
 
 
@@ -418,7 +418,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     ----------
     batch : object
     writer : Writer
-        Of the slot; bytes in use there stay. Arrays that lie in this slot are not copied.
+        At the slot; bytes in use there stay. Arrays that lie in this slot are not copied.
     cast : numpy.dtype, optional
         Type that arrays and tensors of numbers (`castable`) are cast to on the way.
 
@@ -454,7 +454,7 @@ _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, 
 
 
 def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
-    """Survey a batch; return its plan, which the writer remembers, its arrays, its other leaves."""
+    """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
     survey = _Survey(cast)
     tree = survey.visit(batch, MAX_DEPTH)
     arrays = survey.arrays + survey.raws
@@ -482,7 +482,7 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 
 
 def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
-    """Return how a leaf that is no array becomes one, and back; see `Plan`."""
+    """Return how a leaf that is not an array becomes one, and back; see `Plan`."""
     if token == SCALAR:
         return dtype.type, np.asarray, operator.itemgetter(()), False
     if token == BYTES:
@@ -490,7 +490,7 @@ def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
     torch = _torch()
     _, name, grad = token
     if name is None and not grad:
-        # `numpy` refuses what is not strided, not on the CPU, or not what its bytes say.
+        # `numpy` refuses what is not strided, not on the CPU, or lazily conjugated or negated.
         return torch.Tensor, torch.Tensor.numpy, torch.from_numpy, True
     return torch.Tensor, None, functools.partial(_as_tensor, name=name, grad=grad), True
 
@@ -501,7 +501,7 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 
 
 def _pickled(batch: Any, value: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle something of a batch: the pickle, and the large buffers that are not in it."""
+    """Pickle a part of a batch: return the pickle, and the large buffers that are not in it."""
     buffers: list[memoryview] = []
     try:
         return dumps(value, buffers), buffers
@@ -543,7 +543,7 @@ def _parse(structure: bytes) -> Plan:
 
 
 def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
-    """Read the leaves that went by pickle; behind the pickle is the table of its buffers."""
+    """Read the leaves that were pickled; behind the pickle lies the table of its buffers."""
     view = memoryview(memory)
     data = view[offset : offset + nbytes]
     count = int.from_bytes(data[-8:], sys.byteorder)
@@ -572,7 +572,7 @@ def _as_tensor(array: Array, *, name: str | None, grad: bool) -> Any:
 
 @functools.cache
 def _torch() -> Any:
-    """Import torch, now that there is a tensor."""
+    """Import torch, once a batch has a tensor."""
     return importlib.import_module("torch")
 
 

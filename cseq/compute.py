@@ -1,8 +1,8 @@
 """How many threads the numerical libraries of a worker process compute with.
 
-By default each of these libraries uses all cores, in every process, and there are as many workers
-as cores to be used. Libraries that a process loads read the environment; for those that a forked
-process finds loaded, a function of theirs is called.
+By default each of these libraries uses all cores, in every process, while several workers share the
+cores. Libraries that a process loads read the environment; for those that a forked process finds
+loaded, a function of theirs is called.
 
 ::
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["VARIABLES", "limit", "variables"]
 
-OPENMP = "OMP_NUM_THREADS"  # torch, too, asks it
-FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")  # ask OPENMP next
+OPENMP = "OMP_NUM_THREADS"  # torch reads it, too
+# Where one of these is not set, its library reads OPENMP.
+FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
 class Library(NamedTuple):
-    """A Python module, the function that sets its threads, and the variables that it asks."""
+    """A Python module, the function that sets its threads, and the variables that it reads."""
 
     module: str
     function: str
@@ -57,7 +58,7 @@ def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]
     """Return the variables to set for `threads` threads; those that the user has set win.
 
     Some libraries read OMP_NUM_THREADS if their own variable is not set; where the user has set it,
-    theirs are left unset. None: leave all alone.
+    theirs are left unset. ``threads=None`` sets none.
     """
     if threads is None:
         return {}
@@ -82,7 +83,7 @@ def limit(threads: int | None) -> None:
 
 
 def _loaded(name: str) -> Iterator[str]:
-    """Find the shared libraries of this process that have a name in theirs, on Linux."""
+    """Find the loaded shared libraries whose file names contain `name`, on Linux."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
         places = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if name in line}
         yield from (place for place in places if name in os.path.basename(place))
@@ -91,9 +92,9 @@ def _loaded(name: str) -> Iterator[str]:
 def _set_openblas(path: str, threads: int) -> None:
     """Set the threads of an OpenBLAS that is loaded, and whose own threads a fork has ended.
 
-    Its function starts as many as `STARTED` says before it looks at the new number, and each of
-    these spins for some 25 ms: on two cores the start of a worker waits for them. So the number is
-    written there, too.
+    Its function starts as many threads as `STARTED` says before it reads the new number, and each
+    of them spins for some 25 ms, for which the start of a worker waits on two cores. So the number
+    is written to `STARTED` first.
     """
     ctypes = importlib.import_module("ctypes")
     with contextlib.suppress(OSError):  # a file that is no library, or is gone

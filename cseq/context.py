@@ -63,7 +63,8 @@ class WorkerInfo:
         The worker, from 0.
     num_workers : int
     epoch, batch : int or None
-        The batch that it makes; None while the indexer is being made or closed.
+        The batch that it makes, by its running number in the epoch; None while the indexer is being
+        made or closed.
     """
 
     number: int
@@ -142,9 +143,10 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 def rng() -> np.random.Generator:
     """Return the random generator of the batch that is being made.
 
-    It is derived from the seed, the epoch and the batch's place in it, and from nothing else: what
-    it draws is the same for any number of workers, in test mode, after a worker's death and after
-    a resume, and differs between ranks. Within one batch, every call returns the same generator.
+    It is derived from the seed, the epoch and the batch's position in it, and from nothing else:
+    what it draws is the same for any number of workers, in test mode, after a worker's death and
+    after a resume, and differs between ranks. Within one batch, every call returns the same
+    generator.
 
     Raises
     ------
@@ -164,7 +166,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     """Make an uninitialised array in the shared memory where the batch is going to lie.
 
     A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
-    way to the training loop. The indexer may keep it, as any array; the batch is then copied.
+    way to the training loop. The indexer may keep the array; the batch is then copied.
     Outside of a worker process this is `numpy.empty`.
 
     Parameters
@@ -173,12 +175,17 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     dtype : data type, optional
         Without Python objects in it.
 
+    Returns
+    -------
+    numpy.ndarray
+        C-contiguous and writable.
+
     Raises
     ------
     TypeError, ValueError
         The shape is not of integers, or negative; in a worker process also: the type has objects.
     MemoryError
-        There is no room for it.
+        There is no room for the array.
     """
     batch_context = here.batch_context
     dims = dimensions(shape)

@@ -20,8 +20,8 @@ __all__ = ["DatasetIndexer", "from_dataset"]
 
 Samples: TypeAlias = "Sequence[Any]"
 
-IN_PLACE = SMALL  # bytes from which a stacked array is made where the batch is going to lie
-LARGE = 65536  # bytes of one sample's array, from which it goes there as soon as it was fetched
+IN_PLACE = SMALL  # bytes; stacked arrays of this size or more are made in the batch's slot
+LARGE = 65536  # bytes; arrays of one sample of this size or more are copied there at once
 
 
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
@@ -40,10 +40,15 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
         length is asked for here, once.
     collate : callable, optional
         Makes a batch of the list of its samples, in the worker. None: as torch's
-        ``default_collate``, but what is no tensor becomes an array. Tensors are stacked, and so
-        are arrays and numbers; dicts, lists, tuples and named tuples are collated value by value
+        ``default_collate``, but arrays and numbers become an array, not a tensor. Tensors, arrays
+        and numbers are stacked; dicts, lists, tuples and named tuples are collated value by value
         (a tuple becomes a list); strings and bytes stay a list. Large arrays are copied into the
         batch one by one, as their samples are fetched.
+
+    Returns
+    -------
+    DatasetIndexer
+        A worker for `MSequence`; its ``len`` is that of the data set.
 
     Raises
     ------
@@ -267,12 +272,12 @@ class _Row(NamedTuple):
     number: int
 
 
-# Where in a sample the stacks are: one in its place, or by key or position in a dict, tuple, list.
+# The stacks of a sample: one for the sample itself, or by key or position in a dict, tuple, list.
 _Plan: TypeAlias = "_Stack | dict[Any, _Plan]"
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples, with rows in the place of large arrays: these are not held beside the batch.
+    """Fetch samples, with rows in place of large arrays, which are then not held in memory twice.
 
     Other arrays, and all that differs from the first sample, are left to `default_collate`.
     """
@@ -306,7 +311,7 @@ def _plan(sample: Any, count: int) -> _Plan:
 
 
 def _taken(sample: Any, number: int, plan: _Plan) -> Any:
-    """Copy what the plan names; return the sample with rows in its place."""
+    """Copy the arrays that the plan names; return the sample with rows in their place."""
     if isinstance(plan, _Stack):
         return plan.put(sample, number)
     kind = type(sample)

@@ -23,7 +23,7 @@ class Held(NamedTuple):
     epoch: int
     batch: int
     indices: list[int]
-    place: str  # names it
+    place: str  # epoch, batch and indices, as text
 
 
 class Deaths:
@@ -34,7 +34,7 @@ class Deaths:
     budget : int
         Replacements that are allowed in an epoch.
     unit, advice : str
-        What a ticket is to the user, and what to do when it ends its workers.
+        For messages: what a ticket stands for ('batch'), and what to do if it ends its workers.
     """
 
     def __init__(self, budget: int, num_workers: int, unit: str, advice: str) -> None:

@@ -1,8 +1,8 @@
 """Descriptors of files that processes share: opened, sent and received.
 
-Executed programs get none: every descriptor is close-on-exec from the call on that makes it, so a
-program that another thread executes in the next moment does not get it. On Windows they are handles
-of sections, which `send` duplicates into the other process.
+Executed programs inherit none: every descriptor is made close-on-exec, not set so afterwards, since
+another thread may execute a program in between. On Windows they are handles of sections, which
+`send` duplicates into the other process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["anonymous_file", "receive", "send"]
 
-# What memfd_create answers where it does not exist (ENOSYS), does not know a flag (EINVAL) or wants
+# Errors of memfd_create where it does not exist (ENOSYS), does not know a flag (EINVAL) or demands
 # one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
 REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM)
 NOEXEC_SEAL = 0x8  # os.MFD_NOEXEC_SEAL, which has a name from Python 3.14 on
@@ -33,7 +33,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
     Parameters
     ----------
     name : str
-        What ``/proc`` shows of it.
+        The name that ``/proc`` shows.
 
     Returns
     -------
@@ -45,7 +45,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
     Raises
     ------
     OSError
-        When there can be none: too many descriptors, for example.
+        There can be none: too many descriptors, for example.
     """
     if hasattr(os, "memfd_create"):
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -90,7 +90,7 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receive bytes, at most `size`, and the descriptors that come with them, at most `most`.
 
-    No bytes: the other end is closed.
+    If there are no bytes, the other end is closed.
     """
     if not hasattr(sock, "recvmsg"):  # Windows
         data = _receive_exactly(sock, size)
@@ -103,7 +103,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     for level, kind, content in parts:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as can be
+    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as possible
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
     return data, list(fds)

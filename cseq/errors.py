@@ -3,14 +3,14 @@
 ::
 
     CseqError
-    ├── WorkerError       (RuntimeError)  an indexer raised something that cannot travel
+    ├── WorkerError       (RuntimeError)  an indexer raised something that cannot be pickled
     ├── WorkerDied        (RuntimeError)  worker processes died too often to be replaced
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
     └── RemoteTraceback                   the cause of an error from another process: its text
 
 An exception that an indexer raises comes out of the loop as itself. Wrong arguments are
 ``TypeError`` and ``ValueError``, misuse of a manager's lifecycle is ``OSError``, and a stale
-iterator raises ``InterruptedError``: builtins, as they always were.
+iterator raises ``InterruptedError``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CseqError(Exception):
 
 
 class WorkerError(CseqError, RuntimeError):
-    """An indexer raised an exception that could not be sent to the trainer itself.
+    """An indexer raised an exception that cannot be pickled, and so not sent to the trainer.
 
     Its type, text and traceback are in the message and in ``__cause__``.
     """
@@ -67,7 +67,7 @@ class WorkerTimeout(CseqError, TimeoutError):
 
 
 class RemoteTraceback(CseqError):
-    """Text of a traceback from another process; the ``__cause__`` of an error that came from it.
+    """A traceback in another process, as text; the ``__cause__`` of the error raised there.
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
 """An exception, packed in a worker and raised in the training loop.
 
-It should arrive as itself: same type, same attributes, with the worker's traceback shown and with
-the batch it belongs to named. It is pickled *and unpickled* where it was raised, so what cannot
-travel is found out there; then its type's name and its text travel in a `WorkerError`.
+It arrives as itself: same type, same attributes, with the worker's traceback as its cause and with
+its batch named. It is pickled *and unpickled* where it was raised, so an exception for which this
+fails is found there; then its type's name and its text are sent, and raised as a `WorkerError`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SHOWN = 16  # indices of a batch that a message shows
 
 
 def pack(error: BaseException) -> bytes:
-    """Describe an exception as bytes that `unpack` can always read."""
+    """Return an exception as bytes that `unpack` can always read."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return pickle.dumps((_travelling(error), type(error).__qualname__, str_of(error), text))
 
 
 def pack_text(error: BaseException, limit: int = 1500) -> bytes:
-    """Describe an exception in twice `limit` characters or so, without the object itself."""
+    """Return an exception's type, text and traceback, each text cut to `limit` characters."""
     name, message = type(error).__qualname__, str_of(error)[:limit]
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-limit:]
     return pickle.dumps((None, name, message, text))
@@ -109,7 +109,7 @@ def str_of(error: BaseException) -> str:
 
 
 def repr_of(error: BaseException) -> str:
-    """Return what names an exception, also when its ``__repr__`` is broken."""
+    """Return an exception's repr, also when its ``__repr__`` is broken."""
     try:
         return repr(error)
     except Exception as broken:  # noqa: BLE001 - the user's class
@@ -124,7 +124,7 @@ def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
 
 
 def deliver(error: BaseException, place: str) -> NoReturn:
-    """Raise in the loop what an indexer raised, with its batch named."""
+    """Raise an indexer's exception in the loop, with its batch named."""
     try:
         error = named(error, place)
         raise error
@@ -133,7 +133,7 @@ def deliver(error: BaseException, place: str) -> NoReturn:
 
 
 def named(error: BaseException, place: str) -> BaseException:
-    """Make what an indexer raised into what is to be raised in the loop, with its batch named."""
+    """Return the exception to raise in the loop for an indexer's, with its batch named."""
     if isinstance(error, StopIteration):  # the loop would end as if the epoch were over
         stop = RuntimeError("the worker raised StopIteration")
         stop.__cause__ = error.__cause__ or error

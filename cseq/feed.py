@@ -1,9 +1,9 @@
-"""Feeding a ring: an epoch's tickets in, its finished batches out.
+"""The trainer's end of a ring: posts an epoch's tickets, takes its batches.
 
-The trainer's side of the thread and the process pool, which derive from `Feed`: what `Consumer`
-leaves to Python. Only the consuming thread calls it. Other threads report errors (a worker that
-cannot be built, one that died too often) through `check`, which raises them here, and wake this
-thread with the ring's `notify_all`.
+The thread pool and the process pool derive from `Feed`, which is the part of `Consumer` that is
+written in Python. One thread calls it. Other threads report errors (a worker that cannot be made,
+or that died too often) through `check`, which raises them in that thread, and wake it with the
+ring's `notify_all`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger("cseq")
 def wake_at(buffer: int, num_workers: int) -> int:
     """Return how many tickets are posted before sleeping workers are woken for them.
 
-    Waking for each one costs more than a small batch does. Workers sleep when nothing can be
-    claimed; then up to `buffer` minus this many batches are ready or being made. The loop has
-    these until the woken workers have made the next, so there must be one for each worker.
+    To wake a worker for each ticket costs more than a small batch does. Workers sleep when nothing
+    can be claimed; then up to `buffer` minus this many batches are ready or being made. The loop
+    uses these until the woken workers have made the next, so there must be one for each worker.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
@@ -100,7 +100,7 @@ class Feed:
         )
         self._interrupted = False
         self._clock = Clock(ring, computing=threads)
-        self._place: tuple[int, int] | None = None  # what was begun last
+        self._place: tuple[int, int] | None = None  # epoch and samples that were begun last
         self.ended = False  # the loop was told that this epoch is over
 
     @property
@@ -137,13 +137,13 @@ class Feed:
         self._place = epoch, consumed
 
     def interrupt(self) -> None:
-        """Make a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make `next` raise InterruptedError, also in a thread that waits, until `begin`."""
         self._interrupted = True
         self._ring.notify_all()
 
     @property
     def next(self) -> Callable[[], Any]:
-        """Return the next finished batch, or raise StopIteration: the epoch is over."""
+        """Function that returns the next finished batch; StopIteration: the epoch is over."""
         return self.consumer.next
 
     def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
@@ -175,11 +175,11 @@ class Feed:
     def _describe(
         self, cell: int, error: BaseException
     ) -> tuple[BaseException, tuple[int, int, str]]:
-        """Name the batch in whose place an exception came; log it if the batch is left out."""
+        """Name the batch in an exception, and log the exception if the batch is left out."""
         epoch, batch, _, place = self.named(cell)
         entry = epoch, batch, failure.repr_of(error)
         if self._skip_errors and isinstance(error, Exception):
-            # Its text alone: a record that keeps the exception keeps its traceback, and the ring.
+            # As text: a log record that keeps the exception keeps its traceback, and the ring.
             log.error("skipped %s: %s", place, entry[2])
         return failure.named(error, place), entry
 
@@ -189,7 +189,9 @@ class Feed:
         while True:
             seen = ring.notices()
             if self._interrupted:
-                raise InterruptedError("a newer iterator, a start or a finish has interrupted this")
+                raise InterruptedError(
+                    "this iterator was interrupted by a newer one, a start or a finish"
+                )
             self._check()
             consumer.refill()
             if consumer.over:
@@ -204,7 +206,7 @@ class Feed:
             ring.wait(seen, self._ordered)
 
     def in_work(self) -> list[tuple[int, int, str]]:
-        """List the owners of awaited tickets, since when (ns of `now_ns`), and the batches."""
+        """List the tickets that are waited for: owner, since when (ns of `now_ns`), batch."""
         ring = self._ring
         found = []
         for cell in ring.awaited(self._ordered):
@@ -214,7 +216,7 @@ class Feed:
         return found
 
     def stats(self) -> Stats:
-        """Count what went through the ring so far."""
+        """Return counts and times of what went through the ring so far."""
         ring, num_workers, num_converters = self._ring, self._num_workers, self._num_converters
         times = self._clock.read()
         workers, converters = times.idle[:num_workers], times.idle[num_workers:]

@@ -88,7 +88,7 @@ def _lookup(obj: object, qualname: str) -> object:
 
 
 def find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Find what a new process would import under this name."""
+    """Return the spec that a new process would find for this name."""
     for finder in sys.meta_path:
         if _is_everywhere(finder):
             spec = finder.find_spec(name, path, None)
@@ -109,7 +109,7 @@ def _is_everywhere(finder: object) -> bool:
 
 
 def _is_same(module: types.ModuleType, spec: importlib.machinery.ModuleSpec | None) -> bool:
-    """Whether what would be imported is what this module was imported from."""
+    """Whether a spec is that of the file which this module was imported from."""
     if spec is None:
         return False
     if spec.origin in ("built-in", "frozen"):

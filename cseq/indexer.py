@@ -42,7 +42,7 @@ __all__ = [
 
 log = logging.getLogger("cseq")
 
-# They have __getitem__, but do not take an array of indices.
+# Types whose __getitem__ takes no array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 DATASET_HINT = (
     "cseq: __getitem__ of a worker gets an array of indices; a data set that takes one index at a "
@@ -54,10 +54,10 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Indexer(Protocol[B_co]):
-    """Makes batches of the type `B`: any object with this method is one."""
+    """Makes batches of type `B`: any object with this method is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
-        """Return the batch of these indices (one-dimensional, the indexer's own to change)."""
+        """Return the batch of these indices: a one-dimensional array, which may be changed."""
 
 
 def is_indexer(worker: object) -> bool:
@@ -142,11 +142,11 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
-    """Call the indexer's ``close()`` when its runner ends, if it has one and it is ours to close.
+    """Call the indexer's ``close()`` when its runner ends, if the indexer has one.
 
-    An object that the user handed in whole stays open, unless this process has its own copy.
-    An exception of `close` ends a worker process, which the trainer notices; in the trainer itself
-    it is logged, since the other indexers are to be closed as well.
+    An indexer that the user gave as `worker` stays open, unless it is this process's copy. An
+    exception of `close` ends a worker process, which the trainer notices; in the trainer itself it
+    is logged, since the other indexers are to be closed as well.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -201,7 +201,7 @@ class _FirstBatch:
 
 
 class Indexing:
-    """The first stage's work: makes the batch of a ticket's indices, and publishes it."""
+    """The work of the first stage: makes the batch of a ticket's indices, and publishes it."""
 
     def __init__(
         self,

@@ -20,11 +20,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 ROOT = "/"
-# Files of a control group: of the limit of its memory, and of what it has taken.
+# Files of a control group: the limit of its memory, and the memory that it uses.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-# And of its processes that were killed for lack of memory.
+# And the number of its processes that were killed for lack of memory.
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-UNKNOWN_RAM = 8 * GIB  # bytes; taken where the system does not say
+UNKNOWN_RAM = 8 * GIB  # bytes; assumed where the system does not say
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40
@@ -88,7 +88,7 @@ def default_memory_limit(root: Folder = ROOT) -> int:
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return how many bytes this process may still take; None where the system does not say.
+    """Return how many bytes this process may still use; None where the system does not say.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Objects as bytes, for two kinds of readers.
 
 `dump` is for a new process: what it can import goes by reference, as in every pickle, and all else
-by value with cloudpickle, which is imported only then. `dumps` is for a process at the other end of
-a pool, which has its modules, and a class of its own for each of the user's classes: what has a
-name goes by reference, and the rest by value.
+by value with cloudpickle, which is imported only then. `dumps` is for a process that runs already,
+between a worker and the trainer: both have the same modules, and each its own copy of the user's
+classes. So what has a name goes by reference, and the rest by value.
 
 Large arrays stay out of the pickle, as buffers: `codec` writes both. A data set of gigabytes is
 therefore in memory once, whatever the number of workers.
@@ -111,7 +111,7 @@ def dumps(obj: object, buffers: list[memoryview] | None = None) -> bytes:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return what tells a pickler which buffers are not for the pickle; None: all are dropped."""
+    """Return a pickler's `buffer_callback` that appends large buffers; None: drops all of them."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -125,7 +125,7 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
     return is_in_band
 
 
-# -- for a new process; without a list of buffers, to find out whether something can be pickled ---
+# -- for a new process; without a list of buffers: to test whether something can be pickled --------
 
 
 class _NotImportableError(Exception):
@@ -158,13 +158,13 @@ def _dump_plainly(obj: object, modules: Importable, buffers: list[memoryview] | 
 
 
 def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] | None) -> bytes:
-    """Pickle with cloudpickle, with every module that workers cannot import by value."""
+    """Pickle with cloudpickle; modules that workers cannot import go by value."""
     file = io.BytesIO()
     classes = _Classes()
     with _modules_by_value() as register:
 
         def by_name(named: Any) -> bool:
-            """Leave the decision to cloudpickle, once it knows of the module."""
+            """Register a module that goes by value; then let cloudpickle decide."""
             module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
             if not modules.findable(module):
                 register(module)
@@ -239,7 +239,7 @@ def by_value_pickler() -> _ByValue:
 
 
 def _has_cloudpickle() -> bool:
-    """Whether something can be pickled by value."""
+    """Whether cloudpickle is there, to pickle by value."""
     try:
         by_value_pickler()
     except ModuleNotFoundError:
@@ -249,7 +249,7 @@ def _has_cloudpickle() -> bool:
 
 @contextlib.contextmanager
 def _modules_by_value() -> Iterator[Callable[[str], None]]:
-    """Make cloudpickle treat modules by value for a while; return the function that names one."""
+    """In this context, give the function that makes cloudpickle pickle a module by value."""
     cloudpickle = imported("cloudpickle")
     ours: list[types.ModuleType] = []
 
@@ -268,10 +268,10 @@ def _modules_by_value() -> Iterator[Callable[[str], None]]:
 
 
 class _Classes(list[type]):
-    """Classes of the user's script that went by value: a worker's ``__main__`` gets them again.
+    """Classes of the user's script that went by value; unpickling puts them into ``__main__``.
 
-    So that a worker process can pickle their instances by name, and the trainer finds its own
-    class under that name.
+    So a worker process can pickle their instances by name, and the trainer finds its own class
+    under that name.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -306,7 +306,7 @@ def _reduce_data(obj: object, modules: Importable, *, dry: bool) -> Reduced:
 
 
 def _reduce_array(array: _Array, *, dry: bool) -> Reduced:
-    """Reduce what is not contiguous to a copy that is, a part of a mapped file to its place."""
+    """Reduce an array: if not contiguous, to a copy; if it maps a file, to its place there."""
     if type(array) not in (np.ndarray, np.memmap) or array.dtype.hasobject:
         return NotImplemented
     if dry:

@@ -1,4 +1,4 @@
-"""Where the loop is: an epoch, and the samples of it that all ranks have had."""
+"""Where the loop is: an epoch, and how many of its samples all ranks have had."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Progress(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the loop has had anything of it: a batch, an exception, or its end."""
+        """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""
 
     @property
     def ended(self) -> bool:
-        """Whether the loop was told that it is over."""
+        """Whether the loop was told that the epoch is over."""
 
     @property
     def position(self) -> int:
-        """Samples of it that all ranks together have had, or left out for an error."""
+        """Samples of the epoch that all ranks together have had, or left out for an error."""
 
 
 class Last(NamedTuple):
@@ -39,7 +39,7 @@ class Place:
     consumed : int
         Samples that all ranks together have had before the iterator's first.
     progress : Progress
-        The pool, from the moment at which it is at this epoch.
+        The pool, once it has begun this epoch.
     again : bool
         The next iterator begins this epoch again, unless it is over by then.
     """

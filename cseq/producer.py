@@ -1,19 +1,19 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
-Each worker has a ring of its own. A ticket asks for `count` items from the `start`-th of an epoch
+Each worker has a ring of its own. A ticket asks for `count` items of an epoch, from item `start`
 on, or for the item of a key, or for a call of a method. All that a worker needs to answer it is in
-shared memory: if the ticket's epoch or start differs from the worker's (it has replaced a dead one,
-for example), the worker begins the epoch from the assignment that the ticket refers to, and goes to
-`start`.
+shared memory: if the ticket's epoch or start differs from the worker's (which has replaced a dead
+one, for example), the worker begins the epoch from the assignment that the ticket refers to, and
+goes to `start`.
 
 ::
 
-    ticket    epoch, kind, start, count      of the cell
+    ticket    epoch, kind, start, count      fields of the cell
               call or key, assignment        two requests: six of the cell's words for each
-              key                            a list of ints: so many of the cell's words
+              key                            a list of ints: one of the cell's words for each
     request   slot, bytes committed, record  data that the trainer has written into a slot
-    answer    record                         one item as a batch; several behind one another,
-                                             each as a batch of its own, and a table of them
+    answer    record                         one item, encoded as a batch; or several, each encoded
+                                             as a batch, and a table of them
               ns, items and flags            two of the cell's words
 """
 
@@ -68,12 +68,12 @@ ENTRY = "cseq.producer:main"
 # The cell's words, as in `_core`.
 CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests; a key is `CALLED`, too
 SINCE = 12  # the time (`now_ns`) at which the worker began the present item
-NS, MADE = 13, 14  # of an answer: how long its items took; how many there are, and flags
-KEY, KEYS = 15, 16  # how many ints the key is; and they, or:
+NS, MADE = 13, 14  # of an answer: ns that its items took; how many there are, and flags
+KEY, KEYS = 15, 16  # how many ints the key has, or one of the next two; and the ints
 NO_KEY, IN_REQUEST = -1, -2
 MOST = 64  # items that one ticket can ask for
-ENDED, BROKEN = 1, 2  # flags of an answer: nothing follows; and its last item is an exception
-ENTRY_WORDS = 5  # of a table: where an item begins, and its record
+ENDED, BROKEN = 1, 2  # flags of an answer: no item follows; and its last item is an exception
+ENTRY_WORDS = 5  # of an entry of the table: where an item begins, and its record
 SCRATCH = 1 << 16  # bytes
 INT64 = np.dtype(np.int64)
 
@@ -86,26 +86,26 @@ class Producer(Protocol):
     """
 
     def begin(self, assignment: Any, /) -> Any:
-        """Begin an epoch, also if the last is not over; `Streams.begin` returns the reply."""
+        """Begin an epoch, also if the last one is not over; `Streams.begin` returns the reply."""
 
     def items(self, start: int, /) -> Iterator[Any]:
-        """Return the items of the epoch from the `start`-th on.
+        """Return an iterator over the items of the epoch, from item `start` on.
 
-        `start` is not 0 only in a process that replaces a dead one. It has the same assignment, and
-        must make the same items: skip those before `start`, or make and drop them.
+        `start` is above 0 only in a process that replaces a dead one. That has the same assignment,
+        and must make the same items: skip those before `start`, or make and drop them.
         """
 
 
 class KeyProducer(Protocol):
-    """The same for epochs of keys."""
+    """Makes a worker's items in epochs of keys; otherwise as `Producer`."""
 
     def begin(self, assignment: Any, /) -> Any:
         """Begin an epoch; see `Producer`."""
 
     def make(self, key: Any, /) -> Any:
-        """Return the item of a key; what is raised is raised in its place, and ends nothing.
+        """Return the item of a key; an exception is raised in the loop in place of the item.
 
-        The key is of the type, and has the value, that it has in the trainer. Arrays may be made by
+        The key has the type and the value that it has in the trainer. Arrays may be made by
         `cseq.empty`, and kept. A process that replaces a dead one makes some keys' items again.
         """
 
@@ -125,7 +125,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     sock : socket
         To the trainer. When it ends, so does this process.
     local : object, optional
-        What makes the producer, where it came by `os.fork` and not through a file.
+        The callable that makes the producer, if it was inherited by `os.fork` and is in no file.
     """
     entered = enter(sock)
     number, task = entered.setup.number, entered.setup.task
@@ -150,7 +150,7 @@ _END = object()
 
 
 class Making:
-    """The work on a ticket: has the producer make the items, and writes them into the slot."""
+    """The work on a ticket: calls the producer, and writes the items into the slot."""
 
     def __init__(
         self,
@@ -169,10 +169,10 @@ class Making:
         self._scratch = Scratch()
         self._batch_writer = SlotWriter(writer, None)
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
-        self._epoch = 0  # the one the producer is in; the trainer counts them from 1
-        self._over = 0  # the one of which nothing follows
+        self._epoch = 0  # the producer's epoch; the trainer counts them from 1
+        self._over = 0  # the epoch of which no item follows
         self._items: Iterator[Any] | None = None
-        self._at = 0  # which item comes next
+        self._at = 0  # number of the next item
 
     def __call__(self, runner: Runner) -> None:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
@@ -206,7 +206,7 @@ class Making:
         return reply
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Read a request: copied, since the slot is used again."""
+        """Read a request from a copy, since its slot is used again."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         memory = copy_of(self._writer.mapping_of(slot, capacity), codec.used(record))
         return codec.decode(memory, record)
@@ -224,7 +224,7 @@ class Making:
         self._publish(runner, self._batch_writer.write(runner, reply), 0, 0)
 
     def _publish(self, runner: Runner, record: tuple[int, ...], ns: int, made: int) -> None:
-        """Publish what was written; the caller has dropped it."""
+        """Publish what was written; the caller holds no reference to it."""
         room = self._rooms[runner.cell]
         room[NS], room[MADE] = ns, made
         self._batch_writer.publish(runner, record)
@@ -257,7 +257,7 @@ class Making:
         return self._items
 
     def _make_one(self, runner: Runner, make: Callable[[], Any]) -> None:
-        """Publish one item as a batch is, its arrays made in the slot."""
+        """Publish one item in the way of a batch, with its arrays made in the slot."""
         batch_writer, room = self._batch_writer, self._rooms[runner.cell]
         batch_writer.begin(runner)
         self._batch_context.allocator = self._writer
@@ -284,7 +284,7 @@ class Making:
         """
         writer, room = self._writer, self._rooms[runner.cell]
         self._batch_writer.begin(runner)
-        writer.settle()  # what is made now is copied
+        writer.settle()  # arrays that are made from here on are copied
         table = array("q")
         made = flags = 0
         begun = now_ns()
@@ -353,7 +353,7 @@ class EncodedItem(NamedTuple):
 
     memory: Memory
     record: tuple[int, ...]
-    slot: int = -1  # where it lies while there are references to `memory`; -1: in private memory
+    slot: int = -1  # the slot of `memory`; -1: it is private memory
 
     def decode(self) -> Any:
         """Return the item."""

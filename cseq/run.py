@@ -1,7 +1,7 @@
 """One start of a manager, up to its end: its pool, and its present iterator.
 
-A number names the present iterator; changing it ends all earlier ones, also in other threads and
-in forked processes.
+An iterator ends when its run's generation number changes, also in other threads and in forked
+processes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
 
-NAME = "cseq-close"  # of the threads that close what was dropped
+NAME = "cseq-close"  # of the threads that close dropped runs
 
 EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
-LOCK_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes out
+LOCK_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes
 
 
 class Interruptible(Protocol):
@@ -36,18 +36,18 @@ class Interruptible(Protocol):
         """Make a call that waits in another thread raise InterruptedError."""
 
     def close(self) -> None:
-        """End everything that was started; returns within a bounded time. Twice is fine."""
+        """End all that was started; returns within a bounded time. Calling it twice is fine."""
 
 
 P = TypeVar("P", bound=Interruptible)
 
 
 class Run(Generic[P]):
-    """One start of a manager, up to its end; `generation` is the generation of its iterators."""
+    """One start of a manager, up to its end."""
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
-        self.generation = 0  # the generation of the one iterator that may go on
+        self.generation = 0  # an iterator of another generation is void
         self.lock = threading.RLock()  # around every use of the pool but `interrupt`
         self.asked = False  # the present iterator has taken `lock` for a batch
         self._pid = os.getpid()
@@ -87,7 +87,7 @@ _closings: set[Latch] = set()  # of runs whose owners were dropped, until they a
 
 
 def close_with(owner: object, run: Run[Any]) -> weakref.finalize[..., Any]:
-    """Close a run when its owner is dropped, or the interpreter ends; `detach` undoes this."""
+    """Close a run when its owner is garbage collected; `detach` undoes this."""
     finalizer = weakref.finalize(owner, close_elsewhere, run.close)
     finalizer.atexit = False  # `_close_all` sees to that
     return finalizer
@@ -118,7 +118,7 @@ def close_elsewhere(close: Callable[[], object]) -> None:
 
 
 def _begun_or_done(begin: Callable[[], object], work: Callable[[], None]) -> None:
-    """Begin a thread; if the system has no more, do its work here."""
+    """Begin a thread; if the system has no more threads, do its work here."""
     try:
         begin()
     except RuntimeError:
@@ -126,7 +126,7 @@ def _begun_or_done(begin: Callable[[], object], work: Callable[[], None]) -> Non
 
 
 def await_closings(seconds: float) -> None:
-    """Wait until the runs of dropped owners are closed, at most so long."""
+    """Wait until the runs of dropped owners are closed, at most `seconds`."""
     deadline = time.monotonic() + seconds
     for closing in list(_closings):
         closing.wait(max(0.0, deadline - time.monotonic()))
@@ -136,7 +136,7 @@ def await_closings(seconds: float) -> None:
 def _close_all() -> None:
     """Close all runs at the interpreter's end, and wait for those that are being closed."""
     await_closings(EXIT_SECONDS)
-    with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+    with contextlib.ExitStack() as stack:  # all of them, also if one raises
         for run in list(_runs):
             stack.callback(run.close)
 

@@ -9,11 +9,11 @@ contiguous part. With 20 samples, ``batch_size=3`` and ``world_size=2``::
               global batch 0   │ global batch 1   │ global batch 2   │ tail
 
 The tail is left out if `drop_last`. Otherwise its ``m`` samples are cut into `world_size`
-contiguous parts of ``ceil(m / world_size)``; samples that are missing there come from the beginning
-of the epoch's order. So every rank has the same number of batches and of samples, and a batch has
-the same size on all ranks. This is the only padding: it repeats at most ``world_size - 1`` samples
-of an epoch, and none on one rank. Without `pad`, the parts of the tail differ by one sample, and
-ranks may have one batch less than others.
+contiguous parts of ``ceil(m / world_size)``; where samples are missing for that, those at the
+beginning of the epoch's order are repeated. So every rank has the same number of batches and of
+samples, and a batch has the same size on all ranks. This is the only padding: it repeats at most
+``world_size - 1`` samples of an epoch, and none on one rank. Without `pad`, the parts of the tail
+differ by one sample, and some ranks may have one batch less than others.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Sampler:
     def changed(
         self, *, seed: int | None = None, rank: int | None = None, world_size: int | None = None
     ) -> Sampler:
-        """Return the same with another seed, or another part of the global batches."""
+        """Return the same sampler with another seed, or another part of the global batches."""
         indices = self.order.indices
         return Sampler(
             self.dset_size if indices is None else indices,
@@ -177,12 +177,12 @@ class Sampler:
 
     @property
     def cut(self) -> tuple[int, int, int, int]:
-        """Full batches, the position of the first one, from one to the next, and their size."""
+        """Full batches: how many, position of the first, positions to the next, and their size."""
         return self._full, self._start, self._stride, self.batch_size
 
     @property
     def first(self) -> int:
-        """How many batches of the epoch came before batch 0, as far as they had this size."""
+        """How many batches of this size came before batch 0 in the epoch."""
         return self._consumed // self._stride
 
     def start(self, batch: int) -> int:
@@ -282,10 +282,10 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 
 
 def _holds_numbers(indices: object) -> bool:
-    """Return whether it is an array of numbers, not a data set, which numpy would read throughout.
+    """Return whether an object is an array of numbers, and not a data set.
 
     numpy reads an object with ``__len__`` and ``__getitem__`` until IndexError, which a data set
-    need not ever raise.
+    may never raise.
     """
     if isinstance(indices, (list, tuple)):
         return (

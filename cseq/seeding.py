@@ -1,7 +1,7 @@
 """Global generators, seeded for each batch: Python's, numpy's and torch's.
 
 They are seeded from the key of `cseq.rng` (seed, epoch, position of the batch), so what an indexer
-draws from them depends neither on the process that makes the batch nor on what that made before.
+draws from them depends neither on the process that makes the batch nor on the batches before.
 Only generators whose modules are imported are seeded. A module that is imported while a batch is
 made is seeded at the end of its import (`Watch`), so that the first batch of a worker draws the
 same as any later one would.
@@ -42,12 +42,12 @@ class Generator(NamedTuple):
 
     name: str
     word: int
-    methods: tuple[str, str, str]  # that seed it, return its state and set it
+    methods: tuple[str, str, str]  # that seed the generator, return its state, and set its state
     attribute: str = ""  # of the module; empty: the module itself
-    bits: int = 64  # of the word that it takes
+    bits: int = 64  # of the word that the seed can have
 
     def seed(self, words: Sequence[int]) -> None:
-        """Seed it with its word of these."""
+        """Seed the generator with its word of these."""
         self._method(0)(words[self.word] % (1 << self.bits))
 
     def save(self) -> Any:
@@ -73,14 +73,14 @@ GENERATORS = (
 
 
 class Imported:
-    """The generators whose modules are imported, for those who look before each item."""
+    """The generators whose modules are imported; looks for new ones each time it seeds."""
 
     def __init__(self) -> None:
         self._loaded: list[Generator] = []
         self._missing: tuple[Generator, ...] = GENERATORS
 
     def seed(self, words: Sequence[int]) -> None:
-        """Seed them: three words, of 64 bits each."""
+        """Seed them with three words of 64 bits."""
         for generator in self._missing:
             if generator.name in sys.modules:
                 self._look()
@@ -102,13 +102,13 @@ class Seeds:
     batch_context : BatchContext
         Has the seed and the present batch; without a batch, the indexer is being made.
     is_making : callable, optional
-        Tells whether the indexer works now; the generators are the trainer's own otherwise, and
-        `begin` saves them. None: the whole process is a worker.
+        In test mode: whether the indexer works now. Otherwise the generators are the training
+        loop's, and `begin` saves them. None: this process is a worker.
 
     Attributes
     ----------
     loaded : list of Generator
-        Those whose modules are imported; the same list from the beginning.
+        Those whose modules are imported; always the same list object.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class Seeds:
             generator.seed(words)
 
     def begin(self) -> None:
-        """Save the trainer's generators, and seed them."""
+        """Save the states of the trainer's generators, and seed them."""
         self._building = self._batch_context.ticket is None
         self._saved = [(generator, generator.save()) for generator in self.loaded]
         self.seed()
 
     def restore(self) -> None:
-        """Restore the trainer's generators."""
+        """Restore the states of the trainer's generators."""
         self._building = False
         try:
             self._restore()
@@ -199,15 +199,15 @@ class Watch:
     def __init__(self, wanted: dict[str, Generator], arrived: Callable[[Generator], None]) -> None:
         self._wanted = wanted
         self._arrived = arrived
-        self._asking: set[tuple[int, str]] = set()  # threads, and what they ask the others for
+        self._asking: set[tuple[int, str]] = set()  # threads, and the module that each looks for
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the module by the other finders; its loader reports the end of the import.
 
-        The search may end here (``importlib.util.find_spec``), so the name is wanted until its
-        module was executed.
+        A search need not be followed by an import (``importlib.util.find_spec``), so the name is
+        wanted until its module was executed.
         """
         asker = threading.get_ident(), name
         if name not in self._wanted or asker in self._asking:  # another finder may ask this one
@@ -218,7 +218,7 @@ class Watch:
         finally:
             self._asking.remove(asker)
         if spec is not None and spec.loader is not None:
-            spec.loader = Telling(spec.loader, self)  # type: ignore[assignment]
+            spec.loader = ReportingLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
     def _spec(
@@ -233,13 +233,13 @@ class Watch:
         return None
 
     def executed(self, name: str) -> None:
-        """Report a module that was imported, the first time."""
+        """Report that a module was imported, the first time."""
         generator = self._wanted.pop(name, None)
         if generator is not None:
             self._arrived(generator)
 
 
-class Telling:
+class ReportingLoader:
     """The loader of one module; it reports the end of the import to its `Watch`."""
 
     def __init__(self, loader: Any, watch: Watch) -> None:
@@ -247,7 +247,7 @@ class Telling:
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # of a copy that is not yet filled
+        if name == "_loader":  # of a copy whose attributes are not set yet
             raise AttributeError(name)
         return getattr(self._loader, name)
 

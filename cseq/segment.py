@@ -1,6 +1,7 @@
 """The anonymous file that slots of shared memory lie in.
 
-It is very sparse: slot ``s`` begins at byte ``s * width`` and takes the memory that is committed.
+The file is sparse: slot ``s`` begins at byte ``s * width``, and only its committed part takes
+memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from cseq.threads import imported
 
 WIDTH = 1 << 40  # bytes from one slot to the next
 SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
-# What is tried where a file cannot be that long: (width in bytes, slots).
+# Tried in this order where a file cannot be that long: (width in bytes, slots).
 NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
 # Windows pays some 8 bytes for each page of 4 KiB that is reserved.
 RESERVED = ((1 << 29, 1 << 8), (1 << 28, 1 << 8))

@@ -60,7 +60,7 @@ THREAD_TYPE_AT = 7  # its place among the arguments
 
 
 class State(enum.Enum):
-    """What state a manager is in; `start` ends what runs and begins at IDLE.
+    """The state of a manager; `start` first ends what runs, and so begins at IDLE.
 
     ::
 
@@ -75,7 +75,7 @@ class State(enum.Enum):
 
 
 class Epoch(BatchIterator):
-    """Iterator over the batches of one epoch; a newer one, a start or a finish interrupts it.
+    """Iterator over the batches of one epoch; a newer iterator, a start or a finish interrupts it.
 
     Threads may share it: each batch goes to one of them.
     """
@@ -86,7 +86,7 @@ class Epoch(BatchIterator):
 
 
 class RankSampler:
-    """What `MSequence.sampler` is: `set_epoch` and a length, for frameworks that ask for them."""
+    """`MSequence.sampler`: `set_epoch` and a length, for frameworks that ask for them."""
 
     __slots__ = ("_manager",)
 
@@ -113,23 +113,22 @@ class MSequence(Generic[B_co]):
         A class, or any callable without arguments, that makes an indexer: an object with
         ``__getitem__(indices) -> batch``, where `indices` is a one-dimensional ``int64`` array of
         its own. Called once in every worker process or thread, in threads one after another. An
-        object that already has
-        ``__getitem__`` (an array, a data set) is taken too, and copied to the processes. If the
-        indexer has ``close()``, it is called when its worker ends.
+        object that already has ``__getitem__`` (an array, a data set) is taken too, and copied to
+        the processes. If the indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional
         Number of samples, or the samples' indices themselves (never written to). None: the
         ``len`` of `worker`, which must be an object that has one (`from_dataset`, an array).
     num_workers : int
         Worker processes or threads. 0: none, `start` then does what `start_test` does.
     num_converters : int, optional
-        Workers that convert, where CUDA is in use. None: ``max(num_workers // 4,
-        min(num_workers, 4))``.
+        Processes or threads that move batches to the CUDA device, at most `num_workers`; none
+        without CUDA. None: ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
         Samples in a batch; the last one may be smaller.
     buffer : int
-        The most batches in flight or waiting.
+        The most batches that are being made or wait for the loop.
     shuffle : bool
-        Go through each epoch in an order of its own, a pure function of (seed, epoch).
+        Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
     thread_type : 'proc' or 'thread'
         Workers are processes or threads.
     out_type : str, None, torch.device or callable
@@ -167,13 +166,13 @@ class MSequence(Generic[B_co]):
         are copied. Free shared memory that no batch in flight needs counts as well, and is given
         back beyond the limit. None: a quarter of the machine's or the container's memory.
     pad : bool
-        False: ranks repeat no sample of the tail, so that each sample comes once over all ranks;
-        some ranks may then have one batch, or one sample, less than others.
+        False: ranks repeat no sample, so that each comes once over all ranks; some ranks may then
+        have one batch, or one sample, less than others.
     threads : int or None
         How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV compute with in each
-        worker process. What the environment says (``OMP_NUM_THREADS`` and its like) wins. None:
-        leave them alone, so that each process uses all cores. With ``thread_type='thread'`` the
-        libraries' threads are the program's own to set.
+        worker process. Variables in the environment (``OMP_NUM_THREADS`` and its like) win. None:
+        leave them alone, so that each process uses all cores. No effect with
+        ``thread_type='thread'``.
     preload : sequence of str, False or None
         Modules that the fork server imports once for all workers, beside those that `worker` refers
         to (None: only those). A module that starts threads, opens files or initialises CUDA when it
@@ -267,7 +266,7 @@ class MSequence(Generic[B_co]):
         self._thread_type: str = thread_type
         workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
         self._drawn = seed is None
-        self._own_seed = self._drawn  # other ranks know nothing of it
+        self._own_seed = self._drawn  # other ranks do not have it
         self._shard = shards.given(shard)
         self._automatic = self._shard is None
         rank, world_size, _ = self._shard or shards.ALONE
@@ -416,9 +415,20 @@ class MSequence(Generic[B_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``, or of the latest one if it has given nothing yet.
 
-        The epoch whose place was loaded (`load_state_dict`) keeps that place. If the loop is in the
-        middle of this very epoch, it stays there, and `state_dict` still returns its place; the
-        next ``iter()`` then begins the epoch again from its start, unless it is over by then.
+        An epoch whose position was loaded (`load_state_dict`) keeps that position. If the loop is
+        in the middle of this very epoch, it stays there, and `state_dict` still returns its
+        position; the next ``iter()`` then begins the epoch again from its start, unless it is over
+        by then.
+
+        Parameters
+        ----------
+        epoch : int
+            In [0, 2**64).
+
+        Raises
+        ------
+        TypeError, ValueError
+            `epoch` is not an integer, or out of range.
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._lock:
@@ -445,29 +455,29 @@ class MSequence(Generic[B_co]):
             run.generation = generation
 
     def _begin(self, pool: Pool) -> None:
-        """Have the pool begin the epoch."""
+        """Make the pool begin the epoch."""
         place = self._place
         pool.begin(place.epoch, place.consumed)
         place.progress = pool
 
     @property
     def sampler(self) -> RankSampler:
-        """The samples of this rank, with the two methods of torch's ``DistributedSampler``.
+        """An object with two methods of torch's ``DistributedSampler``, for frameworks.
 
         ``len()`` counts the samples that this rank gets in an epoch; ``set_epoch`` is the
-        manager's own, for frameworks that look for it here.
+        manager's.
         """
         return RankSampler(self)
 
     @property
     def batch_sampler(self) -> None:
-        """None, as where a DataLoader does not batch: frameworks then look at `sampler`."""
+        """None, as that of a DataLoader which does not batch: frameworks then use `sampler`."""
         return
 
     # -- start, iterate, finish
 
     def start(self, compat: bool | None = None) -> Self:  # noqa: FBT001 - its position is fixed
-        """Start the workers; interrupts what was started before.
+        """Start the workers, and return the manager; interrupts what was started before.
 
         Parameters
         ----------
@@ -488,12 +498,14 @@ class MSequence(Generic[B_co]):
         return self._start("start", self._job.output, kind, compat)
 
     def start_test(self, test_mode: TestMode = "default") -> Self:
-        """Make every batch in the loop itself: same order, same results, nothing in parallel.
+        """Start test mode: batches are made in the calling thread when the loop asks for them.
+
+        Same order and same results as `start`; no process, no thread. Returns the manager.
 
         Parameters
         ----------
         test_mode : {'default', 'cpu', 'numpy'}
-            Batches as `start` gives them, CPU tensors, or what the indexer returned.
+            Batches as those of `start`, CPU tensors, or what the indexer returned.
 
         Raises
         ------
@@ -532,12 +544,12 @@ class MSequence(Generic[B_co]):
         return self
 
     def finish(self) -> None:
-        """End the workers; returns within a bounded time. Twice is fine.
+        """Stop the workers; returns within a bounded time. Calling it twice is fine.
 
         Raises
         ------
         OSError
-            Inside the manager's own ``with``, whose end does this.
+            Inside the manager's own ``with``, whose end calls it.
         """
         with self._lock:
             self._refuse_inside_with("finish")
@@ -588,6 +600,11 @@ class MSequence(Generic[B_co]):
 
         An epoch is begun when the loop gets its first batch (or an exception instead, or its end).
         Until then, another ``iter()`` is over the same epoch, and batches made ahead are kept.
+
+        Raises
+        ------
+        OSError
+            The manager was started by the process that forked this one.
         """
         with self._lock:
             if self._run is None:
@@ -620,7 +637,7 @@ class MSequence(Generic[B_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop is, after the last batch delivered to it.
 
-        A handful of JSON values, the same on every rank, constant in size and time.
+        A dict of a few JSON values, the same on every rank, of constant size, in constant time.
 
         Raises
         ------
@@ -651,6 +668,8 @@ class MSequence(Generic[B_co]):
         ------
         ValueError
             The state is of another data set size, seed, order or version; both are named.
+        OSError
+            Inside the manager's own ``with``, if the state's seed replaces another one.
         """
         with self._lock:
             place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
@@ -667,7 +686,7 @@ class MSequence(Generic[B_co]):
     # -- what it did
 
     def stats(self) -> Stats:
-        """Count what was done since the last start; see `Stats`, and its `bottleneck`."""
+        """Return counts and times since the last start; see `Stats`, and its `bottleneck`."""
         with self._lock:
             return self._stats if self._run is None else self._run.pool.stats()
 
@@ -679,7 +698,7 @@ class MSequence(Generic[B_co]):
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class says the `thread_type`: the arguments behind it move up."""
+    """An `MSequence` whose class sets `thread_type`: the arguments after it move up by one."""
 
     @overload
     def __init__(
@@ -750,7 +769,7 @@ class MTSequence(_Kind[B_co]):
 
 
 def _sign() -> None:
-    """Give the classes the signatures that help and completion show."""
+    """Set the signatures of the classes that help and completion show."""
     signature = inspect.signature(MSequence.__init__)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     others = [p for p in parameters if p.name != "thread_type"]

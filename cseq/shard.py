@@ -1,8 +1,8 @@
 """Which rank this process is, and of how many.
 
-``shard='auto'`` asks `PLACES` one after the other; the first that knows an answer gives it. An
-answer holds for a manager's life: a place that contradicts it later is an error, because ranks that
-do not know of each other would silently go through the same samples.
+``shard='auto'`` asks the functions of `PLACES` one after the other; the first answer that is not
+None counts. It holds for a manager's life: a different answer later is an error, because some ranks
+would silently go through the same samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        Where they come from; empty: from nowhere, and this process gets all samples.
+        Where they come from; empty: nothing was found, and this process gets all samples.
     """
 
     rank: int
@@ -66,12 +66,12 @@ def given(shard: object) -> Shard | None:
 
 
 def resolve() -> Shard:
-    """Ask the places.
+    """Ask `PLACES`.
 
     Raises
     ------
     ValueError
-        A launcher's variables make no sense.
+        A launcher's variables are no rank and number of ranks.
     """
     for place in PLACES:
         found = place()
@@ -81,7 +81,7 @@ def resolve() -> Shard:
 
 
 def agree(known: Shard | None) -> Shard:
-    """Ask the places, and compare with their earlier answer.
+    """Ask `PLACES`, and compare with the earlier answer.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def agree(known: Shard | None) -> Shard:
     Raises
     ------
     ValueError
-        They now say something else, or a launcher's variables make no sense.
+        The answer differs, or a launcher's variables are no rank and number of ranks.
     """
     now = resolve()
     if known is None:
@@ -132,7 +132,7 @@ def _torchrun() -> Shard | None:
 def _lightning() -> Shard | None:
     """Read what Lightning's own launcher sets: it gives no RANK."""
     if os.environ.get("NODE_RANK", "") != "0":
-        return None  # how many ranks other nodes have is not told
+        return None  # the variables do not say how many ranks other nodes have
     return _variables("LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -149,8 +149,7 @@ def _pmi() -> Shard | None:
 def _slurm() -> Shard | None:
     """Read what srun sets.
 
-    SLURM_NTASKS is not asked: a batch script has it, too, and what it runs without srun is one
-    process and not several.
+    Not SLURM_NTASKS: a batch script has it, too, and starts one process without srun, not several.
     """
     return _variables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 

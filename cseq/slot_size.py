@@ -1,6 +1,6 @@
 """How large a slot is made, and how small it becomes when batches need less.
 
-Every `WINDOW` batches, pages are given back far beyond what these batches needed.
+After every `WINDOW` batches, slots shrink that are far larger than these batches needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SLACK = BULKY  # bytes; a slot shrinks if its excess is more than this and than 
 
 
 class Need:
-    """The most bytes that a batch needed: of the window before, and of the present one so far."""
+    """The most bytes that a batch needed, in the window before and in the present one so far."""
 
     __slots__ = ("_before", "_count", "_now")
 
@@ -32,7 +32,7 @@ class Need:
         return True
 
     def excess(self, width: int) -> tuple[int, int]:
-        """Return above how many bytes a slot shrinks, and to how many."""
+        """Return the size (bytes) above which a slot shrinks, and the size it shrinks to."""
         if self._count < 2 * WINDOW:
             return width, width
         room = room_for(max(self._now, self._before), 0, width)
@@ -40,7 +40,7 @@ class Need:
 
 
 def room_for(needed: int, capacity: int, width: int) -> int:
-    """Return how large a slot of `capacity` bytes should become to hold `needed` bytes."""
+    """Return how large (bytes) a slot of `capacity` bytes becomes to hold `needed` bytes."""
     if needed > width:
         raise MemoryError(
             f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "

@@ -1,8 +1,8 @@
-"""The one loop every runner runs: claim, work, publish.
+"""The loop that every runner runs: claim, work, publish.
 
-A runner is a thread or a process; its end of the ring is a `Runner`. What it does with a ticket is
-its *work*, which also passes the batch on: through a slot of shared memory between processes, or as
-the object itself between threads.
+A runner is a thread or a process; its end of the ring is a `Runner`. Its *work* is what it does
+with a ticket, up to publishing the batch: in a slot of shared memory between processes, or as the
+object itself between threads.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
 IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
-SPIN_NS = 20_000  # about what a sleep and its wake-up cost
+SPIN_NS = 20_000  # about the cost of a sleep and its wake-up
 
-START_SHARE = 10  # a worker may take this many times `timeout` to get ready
+START_SHARE = 10  # times `timeout` that a worker may take to get ready
 
 
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Find the runners that take too long: the owner, and what it has taken for what.
+    """Find the runners that take too long: the owner, and a text that says how long and for what.
 
     Parameters
     ----------
     working : iterable
         Owners, since when they work (ns of `now_ns`), and on what.
     starting : iterable
-        Owners in which the user's code makes a worker ready, and since when.
+        Owners in which the user's code makes the worker ready, and since when.
     timeout : float
         Seconds.
     """
@@ -54,7 +54,7 @@ def overdue(
 
 
 def spin_ns(most: int = SPIN_NS) -> int:
-    """Return for how many ns to look at the ring before a sleep: `most`; with one core, none."""
+    """Return for how many ns a runner spins before it sleeps: `most`; on one core, 0."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return most if (cores or 1) > 1 else 0
 
@@ -64,8 +64,9 @@ def run(
 ) -> None:
     """Do `work` on every ticket that can be claimed, until the ring is closed.
 
-    `work` publishes the ticket, whatever happens; what it raises is a defect of cseq and ends
-    the runner. `idle` is called whenever no ticket has come for ``runner.park`` nanoseconds.
+    `work` publishes the ticket, also after an exception of the user's code; an exception of `work`
+    itself is a bug of cseq and ends the runner. `idle` is called whenever no ticket has come for
+    ``runner.park`` nanoseconds.
     """
     if idle is None:
         runner.park = IDLE_NS

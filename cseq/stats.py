@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["Clock", "Stats"]
 
 # `Stats.bottleneck`; all parts are of the time that `elapsed` says
-ENOUGH_BATCHES = 8  # to say anything
-LITTLE = 0.1  # part of the time that the loop may wait without the workers' being the bottleneck
-BOTH = 0.25  # part of the time that both sides must wait for their batches to be uneven
-SHORT = 50e-6  # seconds a batch that the loop may wait, whatever part that is
-ONE_CORE = (0.4, 1.3)  # cores that threads use which run in turns
+ENOUGH_BATCHES = 8  # for any other answer than 'unknown'
+LITTLE = 0.1  # part of the time; if the loop waits less, the loop is the bottleneck
+BOTH = 0.25  # part of the time; if both sides wait as much or more, batches are uneven
+SHORT = 50e-6  # seconds a batch; if the loop waits less, nothing is the bottleneck
+ONE_CORE = (0.4, 1.3)  # cores that busy threads use if only one of them runs at a time
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counted since `start`, over all epochs.
+    """Counts and times of a manager since its start, over all epochs.
 
     Times are of the epochs alone, from the first batch of the first one on: neither the start nor
     a pause between two epochs is in them.
@@ -32,7 +32,7 @@ class Stats:
     Attributes
     ----------
     batches, samples : int
-        Finished and taken for the loop (test mode counts batches alone).
+        Delivered to the loop (test mode counts batches and skips alone).
     nbytes : int
         Bytes of shared memory that those batches took.
     restarts : int
@@ -48,8 +48,8 @@ class Stats:
     loop_waited : float
         Seconds that the loop waited for batches.
     workers_waited, converters_waited : float
-        Seconds that indexers waited for tickets, and converters for batches, summed over all of
-        each.
+        Seconds that indexers waited for tickets, summed over all indexers, and converters for
+        batches, summed over all converters.
     elapsed : float
         Seconds that epochs took: what `loop_waited` is a part of.
     start_waited : float
@@ -94,14 +94,14 @@ class Stats:
         Returns
         -------
         str
-            ``'unknown'``: fewer than 8 batches were taken, or workers are not timed (test mode).
+            ``'unknown'``: fewer than 8 batches were delivered, or it is test mode.
             ``'gil'``: worker threads are busy, but all threads of the process together compute on
             one core: use processes. ``'loop'``: the loop itself; it waited less than a tenth of the
             time, or a smaller part of it than the workers. ``'none'``: it waited more, but less
             than 50 µs for a batch, which is what handing it over takes. ``'workers'``: more
             workers, or a faster indexer, give more batches. ``'converters'``: indexers wait for
             them. ``'stragglers'``: the loop and the workers both wait, since single batches take
-            much longer than others: a larger `buffer`, or ``ordered=False``.
+            much longer than others: a larger `buffer`, or ``ordered=False``, helps.
         """
         if self.batches < ENOUGH_BATCHES or not self.num_workers or self.elapsed <= 0:
             return "unknown"
@@ -150,34 +150,34 @@ class Times(NamedTuple):
     elapsed: float
     waited: float  # the loop, for batches
     idle: tuple[float, ...]  # each runner
-    computed: float  # all threads of this process
+    computed: float  # CPU time of all threads of this process
 
 
 class Pause(NamedTuple):
-    """The time between epochs, summed up: seconds that passed, seconds computed in them."""
+    """The pauses between epochs, summed: seconds that passed, and CPU seconds of this process."""
 
     elapsed: float
     computed: float
 
 
 class Clock:
-    """Times of the epochs of some rings; it stops between two epochs.
+    """Times of the epochs of some rings; the clock stops between two epochs.
 
-    Then no ticket is posted and every runner waits, so the beginning and the end of an epoch read
-    one clock, and `read` subtracts the pauses from what all runners have waited.
+    In such a pause no ticket is posted and every runner waits. So the beginning and the end of an
+    epoch read one clock, and `read` subtracts the pauses from what all runners have waited.
 
     Parameters
     ----------
     *rings : Ring
     computing : bool
-        Read what this process computed, too.
+        Read the CPU time of this process, too.
 
     Attributes
     ----------
     starting : bool
-        No batch was awaited yet.
+        The loop has not waited for a batch yet.
     start_waited : float
-        Seconds that the loop waited for the first one.
+        Seconds that the loop waited for its first batch.
     """
 
     def __init__(self, *rings: Ring, computing: bool = False) -> None:
@@ -197,10 +197,10 @@ class Clock:
             self._state = zero, self._longer(pauses, since), None
 
     def started(self) -> None:
-        """The first batch that was awaited is there: what was waited until now was the start."""
+        """The loop has waited for its first batch: the time waited until now was the start."""
         self.starting = False
         if sum(ring.taken_batches for ring in self._rings) > 1:
-            return  # others came before it, without a wait
+            return  # other batches came before it, without a wait
         now = self._now()
         self.start_waited = now.waited
         self._state = now, Pause(0.0, 0.0), None

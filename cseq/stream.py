@@ -1,7 +1,7 @@
-"""A stream of items from each worker process, every one in its own order.
+"""A stream of items from each worker process, each in its own order.
 
-Worker w of N makes its own items. The trainer asks for them ahead, by tickets on a ring that the
-two share. The tickets of a worker that dies run again in its replacement.
+Worker w of N makes its own items. The trainer asks for them ahead, by tickets on a ring for each
+worker. The tickets of a worker that dies run again in its replacement. See docs/streams.md.
 
 ::
 
@@ -11,7 +11,8 @@ two share. The tickets of a worker that dies run again in its replacement.
               next(w)            ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
-In an epoch of keys, the trainer draws these from an iterator, one for each item that it returns.
+In an epoch of *keys*, these name the items: the trainer draws keys from an iterator, `prefetch` for
+each worker at first, then one for each item that it returns.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EncodedItem", "KeyProducer", "Producer", "Streams"]
 
-DEEPEST = 64  # tickets of one worker in flight, however many items may be asked for ahead
+DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
 MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
 CALLS = 2  # cells for calls: one that was given up may still be worked on
@@ -74,7 +75,7 @@ NEVER = 2**32 - 1
 
 
 class Streams:
-    """Items from worker processes, from each in its own order, asked for ahead.
+    """Streams of items from worker processes, made ahead of the loop.
 
     Parameters
     ----------
@@ -83,11 +84,10 @@ class Streams:
         there as the workers of `MPSequence` do: by value if it cannot be imported.
     num_workers : int
     prefetch : int
-        The most items of a worker that are made ahead of what was taken from it. Of an epoch of
-        keys: how many keys for each worker are drawn ahead of the items that were taken.
+        The most items of a worker that are asked for, being made, or waiting. In an epoch of keys:
+        how many keys for each worker are drawn ahead of the items that were taken.
     key_size : int
-        How many ints a key that is a list of ints may have to travel in the ticket; others are
-        pickled.
+        A key that is a list of at most so many ints travels in the ticket; other keys are pickled.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started; None: forkserver where it exists.
     max_restarts : int
@@ -96,10 +96,10 @@ class Streams:
         Seconds that an item, or a call, may take before `on_timeout`. A worker may take ten
         times as long to get ready.
     timed_from : 'item' or 'wait'
-        What these seconds begin with: with the making of an item, or not before a call begins to
-        wait for it. After 'wait', a call that follows an error waits as long again.
+        When these seconds begin: when the worker begins the item, or, if that is later, when a call
+        begins to wait for it. With 'wait', a call after a `WorkerTimeout` waits as long again.
     on_timeout : 'raise' or 'restart'
-        Raise `WorkerTimeout`, or replace the worker and let it try again.
+        Raise `WorkerTimeout`, or replace the worker, which tries again.
     memory_limit : int, str or None
         Most shared memory that held items may occupy; beyond it, items are copied. See `MSequence`.
     threads, preload
@@ -119,13 +119,14 @@ class Streams:
     the producer, so the producer may reuse its buffers. Several small and quick items share one
     ticket. An item stays intact as long as there are references to a part of it.
 
-    An exception of a producer is raised by the call that waits for it; its ``__cause__`` shows the
-    worker's traceback and has the worker's number (``worker``). That worker's stream is then over
-    until the next `begin`. In an epoch of keys it is raised in place of its item, and ends nothing.
+    An exception of a producer is raised by the call that waits for the item; its ``__cause__``
+    shows the worker's traceback and has the worker's number (``worker``). That worker's stream is
+    then over until the next `begin`. In an epoch of keys the exception takes the place of its item
+    and ends nothing.
 
     A worker that has died is replaced: the new process begins the epoch from the same assignment
-    and goes on from the first item that has not come out (`Producer.items`). Whatever `ask` may
-    have changed in the dead one is lost.
+    and goes on from the first item that was not received (`Producer.items`). Changes that `ask` has
+    made in the dead worker are lost.
 
     If a signal handler raises (Ctrl-C) in `next`, no item has been taken, and the next call returns
     it. If one raises in `begin`, no epoch is under way.
@@ -210,32 +211,35 @@ class Streams:
         Parameters
         ----------
         assignments : sequence
-            What each worker's ``begin`` is called with, of any size; by value if need be.
+            The argument of each worker's ``begin``, one for each worker: of any size, pickled.
         keys : iterator, optional
-            The items are ``producer.make(key)`` of these, instead of ``producer.items(start)``: of
-            anything that can be pickled. `prefetch` of them for each worker are drawn here, and
+            The items are ``producer.make(key)`` of these, instead of ``producer.items(start)``. A
+            key is anything that can be pickled. `prefetch` keys for each worker are drawn here, and
             exactly one more for each item that is returned or raised, before it is. The iterator
-            runs in the thread that calls; what it raises later comes, once, behind the items of the
-            keys before, and ends the epoch.
+            runs in the thread that calls. Its exception is raised here, or once, after the items of
+            the keys before, and ends the epoch.
         ordered : bool
-            False: items come as they get ready, of several that are the one asked for first.
+            False: items come as they get ready; of several that are ready, the oldest first.
         assign : 'turn' or 'free'
-            Key k is made by worker k mod `num_workers`; where items are not ordered, by the next
-            worker in turn that has fewer than `prefetch` keys whose items were not taken. Or, after
-            the keys that are drawn here, by the worker that has the fewest keys to work on.
+            'turn': key k goes to worker k mod `num_workers`; with ``ordered=False``, to the next
+            worker in turn that has fewer than `prefetch` keys whose items were not taken. 'free':
+            the keys that are drawn here go to worker k mod `num_workers`, later ones to the worker
+            that has the fewest keys to work on.
 
         Returns
         -------
         list
-            What they returned, in the order of the workers. With keys nothing is waited for, and
-            this is empty; what a producer's ``begin`` raises is then raised in place of its items.
+            The replies of the workers' ``begin``, in the order of the workers. With `keys` empty:
+            no reply is awaited, and an exception of ``begin`` is raised in place of an item.
 
         Raises
         ------
+        TypeError, ValueError
+            An argument is wrong, or something cannot be pickled.
         OSError
             The streams are closed, or belong to the process that forked this one.
         BaseException
-            What the iterator of keys raised.
+            An exception of the iterator of keys, or of a producer's ``begin``.
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
@@ -259,16 +263,18 @@ class Streams:
             return replies
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
-        """Call a method of the producers, between two items.
+        """Call a method of the producers, and wait for the replies.
 
-        The call comes before items that were asked for and that the worker has not begun.
+        The call comes before items that were asked for and whose ticket the worker has not begun.
 
         Parameters
         ----------
         method : str
+            Its name.
         *args : object
+            Pickled.
         worker : int, optional
-            The one to ask; None: all of them.
+            The number of the worker to ask; None: all of them.
         behind : bool
             Call when all items that were asked for are made. A worker that has answered makes no
             item until one is taken.
@@ -276,7 +282,16 @@ class Streams:
         Returns
         -------
         object or list
-            What it returned; from all of them, in the order of the workers.
+            The worker's reply; or those of all workers, in their order.
+
+        Raises
+        ------
+        IndexError
+            There is no such worker.
+        OSError
+            The streams are closed, or belong to the process that forked this one.
+        Exception
+            What the method raised; the worker's stream is then over (but not an epoch of keys).
         """
         run = self._ours()
         all_of_them = range(self.num_workers)
@@ -297,24 +312,24 @@ class Streams:
 
     @property
     def peek(self) -> Callable[[], tuple[int, Any]]:
-        """Return the next item of the round and its number in the epoch; see `ItemReader.peek`.
+        """Return the number of the next item in the epoch, and the item; see `ItemReader.peek`.
 
-        With `commit`, for callers that keep a record of items: what they write between the two must
-        be the same when it is written again, since `peek` returns the same item and number, also
-        after an interrupt (Ctrl-C), until `commit` has been called with that number. An exception
-        in an epoch of keys has a number, too; `peek` raises it and takes it out.
+        `peek` and `commit` together are ``next`` for callers that keep a record of items. `peek`
+        returns the same item and number, also after an interrupt (Ctrl-C), until `commit` has been
+        called with that number; so what is recorded in between must be the same when it is recorded
+        twice. An exception in an epoch of keys has a number, too; `peek` raises and removes it.
         """
         return self._reader.peek
 
     @property
     def commit(self) -> Callable[[int], None]:
-        """Take the item out that `peek` has returned with this number; see `ItemReader.commit`."""
+        """Remove the item that `peek` has returned with this number; see `ItemReader.commit`."""
         return self._reader.commit
 
     def __iter__(self) -> Iterator[Any]:
-        """Return one item of each worker in turn, without those that have no more, or of each key.
+        """Iterate over the epoch: one item of each worker in turn, or the items of the keys.
 
-        Unless they are not ordered: then any that is ready.
+        Workers that have no more items are left out. With ``ordered=False``: items that are ready.
         """
         return ItemIterator(self._reader, self)
 
@@ -323,12 +338,12 @@ class Streams:
         self._run.interrupt()
 
     def close(self) -> None:
-        """End the workers; returns within a bounded time. Twice is fine."""
+        """Stop the workers; returns within a bounded time. Calling it twice is fine."""
         self._run.close()
-        self._finalizer.detach()  # not before: whatever interrupts this, it can be done again
+        self._finalizer.detach()  # not before: if `close` is interrupted, it can be called again
 
     def stats(self) -> Stats:
-        """Count what was done so far: a batch is the items of one ticket, a sample is an item."""
+        """Return counts and times so far: a batch is the items of one ticket, a sample an item."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
@@ -356,9 +371,9 @@ class Streams:
     def _ours(self) -> Run[StreamPool]:
         """Return the run, if it can be used here."""
         if not self._run.is_ours:
-            raise OSError("these streams belong to the process that forked this one; make others")
+            raise OSError("these streams belong to the process that forked this one; make new ones")
         if not self._finalizer.alive:
-            raise OSError("these streams were closed; make others")
+            raise OSError("these streams were closed; make new ones")
         return self._run
 
 
@@ -399,7 +414,7 @@ class StreamPool:
             readers=num_workers,
             task=lambda _: Task(num_workers, timed=timeout is not None),
             describe=self._describe,
-            deaths=Deaths(max_restarts, num_workers, "ticket", "look at what it does there"),
+            deaths=Deaths(max_restarts, num_workers, "ticket", "look at its producer"),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
@@ -455,7 +470,7 @@ class StreamPool:
         return request
 
     def _pickle(self, value: Any, name: str) -> Pickled:
-        """Pickle something for a worker: by name if it is a copy of this process, and if it can."""
+        """Pickle something for a worker; one that was forked from this process has its classes."""
         if self.supervisor.takes_objects:
             with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
                 buffers: list[memoryview] = []
@@ -473,7 +488,7 @@ class StreamPool:
     ) -> Answer | None:
         """Sleep until one of some tickets of different workers is answered; peek at the answer.
 
-        None: it is not in the ring any more, since a signal handler has used these streams.
+        None: a ticket is not in the ring any more, since a signal handler has used these streams.
         """
         ring = waiting[0][0].ring  # the trainer sleeps at one gate for all of them
         idle: dict[int, int] = {}
@@ -503,9 +518,9 @@ class StreamPool:
     def _awaited(
         self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int], begun: int
     ) -> list[tuple[int, int, str]]:
-        """Return what some workers work on, and since when, but not before `begun`.
+        """Return what some workers work on, and since when (ns), but not before `begun`.
 
-        `idle`: since when one is ready and has claimed nothing. It may be stopped.
+        `idle`: since when a worker is ready and has claimed nothing: its process may be stopped.
         """
         awaited = []
         for consumer, (cell, _) in waiting:
@@ -520,7 +535,7 @@ class StreamPool:
         return awaited
 
     def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:
-        """Return what a worker works on, and since when."""
+        """Return what a worker works on, and since when (ns of `now_ns`)."""
         working = []
         for cell in consumer.ring.held(1):
             claimed = consumer.ring.holder(cell)[1]
@@ -532,7 +547,7 @@ class StreamPool:
         return working
 
     def _place(self, consumer: StreamConsumer, cell: int) -> str:
-        """Name what is in a cell."""
+        """Name the items, or the call, of the ticket in a cell."""
         epoch, kind, count = consumer.ring.ticket(cell)
         if kind != ITEMS:
             return f"{consumer.names[cell]} in worker {consumer.number}"
@@ -541,7 +556,7 @@ class StreamPool:
         return f"{named} of worker {consumer.number}, epoch {epoch}"
 
     def _describe(self, owner: int, cell: int) -> Held:
-        """Describe what a worker that has died held."""
+        """Describe the ticket in a cell that a dead worker held."""
         consumer = self.consumers[owner - 1]
         epoch, kind, count = consumer.ring.ticket(cell)
         start = consumer.ring.start(cell)
@@ -596,7 +611,7 @@ class StreamPool:
     def begin(
         self, assignments: Sequence[Any], post: Callable[[], None], *, keyed: bool
     ) -> list[Any]:
-        """Begin an epoch; call `post` when the workers have been told."""
+        """Begin an epoch, call `post` once that is posted to all workers; return the replies."""
         generation = self._interrupts
         self._end()
         self.supervisor.check()
@@ -619,7 +634,7 @@ class StreamPool:
         return replies
 
     def _write_all(self, assignments: Sequence[Any]) -> list[Request]:
-        """Write the workers' assignments; one that several share is written once."""
+        """Write the workers' assignments; an object given for several is written once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -665,17 +680,17 @@ class StreamPool:
         try:
             failure.deliver(_signed(error, consumer.number), place)
         finally:
-            del error  # its traceback has this frame: a circle
+            del error  # its traceback refers to this frame: a reference cycle
 
     # -- the rest
 
     def interrupt(self) -> None:
-        """Make a call that waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make calls that wait in other threads raise InterruptedError, until `begin`."""
         self._interrupts += 1
         self.supervisor.notify_all()
 
     def stats(self) -> Stats:
-        """Count what this pool has done so far."""
+        """Return counts and times of this pool so far."""
         times = self._clock.read()
         deaths, consumers, rings = self.supervisor.deaths, self.consumers, self.supervisor.rings
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)

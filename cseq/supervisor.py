@@ -1,7 +1,7 @@
 """The worker processes of one pool: started, replaced when they die, ended.
 
-A thread of the trainer, the supervisor's, sleeps on the workers' sockets. End of file means that a
-worker process ends; its exit status confirms that before its tickets are posted again.
+The supervisor's thread, in the trainer, sleeps on the workers' sockets. End of file means that a
+worker process is ending; its tickets are posted again once its exit status is known.
 
 ::
 
@@ -55,9 +55,9 @@ LAST_GRACE = 2.0  # and to be gone after they were killed
 
 
 class Supervisor:
-    """Rings and slots in shared memory, and the worker processes that serve them.
+    """Rings and slots in shared memory, and the worker processes that use them.
 
-    Making one starts nothing.
+    The constructor starts nothing.
 
     Parameters
     ----------
@@ -66,17 +66,18 @@ class Supervisor:
     owners : int
         How many processes, numbered from 1.
     readers : int
-        How many of them, the first, get the user's object.
+        The first so many of them get the user's object.
     task : callable
-        Returns ``Setup.task`` of an owner; called on the supervisor's thread.
+        ``task(owner)`` is its ``Setup.task``; called on the supervisor's thread.
     describe : callable
-        Names the ticket of an owner in a cell; called on the supervisor's thread.
+        ``describe(owner, cell)``: the ticket that it holds there; called on the supervisor's
+        thread.
     memory_limit, locks
-        Of the arena.
+        See `Arena`.
     rings : int
-        1: all workers share it. Else each worker has one of its own, a queue (see `Ring`).
+        1: all workers share one ring. Else each worker has a ring of its own, a queue (see `Ring`).
     calls : int
-        Of a queue.
+        See `Ring`.
     spares : int
         How many slots each of the readers owns beside those of its tickets.
     tickets : int, optional
@@ -85,11 +86,11 @@ class Supervisor:
     Attributes
     ----------
     failure : BaseException or None
-        What went wrong on the supervisor's thread; `check` raises it.
+        The first error of a worker or of the supervisor's thread; `check` raises it.
     takes_objects : bool
         Whether workers are forked from this process: objects are inherited, not pickled.
     closed : bool
-        All workers are to end; none is replaced.
+        `close` was called: workers that end are not replaced.
     """
 
     def __init__(
@@ -137,15 +138,15 @@ class Supervisor:
         self._workers: dict[int, WorkerProcess] = {}
         self._noted = False
         self._begun = math.inf  # when workers were wanted
-        self._patience = SHORT  # seconds after that, when the log says what they wait for
-        self._preload: Callable[[], None]  # known once they are wanted
-        self._prepared = Latch()  # the launcher is
+        self._patience = SHORT  # seconds after that, when the log says what the start waits for
+        self._preload: Callable[[], None]  # set before workers are wanted
+        self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
         self._launched = Latch()  # all workers have been started once
         self._ended = Latch()  # all workers are gone and no more will come
-        self._gone: bool | None = None  # so is all that the launcher has started; once it is closed
-        self._selector: selectors.BaseSelector  # the thread's own
-        self._bell: socket.socket | None = None  # wakes the thread
+        self._gone: bool | None = None  # what `Launcher.close` has returned
+        self._selector: selectors.BaseSelector  # of the supervisor's thread alone
+        self._waker: socket.socket | None = None  # wakes that thread
         self._thread = Threads()
         self._thread.add("cseq-supervisor", self._run)
 
@@ -168,22 +169,22 @@ class Supervisor:
         worker : object
             The user's object, for the readers.
         name : str
-            What error messages call it.
+            The name of `worker` in error messages.
         preload : sequence of str, False or None
             Modules that a fork server imports once for all workers, beside those that `worker` and
             the workers' code refer to; False: not even these.
         needs : sequence of str
             Modules that the workers' code will import.
         timeout : float, optional
-            Seconds that an item may take; `START_SHARE` times as many, to import those modules.
+            Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
         self._thread.start()
-        self._prepared.wait()  # whatever is done here meanwhile would keep the GIL from it
+        self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
         if launcher.takes_objects:
             self._local = worker
-        else:  # pickled once, where every worker can read it
+        else:  # pickled once, into a file that every worker reads
             pickled = dump(worker, name=name)
             self._write(pickled, name)
             if preload is not False:
@@ -217,10 +218,10 @@ class Supervisor:
     def _run(self) -> None:
         """Run the supervisor's thread."""
         try:
-            bell, ear = socket.socketpair()
-            with bell, ear, selectors.DefaultSelector() as self._selector:
-                self._selector.register(ear, selectors.EVENT_READ, None)
-                self._bell = bell  # `close` sets `closed` before it looks for it
+            waker, woken = socket.socketpair()
+            with waker, woken, selectors.DefaultSelector() as self._selector:
+                self._selector.register(woken, selectors.EVENT_READ, None)
+                self._waker = waker  # `close` sets `closed` before it looks for it
                 self._serve()
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -291,7 +292,7 @@ class Supervisor:
         child.kill()  # a process may close its socket and live on
         exitcode = child.status(LAST_GRACE)
         if not child.gone:
-            raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and does not end")
+            raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and has not ended")
         self._selector.unregister(child.sock)
         del self._workers[owner]
         worker.close()
@@ -322,7 +323,7 @@ class Supervisor:
     # -- on any thread
 
     def notify_all(self) -> None:
-        """Wake the trainer at all rings."""
+        """Wake the trainer, whichever ring it waits for."""
         for ring in self.rings:
             ring.notify_all()
 
@@ -354,7 +355,7 @@ class Supervisor:
         self._patience = max(LONG, 2 * waited)
 
     def _snapshot(self) -> list[WorkerProcess]:
-        """Return the workers that there are.
+        """Return the present workers.
 
         Without a lock, which an exception of a signal handler might leave acquired: only the
         supervisor's thread changes the dict, and this is one call of C.
@@ -364,7 +365,7 @@ class Supervisor:
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise, or kill the worker, if something has taken longer than `timeout` seconds.
+        """Raise WorkerTimeout, or (`restart`) kill the worker, if one takes longer than `timeout`.
 
         `working` lists owners, since when they work (ns of `now_ns`), and on what; see `overdue`.
         Workers that are not ready are checked as well.
@@ -377,11 +378,11 @@ class Supervisor:
             if not restart:
                 raise WorkerTimeout(message)
             log.error("%sworker %d is restarted", message, owner - 1)
-            if worker is not None:  # this very process: a replacement may be there by now
+            if worker is not None:  # this very process: it may have been replaced meanwhile
                 worker.child.kill()
 
     def is_ready(self, owner: int) -> bool:
-        """Whether a worker has said that it is ready, and is not known to be gone."""
+        """Whether a worker has reported that it is ready, and is not known to have ended."""
         worker = self._workers.get(owner)
         return worker is not None and worker.state == READY
 
@@ -409,35 +410,35 @@ class Supervisor:
     # -- the end
 
     def close(self) -> None:
-        """Close the rings and end all workers; kill those that do not end within `GRACE`.
+        """Close the rings and end all workers; kill those that do not end within `GRACE` seconds.
 
-        Twice is fine, also where a signal handler has raised in the first one.
+        Calling it twice is fine, also if a signal handler has raised in the first call.
 
         Raises
         ------
         RuntimeError
-            A process does not end although it was killed.
+            A process has not ended although it was killed.
         """
         self.closed = True
         for ring in self.rings:
             ring.close()
         self._wanted.set()
         self._launcher.cancel()
-        if self._bell is not None:
+        if self._waker is not None:
             with contextlib.suppress(OSError):  # it is closed: the thread has ended
-                self._bell.send(b"!")
+                self._waker.send(b"!")
         if self._thread.begun and not self._ended.wait(GRACE):
             for worker in self._snapshot():
                 log.warning("worker %d is busy: killed after %g s", worker.owner - 1, GRACE)
                 worker.child.kill()
             self._ended.wait(LAST_GRACE)
-        if self._gone is None:  # the thread broke, or hangs
+        if self._gone is None:  # the thread has failed, or hangs
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         if not self._gone:
-            raise RuntimeError("worker processes were killed and do not end")
+            raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        self._local = None  # it is the user's, and a supervisor is part of a cycle
-        for worker in self._snapshot():  # if the thread broke, none was reaped
+        self._local = None  # a supervisor is part of a reference cycle, which would keep it
+        for worker in self._snapshot():  # if the thread has failed, none was reaped
             worker.close()
 
     def free(self) -> None:

@@ -8,16 +8,16 @@
                 cseq.testing.kill(manager, 0)  # training goes on, with the same batches
             train(batch)
 
-`running` is what has worker processes: an `MPSequence` between `start` and `finish`, a
+`running` is an object with worker processes: an `MPSequence` between `start` and `finish`, a
 `cseq.stream.Streams`, RETURNN's ``MultiProcDataset`` or torchdata's
 ``MultiProcessingReadingService`` of `cseq.adapters`. Workers are numbered as in `worker_info`;
-converter processes follow behind `num_workers`. The functions raise
+converter processes have the numbers from `num_workers` on. The functions raise
 
 TypeError
     `running` has no workers at all.
 RuntimeError
-    It is not running, belongs to the process that forked this one, or its batches are made in this
-    process: by threads, or in test mode.
+    `running` is not running, belongs to the process that forked this one, or makes its batches in
+    this process: by threads, or in test mode.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 POINTS = {
-    "claim": "a ticket is about to be claimed",
-    "slice": "the indices of a batch are about to be written behind those of the last",
-    "index": "the indexer is about to be called",
-    "encode": "the batch is about to be written to its slot",
+    "claim": "a ticket was claimed",
+    "slice": "the indices of a ticket are about to be copied for the indexer",
+    "index": "the indexer has returned",
+    "encode": "a part of the batch is about to be copied into a slot",
     "move": "the worker is about to exchange its slot for a spare one",
-    "moved": "it has",
+    "moved": "the worker has exchanged its slot",
     "publish": "the batch is about to be published",
-    "published": "it is; the trainer has not been woken",
+    "published": "the batch is published; the trainer has not been woken",
     "notify": "a waiting process is about to be woken",
 }
-PAUSE = 0.001  # seconds between two looks at what nothing signals
+PAUSE = 0.001  # seconds between two checks of a state that nothing signals
 
 
 class Slots(NamedTuple):
@@ -72,11 +72,11 @@ class Slots(NamedTuple):
         The sum of the next four.
     free : int
     leased : int
-        With data of batches that the loop holds.
+        With data of batches that the loop holds (small batches are copied out).
     taken : int
         Of batches in flight: requested, being made, waiting for the loop.
     owned : int
-        Kept by workers: a few spare ones each, and those with arrays that an indexer holds on to.
+        Owned by workers: a few spares each, and those with arrays that an indexer keeps.
     committed : int
         Bytes of memory that all of them occupy.
     """
@@ -98,12 +98,12 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     worker : int
         As ``worker_info().number``.
     number : int
-        Of the signal.
+        The signal's number.
 
     Returns
     -------
     int or None
-        The process that it was sent to; None if the worker is just being replaced.
+        The id of the process that it was sent to; None while the worker is started or replaced.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
     Raises
     ------
     TimeoutError
-        They are not, after `timeout` seconds.
+        Some are not ready after `timeout` seconds.
     Exception
         What the loop would raise: a worker cannot be made, or has died too often.
     """
@@ -164,7 +164,7 @@ def descriptors() -> int:
     """Count the open file descriptors of this process."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         if os.path.isdir(folder):
-            return len(os.listdir(folder)) - 1  # without that of the listing
+            return len(os.listdir(folder)) - 1  # without the one that lists them
     raise OSError("this system does not list a process's file descriptors")
 
 
@@ -172,9 +172,9 @@ def descriptors() -> int:
 def dying(point: str, at: int, worker: int | None = None) -> Iterator[None]:
     """Make workers that are started in this context kill themselves, in a debug build.
 
-    A worker dies as it passes `point` for the `at`-th time in its process. So does the one that
-    replaces it: `at` should be more than one batch needs (WorkerDied is raised for a batch that
-    ends three workers), and `max_restarts` large.
+    A worker dies as it passes `point` for the `at`-th time in its process, and so does its
+    replacement: choose `at` larger than the passes of one batch (`WorkerDied` is raised for a batch
+    that ends three workers), and a large `max_restarts`.
 
     Parameters
     ----------
@@ -182,10 +182,12 @@ def dying(point: str, at: int, worker: int | None = None) -> Iterator[None]:
         One of `POINTS`.
     at : int
     worker : int, optional
-        Which one; None: every worker.
+        The number of the one that dies; None: every worker.
 
     Raises
     ------
+    TypeError, ValueError
+        An argument is wrong.
     RuntimeError
         This is no debug build (``CSEQ_DEBUG=1 pip install .`` makes one).
     """
@@ -218,15 +220,15 @@ def _supervisor(running: Any) -> Supervisor:
             "or reading service of an adapter"
         ) from None
     if run is None:
-        raise RuntimeError("it is not running: call start() first")
+        raise RuntimeError(f"{type(running).__name__} is not running: call start() first")
     if not run.is_ours:
-        raise RuntimeError("its workers belong to the process that forked this one")
+        raise RuntimeError("the workers belong to the process that forked this one")
     supervisor: Supervisor | None = run.pool.supervisor
     if supervisor is None:
         raise RuntimeError(
-            "its batches are made in this process, by threads or in test mode, and nothing can be "
-            "killed alone; use MPSequence and start()"
+            "the batches are made in this process, by threads or in test mode, so no worker can be "
+            "killed; use MPSequence and start()"
         )
     if supervisor.closed:
-        raise RuntimeError("it is not running: it was closed")
+        raise RuntimeError(f"{type(running).__name__} is not running: it was closed")
     return supervisor

@@ -1,8 +1,8 @@
 """Threads, started and awaited where a signal handler may raise at any moment.
 
-`threading` is written in Python: an exception from a handler (Ctrl-C) in the middle of
+`threading` is written in Python: an exception of a handler (Ctrl-C) in the middle of
 ``Thread.start`` or of an event's ``wait`` can leave a lock acquired that no thread will release.
-Here the main thread calls only functions of C, each of which an interrupt precedes or follows;
+Here the main thread calls only functions of C, which a handler runs before or after, never within;
 everything else runs in other threads, where no handler runs. The same holds for an import: an
 interrupted one can leave the interpreter's import lock acquired, and every fork and every other
 thread's import would then wait for ever.
@@ -67,7 +67,7 @@ class Threads:
         self._threads.append(threading.Thread(target=target, name=name, daemon=daemon))
 
     def start(self) -> None:
-        """Start them all. An exception of a signal handler keeps none from starting.
+        """Start all threads, also if a signal handler raises meanwhile.
 
         Raises
         ------
@@ -112,18 +112,18 @@ class Threads:
 
 
 def imported(name: str) -> Any:
-    """Import a module; an exception of a signal handler does not break its import off.
+    """Import a module; an exception of a signal handler does not interrupt the import.
 
     Raises
     ------
-    ImportError
-        And whatever else the module raises.
+    Exception
+        What the import raises.
     """
     if is_imported(name):
         return sys.modules[name]
     if _is_importing():
-        # The other thread could wait for a lock that the caller's import holds, for ever. That
-        # import is the user's own, and Ctrl-C can break it off anyway.
+        # The other thread could wait for ever for a lock that the caller's import holds. That
+        # import is the user's own, which Ctrl-C can interrupt anyway.
         return importlib.import_module(name)
     raised: list[BaseException] = []
     done = Latch()
@@ -157,6 +157,6 @@ def _is_importing() -> bool:
 
 
 def is_imported(name: str) -> bool:
-    """Whether a module is imported to its end."""
+    """Whether a module's import is finished."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)

@@ -2,8 +2,8 @@
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
 shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). Converter processes write
-there where on the device the batch lies, and `Imports` fetches it. A runner has a `BatchWriter`,
-and a converter also a `Source`; the trainer has a `BatchReader`.
+handles of tensors on the device there, and `Imports` fetches the tensors. A runner has a
+`BatchWriter`, and a converter also a `Source`; the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class BatchWriter(Protocol):
         """Write and publish a batch, if one call can do both; else return False."""
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
-        """Write the batch to where the next stage, or the trainer, reads it."""
+        """Write the batch to where the next stage, or the trainer, reads it; return its record."""
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
-        """Publish the ticket; the caller has dropped the batch."""
+        """Publish the ticket; the caller holds no reference to the batch any more."""
 
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the ticket with an exception instead of a batch."""
@@ -92,7 +92,7 @@ class Source(Protocol):
 
 
 class BatchReader(Protocol):
-    """Decodes what tickets in the ring hold, for the trainer; changes nothing.
+    """Decodes the batches of tickets in the ring, for the trainer; changes nothing.
 
     `Consumer` frees the cell, and frees or leases its slot.
     """
@@ -124,7 +124,7 @@ class Objects:
     Parameters
     ----------
     below : SlotReader, optional
-        Where the stage before has written its batches, if not here.
+        Reads the batches of the stage before, if that writes to slots.
     """
 
     def __init__(self, cells: int, below: SlotReader | None = None) -> None:
@@ -253,10 +253,9 @@ class SlotReader:
 class Imports(SlotReader):
     """The trainer's end of the slots behind converter processes.
 
-    What a converter has written says where on the device the batch lies, in memory that is gone
-    with its process. The indexer's batch still lies in the slot, and its record in the cell. If the
-    converted batch is gone, or an exception came while it was fetched, the indexer's is converted
-    here.
+    A converter writes handles of tensors in its device memory, which is freed when its process
+    ends. The indexer's batch still lies in the slot, and its record in the cell. If the converted
+    batch is gone, or an exception was raised while it was fetched, the indexer's is converted here.
 
     Parameters
     ----------
@@ -276,8 +275,8 @@ class Imports(SlotReader):
         self._ring = ring
         self._importer = importer
         self._convert = convert
-        # The ticket that was decoded last, and what the converter has written for it. The
-        # consumer asks for a ticket again only if an exception came in the middle of that.
+        # The ticket that was decoded last, and the handles that the converter has written for it.
+        # The consumer decodes a ticket again only if an exception interrupted the first time.
         self._fetched: tuple[int, Any] = 0, None
         self.lost = 0
 
@@ -294,14 +293,14 @@ class Imports(SlotReader):
         """Fetch the batch, or convert it here."""
         token = self._ring.token(cell)
         if token == self._fetched[0]:
-            return self._convert_here(cell, "an exception came while it was fetched")
+            return self._convert_here(cell, "an exception was raised while it was fetched")
         memory = self._arena.lend(slot, codec.used(record), capacity)
         packed = codec.decode(memory, record)
         self._fetched = token, packed
         try:
             return self._importer.unpack(packed)
         except Lost as error:
-            # Not the error itself: a log record that keeps it would keep the slot.
+            # As text: a log record that keeps the error would keep the slot.
             return self._convert_here(cell, str(error))
 
     def _convert_here(self, cell: int, reason: str) -> Any:
@@ -326,13 +325,13 @@ class Imports(SlotReader):
 
 
 class SlotSource:
-    """A converter process's end of the slots: reads what the indexer wrote, where it lies."""
+    """A converter process's end of the slots: reads the indexer's batch in place."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
 
     def fetch(self, runner: Runner) -> Any:
-        """Decode the batch of the present ticket; what is written goes behind it."""
+        """Decode the batch of the present ticket; the converter will write behind it."""
         writer, record = self._writer, runner.record
         writer.begin(runner.slot, runner.capacity)
         writer.resume(codec.used(record))

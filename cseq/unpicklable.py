@@ -35,15 +35,15 @@ def unpicklable(
     Parameters
     ----------
     name : str
-        What the message calls it.
+        The object's name in the message.
     error : Exception
-        What its pickling has raised.
+        What pickling the object has raised.
     probe : callable
-        Pickles a part of it, for nothing but what that raises.
+        Pickles a part, to see whether that raises.
     known : callable
         Whether a class or function goes by reference, so that its parts do not matter.
     remedy : str
-        What to do; a sentence.
+        What to do, in a sentence.
     """
     path, error = _Search(probe, known).find(obj, name, error)
     return TypeError(f"{path}: {str(error) or type(error).__name__}. {remedy}")
@@ -56,11 +56,11 @@ class _Search:
         self._probe = probe
         self._known = known
         self._failing: set[int] = set()
-        self._alive: list[object] = []  # an id stays the name of its object while this runs
+        self._alive: list[object] = []  # keeps parts alive, so that no id is used again
         self._probes = 0
 
     def find(self, obj: object, path: str, error: Exception) -> tuple[str, Exception]:
-        """Its path, and what its pickling raised."""
+        """Return the path of the innermost part that fails, and what pickling it raised."""
         self._failing.add(id(obj))
         return self._descend(obj, path, error, 0) or (path, error)
 
@@ -69,7 +69,7 @@ class _Search:
     ) -> tuple[str, Exception] | None:
         innermost = True
         for step, part in self._parts(obj, level):
-            if id(part) in self._failing:  # seen already, or a way back
+            if id(part) in self._failing:  # seen already, or a cycle
                 innermost = False
                 continue
             failure = self._try(part)

@@ -11,7 +11,7 @@ A worker sends ENTERED when the user's code begins, then READY, or FAILED with t
 kept it from getting ready, and NOTED, a warning, at any time.
 
 On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
-the socket: the signal handler may run in the middle of a message.
+the socket: the signal handler may run while a message is being sent.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ LENGTH = struct.Struct("<Q")  # of the setup that follows
 
 # Makes a worker write its stacks to the file that it got for them.
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-STACK_SECONDS = 1.0  # how long a stack is waited for
-STACK_QUIET = 0.1  # a stack is complete when nothing more has come for so long
+STACK_SECONDS = 1.0  # how long to wait for a worker's stacks
+STACK_QUIET = 0.1  # seconds without more text after which the stacks are complete
 
-NO_STACK = "(its stack cannot be asked for)\n"
+NO_STACK = "(its stack is not available)\n"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')  # a line of a stack, the innermost first
 
 
@@ -72,7 +72,7 @@ class Setup(NamedTuple):
     """What a worker process gets from the trainer, beside file descriptors."""
 
     number: int  # the worker's, from 0
-    owner: int  # its number at the ring
+    owner: int  # its number at the ring, from 1
     ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
     spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
@@ -84,7 +84,7 @@ class Setup(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """What a worker process begins with."""
+    """What `enter` gives a worker process."""
 
     setup: Setup
     ring: Ring
@@ -92,9 +92,9 @@ class Entered(NamedTuple):
     object_fd: list[int]
 
     def read(self, local: Any) -> Any:
-        """Return the user's object: from its file, or as `os.fork` has copied it.
+        """Return the user's object: read from its file, or `local`, which a fork has inherited.
 
-        The file is mapped copy on write: what is written to its arrays stays in this process.
+        The file is mapped copy on write: changes of its arrays stay in this process.
         """
         record = self.setup.record
         if record is None:
@@ -153,7 +153,7 @@ class WorkerProcess:
     owner : int
         Its number among the owners of tickets, from 1.
     state : bytes
-        The latest message's; empty before there is one.
+        ENTERED, READY or FAILED, as the latest message said; empty before there is one.
     entered : int
         When ENTERED came, in ns of `now_ns`.
     """
@@ -173,7 +173,7 @@ class WorkerProcess:
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
-        # If it is dead already, the end of file on its socket says so next.
+        # If the worker is dead already, the socket will be at end of file.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
@@ -182,7 +182,7 @@ class WorkerProcess:
         """Read from the socket; return the complete messages with a body, None at end of file."""
         try:
             data = self.child.sock.recv(65536)
-        except ConnectionResetError:  # it died with something of ours unread
+        except ConnectionResetError:  # the worker died with unread data in its socket
             data = b""
         if not data:
             return None
@@ -205,7 +205,7 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return its stacks, which it writes itself, also when its interpreter is stuck."""
+        """Return the worker's stacks, which it writes itself, also while it holds the GIL in C."""
         file = self._stacks  # keeps it open
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
@@ -224,10 +224,11 @@ class WorkerProcess:
                 break
             quiet.wait(0.02)
         text = os.pread(fd, size, 0).decode(errors="replace")
-        return text or "(it does not answer: stopped?)\n"
+        return text or "(it does not answer: is it stopped?)\n"
 
     def activity(self) -> str:
-        """Say what it does before it is ready, from its stacks; its main thread comes last."""
+        """Say what the worker does before it is ready, from the stack of its main thread."""
+        # The main thread's stack comes last.
         frames = FRAME.findall(self.stack().rsplit("\n\n", maxsplit=1)[-1])
         imports = [path for path, _, name in frames if name == "<module>" and path[0] != "<"]
         if imports:  # the last of them is the outermost

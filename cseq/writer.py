@@ -2,7 +2,7 @@
 
 A worker owns a few slots besides that of its ticket, its *spares*. If arrays in the ticket's slot
 are still alive when the batch is published, the worker keeps the slot and publishes a copy of the
-batch in a spare, which is the trainer's from then on (`Slots.settle`). A kept slot is a spare again
+batch in a spare, which the trainer owns from then on (`Slots.settle`). A kept slot is a spare again
 when no array in it is alive. Arrays are made in a slot only while there is a spare.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-CHECK = 32 * MIB  # committed after one look at the free memory; the look takes about 1 ms
+CHECK = 32 * MIB  # committed between two checks of the free memory; a check takes about 1 ms
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
 SPARES = 3  # slots that a worker owns besides that of its ticket
 
@@ -46,10 +46,10 @@ class Kept(NamedTuple):
 
 
 class Writer(SlotEncoder):
-    """A worker's end of the arena: writes into the slot of its present ticket.
+    """A worker's end of the slots: writes into the slot of its present ticket.
 
-    Every mapping made is kept for the slot's next ticket, so that in the long run no system call
-    is made.
+    Mappings are kept for the next tickets of their slots, so that in the long run no system call is
+    made.
 
     Parameters
     ----------
@@ -78,18 +78,18 @@ class Writer(SlotEncoder):
 
     @property
     def spares(self) -> Sequence[tuple[int, int]]:
-        """Slots that it could turn to, and their committed bytes; the last is used first."""
+        """Slots that this worker owns, and their committed bytes; the last is used first."""
         return self._spares or ()
 
     def begin(self, slot: int, capacity: int) -> None:
-        """Make a slot, of which `capacity` bytes are committed, the present one; none are used.
+        """Make a slot, of which `capacity` bytes are committed, the present one; it is empty then.
 
-        If the writer has kept that slot, since arrays in it are alive, a spare is the present one.
+        If the writer has kept that slot, since arrays in it are alive, a spare takes its place.
 
         Raises
         ------
         MemoryError
-            If it cannot be mapped.
+            The slot cannot be mapped.
         """
         if self._leave() and self._spares is not None:
             self._keep()
@@ -100,20 +100,20 @@ class Writer(SlotEncoder):
             if self._spares and any(kept.slot == slot for kept in self._kept):
                 slot, capacity = self._spares[-1]
                 place = False
-        self._turn_to(slot, capacity)
+        self._select(slot, capacity)
         if place and self._has_spare():
             mapping = self.mapped[slot]
             self.placement.begin(mapping, capacity)  # type: ignore[union-attr]
             self.target = mapping
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of a slot; it need not be the present one."""
+        """Return the memory of a slot, the present one or another."""
         mapping = self.mapped.get(slot)
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, max(capacity, FIRST))
         return mapping
 
-    def _turn_to(self, slot: int, capacity: int) -> None:
+    def _select(self, slot: int, capacity: int) -> None:
         """Make a slot the present one."""
         self.memory = self.mapping_of(slot, capacity)
         self.slot = slot
@@ -141,22 +141,22 @@ class Writer(SlotEncoder):
                 self.loaned = True
 
     def learn(self, arrays: list[Array]) -> None:
-        """Make arrays like these in the next ticket's slot, if they were made for this batch."""
+        """Note these arrays of the batch: their allocations are served from the slot next time."""
         if self.placement is not None:
             self.placement.learn(arrays)
 
     def resume(self, used: int) -> None:
-        """Go on behind the `used` bytes that a stage before this one has filled."""
+        """Write behind the `used` bytes that the stage before has written."""
         self.used = used
         self.loaned = True
 
     def place(self, nbytes: int) -> int:
-        """Reserve the next `nbytes` of the slot: where they begin, a multiple of 64.
+        """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
 
         Raises
         ------
         MemoryError
-            If there is no room for them; nothing has changed then.
+            There is no room for them; nothing has changed then.
         """
         placement = self.placement if self.target is not None else None
         used = self.used if placement is None else max(self.used, placement.used)
@@ -200,7 +200,7 @@ class Writer(SlotEncoder):
         return self.loan().view(offset, kind, dims, fortran)
 
     def loan(self) -> Memory:
-        """Return the slot as a memory; `end` checks whether there are references to it."""
+        """Return the slot as a `Window`; `end` checks whether there are references to it."""
         if self._window is None:
             self._window = Window(self.memory, self.capacity)
             self._loans.append(weakref.ref(self._window))
@@ -208,7 +208,7 @@ class Writer(SlotEncoder):
         return self._window
 
     def find(self, array: Array) -> int:
-        """Return where in the used part of the slot an array's data lies, or -1.
+        """Return the offset (bytes) of an array's data in the used part of the slot, or -1.
 
         All mappings of this ticket are searched. Only contiguous and aligned arrays are found.
         """
@@ -222,14 +222,16 @@ class Writer(SlotEncoder):
         return -1
 
     def end(self) -> None:
-        """Finish the slot, once the batch is dropped; copy it to a spare if arrays in it are alive.
+        """Finish the slot; if arrays in it are alive, keep it and copy the batch to a spare.
+
+        The caller holds no reference to the batch any more.
 
         Raises
         ------
         MemoryError
             There is no room for the copy.
         RuntimeError
-            Arrays are alive, and this writer has no spares at all.
+            Arrays are alive, and this writer was made without spares.
         """
         self._window = None
         if self._need.add(self.used) and self._spares:
@@ -240,15 +242,15 @@ class Writer(SlotEncoder):
             self._keep()
             self._move()
             return
-        gc.collect()  # such an array may be in a cycle that nothing refers to
+        gc.collect()  # such an array may be in a cycle that is garbage
         if any(loan() is not None for loan in self._loans):
             raise RuntimeError(
-                "arrays of a slot are still held after its batch was made; its memory is written "
-                "to again for another batch: keep a copy (array.copy())"
+                "arrays of a slot are still held after its batch was made, and its memory will be "
+                "written to for another batch: keep a copy (array.copy())"
             )
 
     def publish(self, runner: Runner, status: int, record: tuple[int, ...]) -> None:
-        """Publish the ticket with what was written; the slot is the trainer's from now on."""
+        """Publish the ticket with what was written; the trainer owns the slot from now on."""
         runner.publish(status, record, self.capacity, self.slot)
         if self._spares:
             self._spares = [spare for spare in self._spares if spare[0] != self.slot]
@@ -281,7 +283,7 @@ class Writer(SlotEncoder):
         assert self._spares  # else nothing was made in the slot
         source, used = self.memory, self.used
         slot, nbytes = self._spares[-1]
-        self._turn_to(slot, nbytes)
+        self._select(slot, nbytes)
         if used > nbytes:
             self._grow(used)
             self._spares[-1] = slot, self.capacity
@@ -289,7 +291,7 @@ class Writer(SlotEncoder):
         self.used = used
 
     def _has_spare(self) -> bool:
-        """Return whether there is a spare; at least the text of an error fits into it."""
+        """Return whether there is a spare, with enough committed for the text of an error."""
         if self._kept:
             self._recover()
         if not self._spares:

@@ -1126,7 +1126,7 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         "class Interrupts(logging.Handler):\n"
         "    def emit(self, record):\n"
         "        if 'slow' in record.getMessage():\n"
-        "            begun[:] = [time.monotonic()]\n"
+        "            begun[:] = [record]\n"
         "            signal.raise_signal(signal.SIGINT)\n"
         "logging.getLogger().addHandler(Interrupts())\n"
         "begun = []\n"
@@ -1137,9 +1137,9 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         "        with manager.start() as batches:\n"
         "            next(iter(batches))\n"
         "    except KeyboardInterrupt:\n"
-        "        print(method, time.monotonic() - begun[0] < 1 or method == 'spawn')\n"
+        "        print(method, len(begun))\n"
     )
-    assert done.stdout == "forkserver True\nspawn True\n", done.stderr
+    assert done.stdout == "forkserver 1\nspawn 1\n", done.stderr  # or it sleeps, and does not end
     assert "module slow is imported for all of them" in done.stderr
     assert "worker 0 imports slow" in done.stderr
 

@@ -4,6 +4,6 @@
 ``returnn``    `MultiProcDataset`: a RETURNN dataset whose sequences are loaded by workers
 ``torchdata``  `MultiProcessingReadingService`: DataLoader2's data pipes, run by workers
 
-None is imported with cseq: each needs its library, and says which package brings it. A new adapter
-is a folder with the library's name and a line above; in it, ``import NAME`` is the library.
+None is imported with cseq. Each needs its library, and an ImportError says how to install it. In
+the folder of an adapter, ``import NAME`` imports the library of that name, not the folder.
 """

@@ -6,15 +6,15 @@ torch is imported when a converter is made, never by importing these modules.
 
 ::
 
-    parse ──► for_test ──► resolve ──┬─► Converter       at once: inline, threads, the trainer
+    parse ──► for_test ──► resolve ──┬─► Converter       synchronous: inline, threads, trainer
     arguments  test mode   machine   └─► CudaConverter   copies on a stream of its own
                                             │ in a thread:   convert ─► Transfer ─► receive
                                             └ in a process:  export  ─► Handle   ─► Receiver.unpack
 
-``output``      what ``out_type`` and ``dtype`` mean, and what of it this machine can give
-``host``        conversion at once
-``lane``        a queue of copies to a device
-``cuda``        conversion on a lane
+``output``      what ``out_type`` and ``dtype`` mean, as far as this machine has it
+``host``        synchronous conversion
+``lane``        a queue of copies to a device: a CUDA stream, or the CPU in tests
+``cuda``        asynchronous conversion, on a lane
 ``export``      tensors in a converter process, fetched by the trainer
 ``page_locks``  slots that CUDA copies from directly
 """

@@ -1,4 +1,4 @@
-"""Conversion on a lane: batches are copied while the device does other things."""
+"""Asynchronous conversion: batches are copied while the device does other work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Transfer:
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Take a batch over from a converter in a thread; anything but a `Transfer` is returned as is.
+    """Return the batch of a converter thread's `Transfer`; anything else is returned as it is.
 
     The consumer's current stream waits for the copies; the host does not.
     """
@@ -40,15 +40,15 @@ def receive(result: Transfer | Batch) -> Batch:
 class CudaConverter:
     """One converter: copies batches to a device on a stream of its own.
 
-    Page-locked memory (see `PageLocks`) is copied from where it lies; everything else passes
-    through page-locked memory of torch's pool. Belongs to one thread.
+    Page-locked memory (see `PageLocks`) is copied in place; other memory is copied through
+    page-locked memory of torch's pool. For one thread.
 
     Parameters
     ----------
     output : Output
         A resolved one with ``use_cuda``.
     lane : Lane, optional
-        Instead of one opened to ``output.device``.
+        None: one to ``output.device``.
     """
 
     def __init__(self, output: Output, lane: Lane | None = None) -> None:
@@ -58,7 +58,7 @@ class CudaConverter:
         self._counts = Counts()
 
     def convert(self, batch: Batch) -> Transfer:
-        """Begin to copy a batch; the memory it lies on is kept until that is done."""
+        """Begin to copy a batch; its memory is kept until the copies are done."""
         self.reap()
         sources: list[Tensor] = []
         tensors: list[Tensor] = []
@@ -69,13 +69,13 @@ class CudaConverter:
         with self._lane.active():
             try:
                 sent = map_leaves(leaf, batch)
-            finally:  # also after an error: the copies that were begun go on
+            finally:  # also after an error: copies that were begun go on
                 event = self._lane.record()
                 self._under_way.hold(event, sources)
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> Batch:
-        """Convert and `pack` a batch, in a process: it may be overwritten when this returns."""
+        """Convert and `pack` a batch, in a process; it may be overwritten when this returns."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
@@ -84,25 +84,25 @@ class CudaConverter:
             return pack(transfer.batch, self._counts)
 
     def reap(self, *, wait: bool = False) -> None:
-        """Release memory whose copies are done; `wait` until all are.
+        """Release memory whose copies are done; with `wait`, wait for all copies.
 
-        To be called when no ticket comes: else an idle converter would keep a slot.
+        Call it when no ticket comes, too: an idle converter would keep a slot.
         """
         self._under_way.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait until all copies are done; after the consumer's `Receiver.close`, in a process."""
+        """Wait until all copies are done; in a process, call it after `Receiver.close`."""
         self.reap(wait=True)
         self._lane.collect()
         self.clean()
 
     def clean(self) -> None:
-        """Remove the files of this process that torch has not: of batches that were not fetched."""
+        """Remove this process's files of reference counts, of batches that were not fetched."""
         self._counts.remove()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
         """Send an array or a CPU tensor to the device; keep any other leaf."""
-        tensor = self._lay(leaf) if is_array(leaf) else leaf
+        tensor = self._transfer(leaf) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
         source = self._page_lock(tensor.detach())
@@ -111,8 +111,8 @@ class CudaConverter:
         tensors.append(sent)
         return sent
 
-    def _lay(self, array: Array) -> Array | Tensor:
-        """Lay a tensor on the array, or cast the array into page-locked memory, in one pass."""
+    def _transfer(self, array: Array) -> Array | Tensor:
+        """Return a tensor that shares the array's memory, or casts it into page-locked memory."""
         target = target_of(array.dtype, self._host.cast)
         if target is None:
             return array
@@ -127,7 +127,7 @@ class CudaConverter:
         return staged
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Give a tensor of the wanted type that the device can fetch: this one, or a copy."""
+        """Return a tensor of the wanted type that the device can read: this one, or a copy."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

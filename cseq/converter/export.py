@@ -26,14 +26,14 @@ class Handle:
     """A tensor in the CUDA memory of another process: a few hundred bytes to pickle.
 
     torch's own reference count keeps that memory while the process lives, until the handle was
-    opened and the tensor dropped. So open every handle once, and clone what it gives at once.
+    opened and the tensor dropped. So open every handle once, and clone its tensor at once.
 
     Attributes
     ----------
     rebuild, arguments : callable and tuple
-        What torch says it takes.
+        What ``torch.multiprocessing.reductions.reduce_tensor`` returns.
     opened : bool
-        Whether it was tried here, with or without success.
+        Whether `open` was called here, with or without success.
     """
 
     __slots__ = ("arguments", "opened", "rebuild")
@@ -59,7 +59,7 @@ class Handle:
         try:
             return self.rebuild(*self.arguments)
         except Exception as error:
-            raise Lost(f"a tensor of a converter process cannot be had: {error}") from error
+            raise Lost(f"a tensor of a converter process cannot be opened: {error}") from error
 
 
 def _counts_in(arguments: object) -> Iterator[str]:
@@ -79,8 +79,8 @@ SHM = "/dev/shm"
 class Counts:
     """Torch's files of reference counts, which a process that is killed leaves in /dev/shm.
 
-    There is one for some ten thousand tensors. It is removed once its process has ended, or is
-    about to.
+    Each serves some ten thousand tensors. A file is removed when its process has ended, or is about
+    to end.
     """
 
     MANY = 16
@@ -89,15 +89,15 @@ class Counts:
         self._names: set[str] = set()
 
     def add(self, handle: Handle) -> None:
-        """Remember a handle's."""
+        """Remember the files of a handle."""
         for name in _counts_in(handle.arguments):
             if name not in self._names:
-                if len(self._names) >= self.MANY:  # torch removes those that are used up
+                if len(self._names) >= self.MANY:  # torch removes files that are used up
                     self._names = {n for n in self._names if os.path.exists(SHM + n)}
                 self._names.add(name)
 
     def remove(self) -> None:
-        """Remove those that are left."""
+        """Remove the files that are left."""
         for name in list(self._names):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(SHM + name)
@@ -105,7 +105,7 @@ class Counts:
 
 
 def pack(batch: Batch, counts: Counts) -> Batch:
-    """Replace every CUDA tensor by a `Handle`; the current stream must be where it was made."""
+    """Replace every CUDA tensor by a `Handle`; the current stream must be that of its copy."""
     torch = importlib.import_module("torch")
     reductions = importlib.import_module("torch.multiprocessing.reductions")
 
@@ -130,12 +130,12 @@ class Receiver:
     output : Output
         A resolved one with ``use_cuda``.
     lane : Lane, optional
-        Instead of one opened to ``output.device``.
+        None: one to ``output.device``.
     """
 
     def __init__(self, output: Output, lane: Lane | None = None) -> None:
-        # A lane of its own, because torch, when it lets go of the other process's memory, waits on
-        # the host for the current stream: here that is one short copy, and not the training step.
+        # A lane of its own: when torch releases the other process's memory, the host waits for the
+        # current stream, which here has one short copy to do, and not the training step.
         self._lane = open_lane(output.device) if lane is None else lane
         self._under_way = UnderWay()
         self._counts = Counts()
@@ -146,7 +146,7 @@ class Receiver:
         Raises
         ------
         Lost
-            If the converter's process has ended: the batch must be converted again.
+            The converter's process has ended: the batch must be converted again.
         """
         opened: list[Tensor] = []
         tensors: list[Tensor] = []
@@ -170,7 +170,7 @@ class Receiver:
         return batch
 
     def discard(self, batch: Batch) -> None:
-        """Release what was not opened of a batch, or its converter would keep the memory."""
+        """Open and drop a batch's unopened handles, or the converter would keep the memory."""
 
         def leaf(value: object) -> object:
             if type(value) is Handle and not value.opened:
@@ -190,5 +190,5 @@ class Receiver:
             self._under_way.reap(wait=True)
 
     def clean(self) -> None:
-        """Remove what killed converters have left in /dev/shm; all of them must be gone."""
+        """Remove the files of killed converters in /dev/shm; all converters must have ended."""
         self._counts.remove()

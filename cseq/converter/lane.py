@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """A queue of copies to a device, beside all else that it does.
+    """A queue of copies to a device, concurrent with its other work.
 
-    This one is for tests: the CPU stands for the device, and every copy is done at once.
+    This class is for tests: the CPU is the device, and every copy is synchronous.
     """
 
     # Whether memory that copies start from is to be page-locked.
     pins = False
 
     def active(self) -> AbstractContextManager[object]:
-        """Send what is done in this context down this lane."""
+        """Queue the work of this context on this lane."""
         return contextlib.nullcontext()
 
     def can_fetch(self, tensor: Tensor) -> bool:  # noqa: ARG002
-        """Tell whether this CPU tensor is page-locked, so that the device can fetch it itself."""
+        """Return whether the device can read this CPU tensor: its memory is page-locked."""
         return True
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -35,14 +35,14 @@ class Lane:
         return tensor.clone()
 
     def record(self) -> Event:
-        """Put a mark behind the copies that were begun."""
+        """Record an event behind the copies that were begun."""
         return _Passed()
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
         """Make the caller's further work on the device, but not the caller, wait for `event`."""
 
     def collect(self) -> None:
-        """Free memory that other processes have had from this one."""
+        """Free memory of this process that other processes do not use any more."""
 
 
 class CudaLane(Lane):
@@ -56,7 +56,7 @@ class CudaLane(Lane):
         self._stream = torch.cuda.Stream(self._device)
 
     def active(self) -> AbstractContextManager[object]:
-        """Make it this thread's current stream, and its device the current one."""
+        """Make the stream this thread's current one, and its device the current device."""
         context: AbstractContextManager[object] = self._torch.cuda.stream(self._stream)
         return context
 
@@ -77,8 +77,8 @@ class CudaLane(Lane):
     def join(self, event: Event, tensors: list[Tensor]) -> None:
         """Make the current stream wait, and tell torch's allocator that it uses the tensors.
 
-        Without the second, this lane's next copies would be given the memory of a tensor that
-        the user has dropped, while the user's kernels still read it.
+        Without the latter, this lane's next copies would get the memory of a tensor that the user
+        has dropped, while the user's kernels still read it.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)
@@ -91,10 +91,10 @@ class CudaLane(Lane):
 
 
 class _Passed:
-    """The mark of a lane on which everything is done at once."""
+    """The event of a lane whose copies are synchronous."""
 
     def query(self) -> bool:
-        """Tell that all is done."""
+        """Return whether the copies are done: always."""
         return True
 
     def synchronize(self) -> None:
@@ -102,7 +102,7 @@ class _Passed:
 
 
 def open_lane(device: str) -> Lane:
-    """Open a lane to a device; ``'cpu'`` opens a rehearsal."""
+    """Open a lane to a device; ``'cpu'`` opens one for tests."""
     return Lane() if device == "cpu" else CudaLane(device)
 
 
@@ -121,7 +121,7 @@ class UnderWay:
             self._queue.append((event, tensors))
 
     def reap(self, *, wait: bool = False) -> None:
-        """Release what is no longer read; `wait` for all of it."""
+        """Release memory that is no longer read; with `wait`, wait for all copies."""
         while self._queue:
             if wait:
                 self._queue[0][0].synchronize()

@@ -1,4 +1,4 @@
-"""What a batch becomes: out_type and dtype, and what of it this machine has."""
+"""What a batch becomes: out_type and dtype, as far as this machine has them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Output(NamedTuple):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether there are converters at all (asked for, until `resolve` has looked)."""
+        """Whether there are converters; before `resolve`, whether they are asked for."""
         return self.kind == "cuda"
 
 
@@ -71,7 +71,7 @@ def parse(out_type: object, dtype: object) -> Output:
     ValueError
         For a name or a type that is not known or cannot be used.
     TypeError
-        For an object that is no such thing at all.
+        For an object of another type.
     """
     kind, device, function = _parse_out_type(out_type)
     cast, torch_dtype = _parse_dtype(dtype)
@@ -129,7 +129,7 @@ def _is_torch(value: object, name: str) -> bool:
 
 
 def for_test(output: Output, test_mode: str) -> Output:
-    """Give the output of ``start_test(test_mode)``.
+    """Return the output of ``start_test(test_mode)``.
 
     Raises
     ------
@@ -147,25 +147,25 @@ def for_test(output: Output, test_mode: str) -> Output:
 
 
 def rehearse(output: Output) -> Output:
-    """Give the CUDA path with the CPU as its device: tests run it where there is no CUDA."""
+    """Return an output that takes the CUDA path to the CPU, for tests where there is no CUDA."""
     return output._replace(kind="cuda", device="cpu", function=None)
 
 
 def converter_kind(compat: bool | None, os_name: str) -> Literal["thread", "process"]:  # noqa: FBT001
-    """Tell where CUDA converters run: CUDA memory cannot cross processes on Windows."""
+    """Return where CUDA converters run: processes cannot share CUDA memory on Windows."""
     in_threads = os_name == "nt" if compat is None else compat
     return "thread" if in_threads else "process"
 
 
 def cast_dtype(output: Output) -> Dtype | None:
-    """Give the type that workers cast numeric arrays to while they copy them; None: no cast."""
+    """Return the type that workers cast numeric arrays to while they copy them; None: no cast."""
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Say which arrays of a batch look like labels and are about to become floats; None: none do.
+    """Return a warning for arrays that look like labels and will become floats; None: none do.
 
-    Those are integer arrays beside other arrays, but for images: bytes in more than one dimension.
+    These are integer arrays beside other arrays, but not images: ``uint8`` of several dimensions.
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
@@ -199,7 +199,7 @@ def resolve(output: Output) -> Output:
     """Replace what this machine lacks, and name the CUDA device; imports torch if it is needed.
 
     Without CUDA, ``'cuda'`` becomes the CPU; without torch, tensors become arrays of the same
-    values. Each is said once in the log ``'cseq'``. CUDA is not initialised by this.
+    values. The log ``'cseq'`` says each once. This does not initialise CUDA.
 
     Raises
     ------

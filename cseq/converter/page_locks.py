@@ -17,8 +17,8 @@ logger = logging.getLogger("cseq")
 class PageLocks:
     """The mappings of the arena that this process has page-locked, so that CUDA copies from them.
 
-    A mapping is kept, and so stays mapped, until it is unregistered: CUDA would go on to copy
-    from the old pages of an address that is mapped anew.
+    A mapping is kept, and so stays mapped, until it is unregistered: CUDA would go on copying from
+    the old pages of an address that is mapped again.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping, once; False if that fails, which costs speed and nothing else."""
+        """Page-lock a mapping, once; return False if that fails, which only costs speed."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
@@ -49,7 +49,7 @@ class PageLocks:
         return True
 
     def unregister(self, memory: Memory) -> None:
-        """Unlock a mapping before it is dropped; the copies from it must be done."""
+        """Unlock a mapping before it is dropped; copies from it must be finished."""
         if self._locked.pop(memory.address, None) is None:
             return
         status = self._call("cudaHostUnregister", memory.address)
@@ -57,7 +57,7 @@ class PageLocks:
             logger.warning("CUDA could not unlock %d bytes (error %d)", memory.nbytes, status)
 
     def close(self) -> None:
-        """Unlock all of it."""
+        """Unlock all mappings."""
         for memory in list(self._locked.values()):
             self.unregister(memory)
 
@@ -70,11 +70,11 @@ class PageLocks:
             return status
 
     def _forget_error(self) -> None:
-        """Take back the error that a failed call leaves behind.
+        """Clear the error that a failed call leaves in CUDA's runtime.
 
-        The next kernel launch, perhaps the user's, would report it as its own; so launch one.
+        The next kernel launch, perhaps the user's, would report it as its own; so launch one here.
         """
         try:
             self._torch.ones(1, device=self._device)
         except RuntimeError as error:
-            logger.debug("CUDA's error was taken back: %s", str(error))
+            logger.debug("CUDA's error was cleared: %s", str(error))

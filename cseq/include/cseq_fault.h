@@ -1,8 +1,7 @@
 /* Fault points: in a debug build, CSEQ_FAULT=point:n kills a worker process at its n-th pass of a
  * point, and CSEQ_FAULT=point:n:worker only the worker of that number.
  *
- * For tests of what a death leaves behind. Include before cseq_ring.h. In a release build there is
- * nothing of it.
+ * For tests of deaths. Include before cseq_ring.h. A release build has no fault points.
  */
 #ifndef CSEQ_FAULT_H
 #define CSEQ_FAULT_H

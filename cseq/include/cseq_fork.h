@@ -1,15 +1,15 @@
 /* A forked process gets private copies of the shared memory that is in use.
  *
- * A fork copies private memory and goes on sharing the rest. Batches that are in use lie in shared
- * memory, which the parent and its workers write to again; so a forked child gets a private copy
- * of them, at the same addresses.
+ * A forked child has a copy of its parent's private memory, and shares its shared memory. Batches in
+ * use lie in shared memory, which the parent and its workers write to again; so the child gets a
+ * private copy of them, at the same addresses.
  *
  *     prepare   the forking thread copies what is in use into private memory
  *     child     moves the copies to where the originals are mapped
  *     parent    drops the copies
  *
  * The parent's own mappings are not touched, so its other threads may go on writing there. Between
- * prepare and parent no lease ends: `lock` is held, which adding and removing take. A child that
+ * prepare and parent no lease begins or ends, since that takes `lock`, which is held. A child that
  * cannot have its copies ends: it must not run with the parent's memory.
  *
  * These handlers run inside fork() (pthread_atfork), also for a fork by a C library. They allocate

@@ -1,32 +1,32 @@
-/* Taking turns at the GIL: how threads of one interpreter pass its lock on without sleeping for it.
+/* Spinning between threads of one interpreter, so that they need not sleep for the GIL.
  *
- * A thread that is woken for a batch or a ticket while another one has the lock sleeps again, for
- * the lock. That is two wake-ups of some 15 us for each time that the lock changes hands, many times
- * what a quick indexer takes. So a thread with nothing to do releases the lock and polls for a while,
- * until there is something *and* the other side has released the lock, too:
+ * A thread that is woken for a batch or a ticket while another one has the GIL sleeps again, for the
+ * GIL. That is two wake-ups of some 15 us for each time that the GIL changes hands, many times what a
+ * quick indexer takes. So a thread with nothing to do releases the GIL and spins for a while, until
+ * there is something to do *and* the other side has released the GIL, too:
  *
  *   trainer    goes on once its batch is ready and all runners are `parked`
  *   a runner   claims once there is a ticket and the trainer `waits`
  *
- * No result depends on it: a thread that has polled for `ns` sleeps as without this file
- * (cseq_ring_wait_ready, cseq_ring_await). All words are hints, and wrong values cost time.
+ * No result depends on it: a thread that has spun for `ns` sleeps as without this file
+ * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
  *
  *   word       written by
  *   ns         the trainer, before there are runners
  *   parked     each runner: +1 on its way into a wait, -1 on its way out
- *   spinner     a runner: its number by compare-and-swap, then 0. One is enough to catch the next
- *              ticket. If a looking runner dies, looking stays disabled
- *   runners    that one
+ *   spinner    a runner: its number by compare-and-swap, then 0. One is enough to catch the next
+ *              ticket
+ *   runners    the runner that is the spinner: whether spinning is worth it for runners
  *   waits      the trainer: 1 while it waits, else 0
- *   trainer    the trainer
+ *   trainer    the trainer: whether spinning is worth it for the trainer
  */
 #ifndef CSEQ_GIL_H
 #define CSEQ_GIL_H
 
 #include "cseq_ring.h"
 
-/* Whether to look: after each look in vain the next ones are skipped, up to 256 of them. So where
- * looking is of no use (long batches, more threads than cores), it costs little. */
+/* Whether to spin: after spinning in vain, the next times are skipped, up to 256 of them. So where
+ * spinning is of no use (long batches, more threads than cores), it costs little. */
 typedef struct {
     uint32_t doubt, rest;
 } cseq_trust;
@@ -37,7 +37,7 @@ CSEQ_INLINE int cseq_trust_ask(cseq_trust *t) {
     return 0;
 }
 
-/* One look in vain outweighs two that were not. */
+/* Spinning once in vain outweighs two times that were worth it. */
 CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
     if (worth) {
         t->doubt -= t->doubt > 0;
@@ -48,7 +48,7 @@ CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
 }
 
 typedef struct {
-    uint32_t ns; /* how long to look at most; 0: not at all */
+    uint32_t ns; /* to spin at most; 0: not at all */
     char pad[CSEQ_LINE - 4];
     uint32_t parked, spinner;
     cseq_trust runners;
@@ -58,7 +58,7 @@ typedef struct {
     char pad2[CSEQ_LINE - 12];
 } cseq_gil;
 
-/* For a runner without a ticket and without the lock: the cell of one claimed, or CSEQ_NONE.
+/* For a runner without a ticket and without the GIL: spin; a claimed cell, or CSEQ_NONE.
  * SYNC: spinner's trust (the store of 0; against the compare-and-swap) */
 CSEQ_INLINE int cseq_gil_claim(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32_t owner) {
     int cell = CSEQ_NONE;
@@ -76,7 +76,7 @@ CSEQ_INLINE int cseq_gil_claim(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
     return cell;
 }
 
-/* A runner waits for a ticket, without the lock. As cseq_ring_await. */
+/* A runner waits for a ticket, without the GIL. As cseq_ring_await. */
 CSEQ_INLINE int cseq_gil_await(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32_t owner,
                                 uint64_t ns) {
     cseq_add_sc_u32(&t->parked, 1);
@@ -86,12 +86,12 @@ CSEQ_INLINE int cseq_gil_await(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
     return cell;
 }
 
-/* Whether tickets just posted are seen without a wake-up: a runner is looking. */
+/* Whether a runner sees new tickets without a wake-up, since it spins. */
 CSEQ_INLINE int cseq_gil_is_spinning(const cseq_gil *t) {
     return cseq_load_rlx_u32(&t->spinner) != 0;
 }
 
-/* For the trainer that waits for a cell, without the lock: 1 if its batch is ready. */
+/* For the trainer that waits for a cell, without the GIL: spin; 1 if its batch is ready. */
 CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, uint32_t seen) {
     int ready = 0, worth = 0;
     if (!t->ns || !cseq_trust_ask(&t->trainer)) return ready;
@@ -113,8 +113,9 @@ CSEQ_INLINE void cseq_gil_wake(cseq_ring *r, uint32_t *unwoken) {
     }
 }
 
-/* The trainer waits for a cell (for cell < 0, any), without the lock. As cseq_ring_wait_ready.
- * `unwoken`: tickets posted since the runners were last woken; they are before the trainer sleeps. */
+/* The trainer waits for a cell (for cell < 0, any), without the GIL. As cseq_ring_wait_ready.
+ * `unwoken`: tickets posted since the runners were last woken; for these it wakes them before it
+ * sleeps. */
 CSEQ_INLINE void cseq_gil_wait_ready(cseq_gil *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
                                 uint32_t *unwoken) {
     cseq_store_rlx_u32(&t->waits, 1);

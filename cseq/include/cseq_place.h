@@ -1,10 +1,10 @@
 /* Arrays that numpy allocates in the batch's slot, transparently to the indexer.
  *
- * numpy lets its data allocator be replaced (NEP 49). In a worker process, the large allocations
- * of one ticket are counted; those that were part of the last batch, by their number, are served
- * from the ticket's slot. Everything else goes to numpy's own allocator.
+ * numpy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of one
+ * ticket are numbered; those whose numbers were part of the last batch are served from the ticket's
+ * slot. Everything else goes to numpy's own allocator.
  *
- * The guarantee: allocations in a slot are counted until they are freed, which shows whether the
+ * The guarantee: allocations in a slot are counted until they are freed, so it is known whether the
  * indexer has kept an array. If so, the worker keeps the slot (cseq_place_leave), and publishes a
  * copy of the batch in another one.
  *
@@ -18,15 +18,15 @@
 
 #include "cseq_fork.h"
 
-#define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not looked at */
+#define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not numbered */
 #define CSEQ_PLACE_SEEN 64u     /* of these, in one ticket; a word has as many bits */
 #define CSEQ_PLACE_ALIGN 64u    /* bytes; a cache line, and the widest vector register */
 
-/* Part of the address space in which memory was given out. */
+/* A slot, or the used part of one, from which allocations were served. */
 typedef struct {
     char *base;
-    uint64_t size;
-    uint64_t live; /* pieces that were not given back */
+    uint64_t size; /* bytes */
+    uint64_t live; /* allocations that were not freed */
     void *owner;   /* what keeps it mapped */
     char *copy;    /* see cseq_span */
     int is_private; /* in a forked child */
@@ -40,7 +40,7 @@ typedef struct {
     void *(*realloc)(void *ctx, void *p, size_t size);
     void (*free)(void *ctx, void *p, size_t size);
 
-    void (*release)(void *owner); /* nothing lies in its region any more */
+    void (*release)(void *owner); /* called when no allocation is left in its region */
 
     int active;       /* the indexer is making a batch, and may allocate in `at` */
     cseq_region at;  /* its slot */
@@ -52,7 +52,7 @@ typedef struct {
         uint64_t size;
     } seen[CSEQ_PLACE_SEEN];
 
-    cseq_region *retired; /* of earlier tickets, and still in use */
+    cseq_region *retired; /* slots of earlier tickets that are still in use */
     uint32_t retired_count, retired_room;
 } cseq_place;
 
@@ -105,7 +105,7 @@ CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
     }
     r->live--;
     if (r == &p->at) {
-        /* The last piece: a temporary, whose place the next one can have. */
+        /* The last allocation: a temporary, whose memory the next one can have. */
         if ((char *)address + size == r->base + p->used) p->used = (uint64_t)((char *)address - r->base);
     } else if (!r->live) {
         void *owner = r->owner;
@@ -126,8 +126,8 @@ CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
     return made;
 }
 
-/* Place nothing any more; how many pieces of the slot are in use. Its owner is released when there
- * are none. */
+/* Leave the slot; return how many allocations in it are live. Its owner is released when there are
+ * none. */
 CSEQ_INLINE uint64_t cseq_place_leave(cseq_place *p) {
     cseq_region left = p->at;
     memset(&p->at, 0, sizeof p->at);
@@ -141,8 +141,8 @@ CSEQ_INLINE uint64_t cseq_place_leave(cseq_place *p) {
     return left.live;
 }
 
-/* Serve the next allocations from a slot of which nothing is used. Nothing may be live in the last
- * one. 0, or an errno; then `owner` is not taken over. */
+/* Serve the next allocations from an empty slot. No allocation may be live in the slot before.
+ * 0, or an errno; then `owner` is not taken over. */
 CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void *owner) {
     if (p->retired_count == p->retired_room) {
         uint32_t room = p->retired_room ? 2 * p->retired_room : 16;
@@ -161,14 +161,14 @@ CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void 
     return 0;
 }
 
-/* Whether anything is in use of an earlier ticket's slot that is mapped here. */
+/* Whether allocations are live in an earlier ticket's slot that is mapped at `base`. */
 CSEQ_INLINE int cseq_place_holds(const cseq_place *p, const void *base) {
     for (uint32_t k = 0; k < p->retired_count; k++)
         if (p->retired[k].base == (const char *)base) return 1;
     return 0;
 }
 
-/* Note that the batch holds this address: what it lies in is wanted next time. */
+/* The batch holds this address: the allocation that it lies in is wanted next time. */
 CSEQ_INLINE void cseq_place_learn(cseq_place *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
     for (uint32_t k = p->count; k-- > 0;) { /* the latest: an earlier one may have been freed */

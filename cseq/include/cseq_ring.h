@@ -5,21 +5,21 @@
  *             [input]                   [middle]                     [output]
  *
  * With one stage, INDEXING is published straight to READY. The same code serves memory that
- * processes share and private memory of threads: no pointers inside, fixed widths, every
- * word that two parties touch on lines of its own.
+ * processes share and private memory of threads: no pointers inside, fixed widths; gates, cells
+ * and each runner's statistics are on cache lines of their own.
  *
- * A ring is one of two kinds. A *shared* ring has any number of runners; each claims what it finds
- * from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps the
- * order: the trainer posts round the ring, and the runner looks at one cell only, the one behind the
- * one that it claimed last. The last `calls` cells of a queue are not part of the round; the runner
- * looks there first.
+ * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open
+ * cell from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps
+ * the order: the trainer posts in one cell after the other, and the runner looks at one cell only,
+ * the one behind the one that it claimed last. The last `calls` cells of a queue are not part of this
+ * *round*; the runner looks there first.
  *
  * Which party writes a cell's word, and when:
  *   FREE                    the trainer (post)
  *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel, retract); both
  *                           by compare-and-swap, so exactly one of them succeeds
  *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
- *                           to be gone, the trainer (repost)
+ *                           to be gone, the supervisor's thread of the trainer (repost)
  *   READY                   the trainer (take)
  * The other fields of a cell may be written by the party that may write the word.
  *
@@ -35,7 +35,7 @@
 #include "cseq_atomic.h"
 #include "cseq_wait.h"
 
-/* A place where tests let a process die; nothing unless the including file defines it. */
+/* A point where tests kill a process; nothing unless the including file defines it. */
 #ifndef CSEQ_POINT
 #define CSEQ_POINT(name) ((void)0)
 #endif
@@ -65,7 +65,7 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
-/* A place to sleep until something happens. */
+/* A word to sleep on, and who may be asleep there. */
 typedef struct {
     uint32_t event;  /* +1 at every wake-up; the word slept on */
     uint32_t asleep; /* 1: a party may be asleep. Advisory: a dead sleeper leaves it set,
@@ -75,7 +75,7 @@ typedef struct {
     char pad[CSEQ_LINE - 16];
 } cseq_gate;
 
-/* What a runner says of itself; written by that runner alone. */
+/* Statistics of a runner; written by that runner alone. */
 typedef struct {
     uint64_t batches; /* published */
     uint64_t idle_ns; /* asleep with nothing to claim */
@@ -89,8 +89,8 @@ typedef struct {
     uint64_t batch; /* running number within the epoch */
     uint64_t start; /* position of its first sample in the order of the epoch */
     uint32_t count; /* samples */
-    uint32_t slot;  /* where the batch lies; also written by an owner that put it into another
-                       slot, or has emptied it */
+    uint32_t slot;  /* where the batch lies; also written by an owner that put the batch into another
+                       slot, or has taken it out */
     /* written by the trainer at the post, and by an owner that made the slot larger */
     uint64_t capacity; /* bytes of the slot that are committed */
     /* written by the owner */
@@ -100,8 +100,8 @@ typedef struct {
     uint64_t record[CSEQ_FIELDS];
     /* written at the post; a repost restores `slot` and `capacity` from them */
     uint64_t home_capacity;
-    uint32_t home; /* the slot it was posted with; the trainer writes `slot` here when it has entered
-                      the change of owner of the two */
+    uint32_t home; /* the slot it was posted with; the trainer writes `slot` here when it has recorded
+                      the change of owner of both slots */
     uint32_t by;   /* written by an owner that put the batch into another slot: its number */
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
@@ -116,13 +116,13 @@ typedef struct {
                        or of another one in the same memory, so that it can wait for several */
     char pad[CSEQ_LINE - 40];
     uint32_t closed; /* written by the trainer, once */
-    uint32_t spin;   /* ns that a runner looks at the ring before it sleeps */
+    uint32_t spin;   /* ns that a runner spins before it sleeps */
     char pad1[CSEQ_LINE - 8];
-    uint32_t spinner[2]; /* per stage: the owner that does so now, or 0. One is enough to catch the
-                            next ticket, more would only take its core. Advisory */
+    uint32_t spinner[2]; /* per stage: the owner that spins now, or 0. One is enough to catch the next
+                            ticket, more would only take the trainer's core. Advisory */
     char pad4[CSEQ_LINE - 8];
     uint32_t hint[2]; /* per stage: where to look first. Shared ring: advisory. Queue: the next cell
-                         to claim, written by the runner, and by repost when that is gone */
+                         to claim, written by the runner, and by repost when the runner is gone */
     char pad2[CSEQ_LINE - 8];
     cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer, if `output`
                           says so; `wanted` is this ring's in any case */
@@ -215,7 +215,7 @@ CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
 }
 
-/* Where a runner should look: an open cell, or CSEQ_NONE. The cell's word into `word`.
+/* An open cell for a runner to claim, or CSEQ_NONE. The cell's word into `word`.
  * A look at several cells is no snapshot: of two tickets it may see the later one alone. So a queue's
  * runner looks at one cell of the round, and the trainer fills the cell before the one behind it. */
 CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
@@ -234,7 +234,7 @@ CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t
 }
 
 /* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`: a cell, or CSEQ_NONE.
- * A failed compare-and-swap means that another runner or the trainer got on, so the loop ends.
+ * A failed compare-and-swap means that another runner or the trainer made progress, so the loop ends.
  * A runner that vanishes before it has moved the hint holds the cell, and repost sets it.
  * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
 CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
@@ -260,7 +260,7 @@ CSEQ_INLINE void cseq_pause(void) {
 #endif
 }
 
-/* Claim, looking again and again for as long as `spin` says: a cell, or CSEQ_NONE.
+/* Claim again and again, for `spin` ns at most: a cell, or CSEQ_NONE.
  * A sleep and its wake-up cost both sides some microseconds; spinning for about as long is
  * 2-competitive with the better of spinning and sleeping. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
@@ -372,14 +372,14 @@ CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Wake all who sleep at this ring. */
+/* Wake all sleepers of this ring. */
 CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
     for (int g = 0; g < 2; g++) cseq_gate_notify_all(&r->gate[g]);
     cseq_gate_notify_all(cseq_ring_output(r));
 }
 
-/* Post again what `owner` held, which must be gone for certain and not yet replaced; cells into
- * `held`. Runners look at the oldest of them first; in a queue there is one at most. */
+/* Post the tickets of `owner` again, which has certainly ended and is not yet replaced; their cells
+ * into `held`. Runners look at the oldest of them first; in a queue there is one at most. */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
     uint32_t count = 0;
     uint64_t oldest = 0;
@@ -390,7 +390,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
         uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, state - 1);
         cseq_store_rlx_u64(&cell->started_ns, 0);
-        if (state == CSEQ_INDEXING) { /* it may have died on its way into another slot */
+        if (state == CSEQ_INDEXING) { /* it may have died while it changed the slot */
             cell->slot = cell->home;
             cell->capacity = cell->home_capacity;
         }

@@ -290,7 +290,7 @@ CSEQ_FORCE_INLINE void cseq_identity(void *result, uint32_t width, uint64_t n)
         cseq_set_entry(result, width, k, k);
 }
 
-/* Steps i .. end-1 on a result that is in the cache: nothing to look ahead for. */
+/* Steps i .. end-1 on a result that is in the cache, without prefetching. */
 CSEQ_FORCE_INLINE void cseq_walk_cached(void *result, uint32_t width, uint64_t n, uint64_t i,
                                         uint64_t end, uint64_t state[4])
 {
@@ -300,7 +300,7 @@ CSEQ_FORCE_INLINE void cseq_walk_cached(void *result, uint32_t width, uint64_t n
     memcpy(state, s, sizeof s);
 }
 
-/* The same for one that is not: draws ahead, but none that the caller's `state` would not show. */
+/* The same for one that is not: draws ahead, but not beyond `end`, so that `state` is exact. */
 CSEQ_FORCE_INLINE void cseq_walk_result(void *result, uint32_t width, uint64_t n, uint64_t i,
                                         uint64_t end, uint64_t state[4])
 {

@@ -1,8 +1,8 @@
 """Starting worker processes: fork server, spawn and fork behind one protocol.
 
-A worker process is born with one thing, its end of a pair of connected sockets, and runs
-``entry(sock)``. The trainer keeps the other end. That socket is also the lifeline: end of file
-means, in the trainer, that the worker is dead or dying, and in the worker, that the trainer is.
+A worker process gets one end of a pair of connected sockets, and runs ``entry(sock)``. The trainer
+keeps the other end. End of file means, in the trainer, that the worker is dead or dying, and in the
+worker, that the trainer is.
 
 ::
 
@@ -12,16 +12,16 @@ means, in the trainer, that the worker is dead or dying, and in the worker, that
     spawn        trainer ── spawn ──> worker
     fork         trainer ── fork  ──> worker
 
-What holds for all three:
+For all three:
 
 - A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` are the trainer's, its
   standard input is empty, and it may start processes of its own.
-- Signals that are meant for the trainer (`SHIELDED`: Ctrl-C, a job scheduler's notice) do nothing
-  to workers and server, from their first instruction on. Their own children get the usual ones.
-- No process but worker and trainer holds an end of their socket: a process that the user forks off
-  either of them closes its copies (`close_in_forks`), programs that are executed never get any.
+- Workers and server ignore signals that are meant for the trainer (`SHIELDED`: Ctrl-C, a job
+  scheduler's notice), from their first instruction on. Processes that they fork do not.
+- No process but worker and trainer holds an end of their socket: a process that user code forks
+  off either of them closes its copies (`close_in_forks`), executed programs inherit none.
 - Exit codes are as in `subprocess`: minus the signal's number for a killed process.
-- A worker ends when ``entry`` returns: its ``atexit`` functions run, stray threads do not keep it.
+- A worker ends when ``entry`` returns: its ``atexit`` functions run; it waits for no threads.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ def make_launcher(
     Parameters
     ----------
     method : str or None
-        'forkserver', 'spawn' or 'fork'; None for the best that there is, `start_methods()[0]`.
+        'forkserver', 'spawn' or 'fork'; None: the first of `start_methods()`.
     entry : str
         ``module:function`` that workers run.
     threads : int or None
-        How many threads the libraries of workers compute with; None: as many as they like.
+        How many threads the libraries of workers compute with; None: their default.
 
     Raises
     ------
     ValueError
-        When this system does not have the method.
+        This system does not have the method.
     RuntimeError
-        In a worker process that is just importing what it needs.
+        Called by a module that a worker process or the fork server is importing.
     """
     check_reading()
     there = start_methods()

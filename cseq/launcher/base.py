@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 FOREVER = 1e6  # seconds
-LAST = 1.0  # seconds for what was killed to be gone, past a deadline
+LAST = 1.0  # seconds past a deadline in which killed processes must end
 
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
 KILLED = 0xC5E9 if os.name == "nt" else -KILL  # exit code of a process that `KILL` has ended
@@ -55,13 +55,14 @@ class Child(Protocol):
         """Kill the process, unless it is gone."""
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is gone; never to another one that has got its number."""
+        """Send a signal, unless the process is gone; never to a later one with the same id."""
 
     def status(self, timeout: float) -> int | None:
         """Wait for the process to end, and return its exit code.
 
-        None when it has not ended in time (`gone` is False), or has ended and its status is unknown
-        (`gone` is True): its fork server died before it, or other code in this process reaped it.
+        None if it has not ended within `timeout` seconds (`gone` is False), or has ended and its
+        status is unknown (`gone` is True): its fork server died before it, or other code in this
+        process reaped it.
         """
 
 
@@ -72,22 +73,22 @@ class Launcher(Protocol):
     takes_objects: bool
 
     def prepare(self) -> None:
-        """Begin to start what `launch` will need, and do not wait for it."""
+        """Begin to start what `launch` needs (a fork server), without waiting for it."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Import modules once for all workers that are launched from now on.
 
-        Only where workers are forked off a server; others import by themselves. A module that
-        cannot be imported, that must not be there before a fork, or that takes longer than
-        `seconds`, is left to the workers, too, with a line in the log.
+        Only a fork server does so; other workers import by themselves. A module that cannot be
+        imported, that must not be imported before a fork, or that takes longer than `seconds`, is
+        left to the workers, with a line in the log.
         """
 
     @property
     def importing(self) -> str:
-        """The module that is just being imported for all workers; "" if none is."""
+        """The module that is being imported for all workers now; "" if none is."""
 
     def cancel(self) -> None:
-        """Break off `preload`: nothing will be launched any more."""
+        """Interrupt `preload`: no worker will be launched any more."""
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
@@ -97,9 +98,9 @@ class Launcher(Protocol):
         number : int
             The worker's number, for its name in the system's process list.
         local : object
-            Where `takes_objects` is True: given to the worker as it is, ``entry(sock, local)``.
+            Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
         timeout : float
-            Seconds.
+            Seconds that the start may take.
 
         Raises
         ------
@@ -108,12 +109,12 @@ class Launcher(Protocol):
         """
 
     def close(self, deadline: float) -> bool:
-        """End everything that was started here: children that are left are killed.
+        """End all processes that were started here: workers that are left are killed.
 
         Parameters
         ----------
         deadline : float
-            In `time.monotonic` seconds. What has not ended by then is killed.
+            In seconds of `time.monotonic`. A server that has not ended by then is killed.
 
         Returns
         -------
@@ -167,7 +168,7 @@ class Children:
         self._lock = threading.Lock()
 
     def add(self, child: Child) -> None:
-        """Note a child, and forget, once they are many, those that are gone."""
+        """Add a child; once there are many, remove those that are gone."""
         with self._lock:
             if len(self._children) >= self._many:
                 self._children = [other for other in self._children if not other.gone]
@@ -186,7 +187,7 @@ class Children:
 
 
 def flush_output() -> None:
-    """Write out what the standard streams hold: each forked process would write it again."""
+    """Flush the standard streams: forked processes would write their buffers again."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # None, broken or closed
             stream.flush()
@@ -197,7 +198,7 @@ _reading = False
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """In a worker or its server: import what the user's object needs, and start nothing."""
+    """In this context, which imports modules in a worker or a server, launchers are refused."""
     global _reading
     _reading = True
     try:
@@ -207,7 +208,7 @@ def reading() -> Iterator[None]:
 
 
 def check_reading() -> None:
-    """Refuse to start processes that would import the caller, and start more, without end."""
+    """Refuse to start processes within an import in a worker: each would start more."""
     if _reading:
         raise RuntimeError(
             "a module that worker processes import starts worker processes when it is imported; "

@@ -78,7 +78,7 @@ def begin_as_copy(
 
 
 def _own_socket(handle: int | bytes) -> socket.socket:
-    """Make a socket of what was handed over."""
+    """Make the socket of the handle that this process was given."""
     if isinstance(handle, bytes):
         sock: socket.socket = cast("Any", socket).fromshare(handle)
         return sock
@@ -89,8 +89,8 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 def _shield() -> None:
     """Ignore signals that are meant for the trainer.
 
-    By a function: what `SIG_IGN` ignores is ignored by executed programs too, and a worker could
-    not stop its own children by SIGTERM.
+    By a handler: signals that are ignored by `SIG_IGN` are ignored by executed programs, too, and a
+    worker could not stop its own children by SIGTERM.
     """
     for number in SHIELDED:
         signal.signal(number, _ignore)
@@ -101,7 +101,7 @@ def _shield() -> None:
 
 
 def _unshield() -> None:
-    """Give a process that a worker forks the usual signals, as if there were no shield."""
+    """Restore the usual handling of signals, in a process that a worker forks."""
     for number in SHIELDED:
         if signal.getsignal(number) is _ignore:
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -120,9 +120,9 @@ def _drop_handlers() -> None:
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty: what is typed at a terminal is for the trainer.
+    """Make standard input empty: input of the terminal is for the trainer.
 
-    Streams that the trainer has closed are opened too, or a socket would take their places.
+    Standard streams that the trainer has closed are opened, or a socket would get their numbers.
     """
     fd = os.open(os.devnull, os.O_RDWR)
     os.dup2(fd, 0)
@@ -136,7 +136,7 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Leave no names in ``__main__``: classes of the user's script are put there (`pickling`)."""
+    """Remove all names from ``__main__``: classes of the user's script will be put there."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
@@ -182,7 +182,7 @@ def _report() -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process, whatever else runs in it."""
+    """End the process, without waiting for its threads."""
     try:
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - no caller above handles it
@@ -228,7 +228,7 @@ class _Forker:
         self._poll.register(self._sock, select.POLLIN)
 
     def _step(self) -> bool:
-        """Wait for something and do it; False when the trainer is gone."""
+        """Wait for a request or the end of a child, and handle it; False: the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
             self._woken.recv(4096)  # first: a child that ends from now on wakes it again
@@ -237,15 +237,15 @@ class _Forker:
             return True
         record = receive(self._sock)
         if record is not None:
-            self._obey(record)
+            self._handle(record)
         return record is not None
 
-    def _obey(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         if record.what == FORK:
             self._fork(record)
         elif record.what == IMPORT:
             name = receive_bytes(self._sock, record.value).decode()
-            self._say(DONE, record.serial, self._import(name))
+            self._answer(DONE, record.serial, self._import(name))
         elif record.what == SIGNAL:
             for pid, serial in self._serials.items():
                 if serial == record.serial:
@@ -274,14 +274,14 @@ class _Forker:
             pid = fork()
         except OSError as error:
             os.close(fd)
-            self._say(FAIL, record.serial, error.errno or 1)
+            self._answer(FAIL, record.serial, error.errno or 1)
             return
         if pid == 0:
             self._become_worker(fd, record.value)
         os.close(fd)
         self._serials[pid] = record.serial
         pidfd = PidFd.open(pid)
-        self._say(BORN, record.serial, pid, [pidfd.fileno()] if pidfd else [])
+        self._answer(BORN, record.serial, pid, [pidfd.fileno()] if pidfd else [])
 
     def _become_worker(self, fd: int, number: int) -> NoReturn:
         """Run a worker in the copy of the server."""
@@ -304,9 +304,9 @@ class _Forker:
                 return
             serial = self._serials.pop(pid, None)
             if serial is not None:
-                self._say(EXIT, serial, os.waitstatus_to_exitcode(status))
+                self._answer(EXIT, serial, os.waitstatus_to_exitcode(status))
 
-    def _say(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
+    def _answer(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
         socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
 
 
@@ -325,7 +325,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """List the open descriptors of this process, where the system does."""
+    """List the open descriptors of this process, where the system lists them."""
     found = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A child of the trainer."""
+    """A child process of the trainer."""
 
     pid: int
     handle: int | None  # on Windows
@@ -42,7 +42,7 @@ class Process(Protocol):
 
 
 class PosixProcess:
-    """A child of this process, which alone may wait for it and kill it."""
+    """A child of this process; only this process may wait for it and kill it."""
 
     handle: int | None = None
 
@@ -56,7 +56,7 @@ class PosixProcess:
         self._waiter: threading.Thread | None = None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is gone: then its number may be another one's."""
+        """Send a signal, unless the process is gone: another one may then have its id."""
         with self._lock:
             if self.gone or os.getpid() != self._owner:
                 return
@@ -74,7 +74,7 @@ class PosixProcess:
         return self._code
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait for the process to end, in whatever way there is, without reaping it."""
+        """Wait for the process to end, in the best way that the system has, without reaping it."""
         pidfd = self._pidfd  # another thread may drop it meanwhile
         if pidfd is not None:
             return pidfd.ended(seconds)
@@ -83,7 +83,7 @@ class PosixProcess:
         return self._ended_thread(seconds)
 
     def _ended_thread(self, seconds: float) -> bool:
-        """Wait for the process to end in a thread, as only that can be waited for in time."""
+        """Wait for the process to end in a thread, whose `join` can have a time limit."""
         with self._lock:
             if self._waiter is None:
                 self._waiter = threading.Thread(
@@ -137,7 +137,7 @@ def _subprocess() -> Any:
     return importlib.import_module("subprocess")
 
 
-# Signals wait until the new process is ready to ignore them, and until this one has noted it.
+# Signals wait until the new process is ready to ignore them, and until this one has recorded it.
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block the signals that are meant for the trainer, in this thread and what it starts."""
@@ -152,9 +152,9 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# What a new interpreter runs. It comes to this module with the trainer's sys.path, so no file in
-# the current folder can stand in for a module of the standard library. What is imported stays: the
-# garbage collector would look through it again and again for nothing.
+# The program of a new interpreter. It sets the trainer's sys.path before it imports cseq, so that
+# no file in the current folder hides a module of the standard library. The garbage collector is off
+# meanwhile: it would visit the imported objects again and again.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
 gc.disable()
@@ -183,9 +183,9 @@ def means_of(os_name: str) -> _Means:
 
 
 def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None = None) -> Process:
-    """Start a new interpreter that runs `begin(start)` with a socket of its own.
+    """Start a new interpreter that runs `begin(start)` with the socket `theirs`.
 
-    `threads` is how many its libraries compute with, and those of its children.
+    `threads` is how many threads its libraries compute with, and those of its children.
     """
     means = means_of(os.name)
     executable, environment = executable_of(os.name)
@@ -202,7 +202,7 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
     share = cast("Any", theirs).share if means.shares else None
     start = start | {"socket": share(popen.pid) if share else theirs.fileno()}
     with contextlib.suppress(OSError), popen.stdin as pipe:
-        pipe.write(marshal.dumps(start))  # one that is dead already is seen by its socket
+        pipe.write(marshal.dumps(start))  # if it is dead already, its socket is at end of file
     if os.name == "nt":
         return _WindowsProcess(popen)
     popen.returncode = 0  # PosixProcess waits for it
@@ -231,7 +231,7 @@ def executable_of(os_name: str) -> tuple[str, dict[str, str]]:
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         raise OSError(
             f"there is no Python interpreter to start worker processes with: {executable!r} is "
-            "this program. Name one by multiprocessing.set_executable(), or use "
+            "this program. Set one with multiprocessing.set_executable(), or use "
             "thread_type='thread' or start_method='fork'"
         )
     base = getattr(sys, "_base_executable", executable)

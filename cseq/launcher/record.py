@@ -19,7 +19,7 @@ SIGNAL = b"s"  # to the server; value: the signal's number
 BORN = b"b"  # from the server; value: the process number; carries a pidfd where there are any
 FAIL = b"e"  # from the server; value: errno of the fork
 EXIT = b"x"  # from the server; value: the exit code
-DONE = b"d"  # from the server; value: what became of an import, among these:
+DONE = b"d"  # from the server; value: the outcome of an import, one of these:
 KEPT, FAILED, THREADS, FILES, CUDA = range(5)
 REASONS = {
     THREADS: "it starts threads, which forked processes would not have",

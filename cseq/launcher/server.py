@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cseq")
 
-MOST_TRIES = 4  # servers that are started to find out which modules they cannot have
+MOST_TRIES = 4  # servers that are started to find the modules that a server must not import
 
-# Modules that were found to be unfit for a server, in this process, and why.
+# Modules that a server must not import, as this process has found, and why.
 _unfit: dict[str, str] = {}
 
 
@@ -59,11 +59,11 @@ class _Import:
 
     def __init__(self, server: ForkServer) -> None:
         self.outcome: int | None = None  # of those in `record`
-        self.exited = False  # the server has nothing more to say of it
+        self.exited = False  # the server's last record about it has come
         self.serial = server.enrol(self)
 
     def learn(self, record: Record) -> None:
-        """Take in what the server says."""
+        """Handle a record from the server."""
         self.outcome, self.exited = record.value, True
 
 
@@ -82,10 +82,10 @@ class _ServedChild:
         self._owner = os.getpid()
         self._pidfd: PidFd | None = None
         self._code: int | None = None
-        self.exited = False  # the server has said how it ended
+        self.exited = False  # the server has reported its exit code
 
     def learn(self, record: Record) -> None:
-        """Take in what the server says."""
+        """Handle a record from the server."""
         if record.what == BORN:
             self.pid = record.value
             self._pidfd = PidFd(record.fds[0]) if record.fds else None
@@ -99,7 +99,7 @@ class _ServedChild:
 
     @property
     def answered(self) -> bool:
-        """Whether the server has done what it was asked to."""
+        """Whether the server has started the process, or failed to."""
         return bool(self.pid or self.refusal)
 
     @property
@@ -127,7 +127,7 @@ class _ServedChild:
         return self._code
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait for the process's end without its server, and say whether it has ended."""
+        """Wait for the process's end without its server; return whether it has ended."""
         pidfd = self._pidfd
         if pidfd is not None:
             return pidfd.ended(seconds)
@@ -139,18 +139,18 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.has = 0  # modules that it has imported for its workers
-        self.lost = True  # it is dead, or was told to end, or did not begin
+        self.lost = True  # it has died, was told to end, or was not started
         self._children: dict[int, _ServedChild | _Import] = {}
         self._serials = itertools.count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._reading = False  # some thread is
+        self._reading = False  # a thread reads from the socket
         self._process: Process | None = None
         self._pid = 0
         self._sock, self._theirs = pair()
 
     def start(self, entry: str, threads: int | None) -> None:
-        """Start the process; whatever is raised, also by a signal handler, `close` ends it."""
+        """Start the process; if anything is raised, also by a signal handler, `close` ends it."""
         start = describe_start("server", entry)
         with self._theirs, signals_blocked():
             self._process = spawn(self._theirs, start, "cseq-server", threads)
@@ -158,7 +158,7 @@ class ForkServer:
             self.lost = False
 
     def import_(self, module: str, deadline: float) -> int | None:
-        """Import a module in the server; return the outcome; None: it died, or was too slow."""
+        """Import a module in the server; return the outcome, or None: it died, or was too slow."""
         name = module.encode()
         made = _Import(self)
         self.send(IMPORT, made.serial, len(name), data=name)
@@ -173,7 +173,7 @@ class ForkServer:
         return serial
 
     def fork(self, child: _ServedChild, theirs: socket.socket, deadline: float) -> bool:
-        """Make the server start a child; False when the server is dead."""
+        """Make the server start a child; return False if the server is dead."""
         self.send(FORK, child.serial, child.number, [theirs.fileno()])
         self.wait(lambda: child.answered, deadline)
         if child.refusal:
@@ -181,20 +181,20 @@ class ForkServer:
         if not child.answered and not self.lost:
             raise TimeoutError(
                 f"the fork server (process {self._pid}) did not start worker {child.number} in "
-                "time; is something that it imports very slow?"
+                "time; does it import a module that is very slow?"
             )
         return child.answered
 
     def send(
         self, what: bytes, serial: int, value: int, fds: Sequence[int] = (), data: bytes = b""
     ) -> None:
-        """Send a record and what follows it; a dead server is noticed when it is read from."""
+        """Send a record and the data after it; that a server is dead is noticed by reading."""
         with self._lock, contextlib.suppress(OSError):
             socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
             self._sock.sendall(data)
 
     def wait(self, done: Callable[[], bool], deadline: float) -> None:
-        """Take in what the server says until something is done, the server lost, or time is up.
+        """Handle the server's records until `done()`, or the server is lost, or time is up.
 
         One thread at a time reads, for all that wait.
         """
@@ -208,7 +208,7 @@ class ForkServer:
                     return
 
     def _read(self, seconds: float) -> bool:
-        """Wait for one record and take it in; False when there was none in time."""
+        """Wait for one record and handle it; return False if none came in time."""
         self._reading = True
         self._changed.release()
         try:
@@ -224,7 +224,7 @@ class ForkServer:
         return news
 
     def _take(self, record: Record) -> None:
-        """Give a record to its child, which is removed with its last one."""
+        """Give a record to its child or import, which is removed after its last record."""
         child = self._children[record.serial]
         child.learn(record)
         if child.exited:
@@ -236,7 +236,7 @@ class ForkServer:
             self._process.send_signal(KILL)
 
     def close(self, deadline: float) -> tuple[bool, int | None]:
-        """End the server and reap it; say whether it is gone, and its exit code."""
+        """End the server and reap it; return whether it is gone, and its exit code."""
         with self._lock:
             self.lost = True
             with contextlib.suppress(OSError):
@@ -264,10 +264,10 @@ class ForkServerLauncher:
     def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
         self._threads = threads
-        self._modules: list[str] = []  # that a server has imported before its first fork
+        self._modules: list[str] = []  # that a server imports before its first fork
         self._cancelled = False
-        self._seconds = FOREVER  # that this may take
-        self._suspects: set[str] = set()  # modules in whose import a server has ended
+        self._seconds = FOREVER  # that these imports may take
+        self._suspects: set[str] = set()  # modules during whose import a server has died
         self._importer: ForkServer | None = None  # the server that is importing something
         self.importing = ""
         self._children = Children()
@@ -288,7 +288,7 @@ class ForkServerLauncher:
 
     def cancel(self) -> None:
         """End a server that is importing something."""
-        self._cancelled = True  # first: `_furnish` sets `_importer` before it reads this
+        self._cancelled = True  # first: `_preload_into` sets `_importer` before it reads this
         server = self._importer
         if server is not None:
             server.kill()
@@ -297,7 +297,7 @@ class ForkServerLauncher:
         """Return a server that has imported its modules and is not known to be dead."""
         for _ in range(MOST_TRIES):
             server = self._start()
-            fault = self._furnish(server)
+            fault = self._preload_into(server)
             if fault is None:
                 return self._start()  # the same one, unless it has ended
             name, reason = fault
@@ -316,10 +316,10 @@ class ForkServerLauncher:
                 self._server.kill()
                 self._server.lost = True
 
-    def _furnish(self, server: ForkServer) -> tuple[str, str] | None:
-        """Make a server import what it lacks; return the module that it must not have, and why.
+    def _preload_into(self, server: ForkServer) -> tuple[str, str] | None:
+        """Make a server import what it lacks; return a module that it must not import, and why.
 
-        If it ends meanwhile, it is another one that has all of it.
+        If the server dies meanwhile, another one is started and imports all of it.
         """
         deadline = time.monotonic() + self._seconds
         while server.has < len(self._modules):
@@ -337,12 +337,12 @@ class ForkServerLauncher:
                 if not server.lost:
                     return name, f"it takes more than {self._seconds:g} s"
                 if name in self._suspects:
-                    return name, "it ended two of them"
+                    return name, "it has ended two servers"
                 self._suspects.add(name)  # the server may have ended for another reason
                 server = self._start()
                 continue
             if outcome == FAILED:
-                log.warning("module %s was to be imported for all workers: it cannot be", name)
+                log.warning("module %s was to be imported for all workers: its import fails", name)
             elif outcome != KEPT:
                 return name, REASONS[outcome]
             server.has += 1
@@ -380,7 +380,7 @@ class ForkServerLauncher:
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             child = _ServedChild(number, ours, server)
-            self._children.add(child)  # before there is one: whatever happens, it is ended
+            self._children.add(child)  # before it is started, so that `close` ends it in any case
             if not server.fork(child, theirs, deadline):
                 return None
             undo.pop_all()

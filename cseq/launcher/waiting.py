@@ -46,7 +46,7 @@ def _ended_kqueue(sock: socket.socket) -> bool:
 
 
 class PidFd:
-    """A descriptor that stands for a process: readable when it has ended, and never recycled."""
+    """A descriptor of a process: readable when that has ended; unlike an id, never reused."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

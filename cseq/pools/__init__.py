@@ -1,6 +1,6 @@
-"""What runs the stages: one protocol, three pools.
+"""The pools, which run the stages: one protocol, three implementations.
 
-``inline``   the caller itself, batch by batch: this is test mode
+``inline``   the calling thread, batch by batch: this is test mode
 ``thread``   threads of this process
 ``process``  worker processes
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Pool", "pool_of"]
 
-# Where the class of each kind is. Names made anew each time would stay: some Pythons keep them all.
+# Where the class of each kind is. Literals: some Pythons never free names made at run time.
 POOLS = {
     "inline": ("cseq.pools.inline", "InlinePool"),
     "thread": ("cseq.pools.thread", "ThreadPool"),
@@ -32,14 +32,14 @@ POOLS = {
 
 
 class Job(NamedTuple):
-    """What a pool is made from: the arguments of `MSequence`, checked.
+    """The arguments of `MSequence`, checked; `MSequence.start` resolves them and makes a pool.
 
     Attributes
     ----------
     output : Output
-        What `out_type` and `dtype` ask for; resolved, in a pool's job: what this machine can give.
+        What `out_type` and `dtype` ask for; in a pool: as far as this machine has it.
     num_converters : int
-        0, in a pool's job, where there is no CUDA.
+        In a pool, 0 where there is no CUDA.
     compat : bool or None
         CUDA conversion in threads; None: as the system requires.
     memory_limit : int
@@ -66,19 +66,19 @@ class Job(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Most samples that a batch can have."""
+        """The most samples that a batch can have."""
         return min(self.sampler.batch_size, self.sampler.dset_size)
 
     def without_worker(self) -> Job:
-        """Return what a closed pool keeps: pools are parts of cycles, the worker is the user's."""
+        """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
         return self._replace(worker=None)
 
 
 class Pool(Progress, Protocol):
-    """What `MSequence` calls of a pool; one thread at a time.
+    """The methods of a pool that `MSequence` calls, from one thread at a time.
 
-    Its progress is that of the epoch that was begun last. Making a pool starts nothing: an
-    interrupt may drop it before there is a `Run` to close it.
+    Its progress is that of the epoch that was begun last. The constructor starts nothing: an
+    exception of a signal handler may drop the pool before there is a `Run` to close it.
     """
 
     @property
@@ -93,17 +93,17 @@ class Pool(Progress, Protocol):
         """Batches that were left out for an error: epoch, batch, what was raised."""
 
     def stats(self) -> Stats:
-        """Count what this pool has done so far."""
+        """Return counts and times of this pool so far."""
 
     def begin(self, epoch: int, consumed: int) -> None:
         """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered.
 
-        What was already made for an epoch of which the loop has had nothing yet is kept if that
-        very place is begun again.
+        If the same epoch was begun at the same place, and the loop has had nothing of it yet, the
+        batches that were made are kept.
         """
 
     def interrupt(self) -> None:
-        """Make a `next` that waits in another thread raise InterruptedError; `begin` ends this."""
+        """Make `next` raise InterruptedError, also in a thread that waits, until `begin`."""
 
     @property
     def consumer(self) -> Consumer | None:
@@ -113,7 +113,7 @@ class Pool(Progress, Protocol):
         """Return the next batch, or raise StopIteration at the end of the epoch."""
 
     def close(self) -> None:
-        """End everything that was started; returns within a bounded time. Twice is fine."""
+        """End all that was started; returns within a bounded time. Calling it twice is fine."""
 
 
 def pool_of(kind: str) -> Callable[[Job], Pool]:

@@ -59,7 +59,7 @@ class InlinePool:
 
     @property
     def position(self) -> int:
-        """Samples delivered or skipped; those of a batch that raised, when the loop went on."""
+        """Samples delivered or skipped; a batch that raised counts once the loop has gone on."""
         return self._sampler.position(self._runner.done)
 
     @property

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessPool", "main"]
 
-TIDY_NS = 500_000_000  # that a converter without a trainer has to remove its files
+TIDY_NS = 500_000_000  # that a converter whose trainer is gone has to remove its files
 
 
 class Task(NamedTuple):
-    """What a worker process is to do."""
+    """What a worker process has to do."""
 
     stage: int
     num_workers: int
@@ -77,7 +77,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     sock : socket
         To the trainer. When it ends, so does this process.
     local : object, optional
-        The user's worker, where it came by `os.fork` and not through a file.
+        The user's worker, if it was inherited by `os.fork` and is in no file.
     """
     entered = enter(sock, grace_ns=_grace_ns)
     task = entered.setup.task
@@ -179,7 +179,7 @@ class ProcessPool(Feed):
                 job.max_restarts,
                 job.num_workers,
                 "batch",
-                "look at what it does with these indices",
+                "look at what the indexer does with these indices",
             ),
             memory_limit=job.memory_limit,
             locks=self._locks,
@@ -223,7 +223,7 @@ class ProcessPool(Feed):
     def _make_ends(
         self, ring: Ring
     ) -> tuple[BatchReader, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-        """Return where batches come out, and what the trainer does to them and to their leaves."""
+        """Return the reader of batches, and what converts them and their leaves in the trainer."""
         job = self._job
         if self._receiver is not None:
             convert = Converter(job.output).convert
@@ -248,7 +248,7 @@ class ProcessPool(Feed):
             seed=job.sampler.seed,
             seed_globals=job.seed_globals,
             cast=cast_dtype(job.output),
-            output=job.output._replace(function=None),  # that is applied in the trainer
+            output=job.output._replace(function=None),  # the trainer applies the function
         )
 
     def _raise_failure(self) -> None:
@@ -277,7 +277,7 @@ class ProcessPool(Feed):
     def close(self) -> None:
         """End the workers, and then free what they used."""
         self.supervisor.closed = True
-        if self._receiver is not None:  # before the processes go whose memory it may still read
+        if self._receiver is not None:  # it may still read the converter processes' memory
             self._receiver.close()
         self.supervisor.close()
         if self._receiver is not None:

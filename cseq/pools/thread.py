@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was clo
 
 
 class ThreadGroup:
-    """Threads that run one stage each, and what went wrong in them first."""
+    """Threads that run one stage each, and the first exception of any of them."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -51,25 +51,25 @@ class ThreadGroup:
         self._threads.start()
 
     def _guard(self, target: Callable[[], None]) -> None:
-        """Run a thread's work; what it raises goes to the consumer."""
+        """Run a thread's work; its exception is raised in the loop."""
         try:
             target()
-        except BaseException as error:  # noqa: BLE001 - it is raised again, where it is waited for
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Keep what went wrong first, and wake the consumer."""
+        """Store the first exception, and wake the loop."""
         if self.failure is None:
             self.failure = error
         self._ring.notify_all()
 
     def check(self) -> None:
-        """Raise what has ended a thread."""
+        """Raise the exception that has ended a thread."""
         if self.failure is not None:
             raise self.failure
 
     def stack(self, name: str) -> str:
-        """Return where a thread is, as text."""
+        """Return a thread's stack, as text."""
         frame = sys._current_frames().get(self._threads.ident(name) or 0)
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -88,7 +88,7 @@ class ThreadGroup:
 def add_converters(
     job: Job, ring: Ring, source: Source, batch_writer: Objects, group: ThreadGroup
 ) -> None:
-    """Add the second stage, in threads: from `source` to objects, each on a stream of its own."""
+    """Add threads of the second stage, each with a CUDA stream of its own."""
     first = job.num_workers + 1
     for number in range(job.num_converters):
         runner = Runner(ring, CONVERTER, first + number, last=True)
@@ -128,7 +128,7 @@ class ThreadPool(Feed):
             ring.gil_spin = spin_ns(GIL_SPIN_NS)
         else:
             ring.spin = spin_ns()
-        self._edge = Objects(job.buffer)
+        self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring)
         self._closed = False
         self._hint = indexer.LabelHint(job.output, log.warning)
@@ -138,7 +138,7 @@ class ThreadPool(Feed):
         super().__init__(
             ring,
             job.sampler,
-            self._edge,
+            self._objects,
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._raise_failure,
@@ -152,7 +152,7 @@ class ThreadPool(Feed):
         """Start the threads."""
         for number in range(self._job.num_workers):
             self._group.add(f"cseq-w{number}", partial(self._index, number))
-        add_converters(self._job, self._ring, self._edge, self._edge, self._group)
+        add_converters(self._job, self._ring, self._objects, self._objects, self._group)
         self._group.start()
 
     def _index(self, number: int) -> None:
@@ -164,22 +164,22 @@ class ThreadPool(Feed):
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        indexing = indexer.Indexing(made, batch_context, self._edge, convert=self._converter())
+        indexing = indexer.Indexing(made, batch_context, self._objects, convert=self._converter())
         self._hint.watch(indexing)
         try:
             run(runner, indexing.work)
         finally:
             batch_context.clear()
-            del indexing.indexer  # before its first batch, what stands in for it refers back
+            del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back
             indexer.dispose(job.worker, made, copied=False)
 
     def _make(self, number: int, worker: Any) -> Any:
-        """Make a thread's indexer; None if one could not be made, or is not wanted any more.
+        """Make a thread's indexer; None if one could not be made, or the pool is closed.
 
         One after another, in the threads' order: some libraries cannot open a data set in two
-        threads at once. A turn is passed on whatever happens, by the one thread whose turn it is
-        or, once nothing is wanted, by one that waits; `_closed` and `failure` are set before, and
-        never again unset.
+        threads at once. Each thread sets the latch of the next one in any case. After a failure, or
+        once the pool is closed, no indexer is made: `failure` and `_closed` are set before the
+        latch, and never unset.
         """
         turn, following = self._turns[number : number + 2]
         try:
@@ -200,13 +200,13 @@ class ThreadPool(Feed):
             following.set()
 
     def _converter(self) -> Callable[[Any], Any] | None:
-        """Return what an indexing thread does to its batches itself."""
+        """Return the conversion that an indexing thread applies to its batches, if any."""
         if self._job.num_converters or self._job.output.kind == "null":
             return None
         return Converter(self._job.output).convert
 
     def _raise_failure(self) -> None:
-        """Raise what ended a thread, or say that a batch takes too long."""
+        """Raise the exception that ended a thread, or WorkerTimeout for what takes too long."""
         if self._closed:
             raise InterruptedError("the manager was finished while a batch was awaited")
         self._group.check()

@@ -61,15 +61,15 @@ _installed: Callable[[], None] | None = None  # `install`, once it was called
 
 
 class EpochRecord(NamedTuple):
-    """What is known of an epoch's sequences so far."""
+    """The record of an epoch's sequences so far."""
 
     taken: int  # sequences
     complete: float  # greatest `complete_frac`
-    frames: dict[str, int]
+    frames: dict[str, int]  # by key of the data
 
 
 def install() -> None:
-    """Let RETURNN find this class under the plain name ``"MultiProcDataset"``.
+    """Make this class RETURNN's ``"MultiProcDataset"``.
 
     Call it before the first dataset is made. It holds for this process and for the workers of this
     module's datasets; other processes that RETURNN starts get datasets as objects, which remember
@@ -108,13 +108,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     timeout : float or None
         Seconds that a sequence, an answer, or making the dataset may take; None: any time.
     on_timeout : {'raise', 'restart'}
-        Then: raise `cseq.WorkerTimeout`, or replace the worker and let it try again.
+        Raise `cseq.WorkerTimeout`, or replace the worker, which tries again.
     memory_limit : int or str or None
-        The most shared memory that sequences in the loop's hands may keep occupied, in bytes or as
-        ``'2GiB'``; what goes beyond is copied.
+        The most shared memory that held sequences may occupy, in bytes or as ``'2GiB'``; beyond it,
+        sequences are copied.
     **kwargs
         What every dataset takes (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
-        handed down to `dataset`, whose own entries prevail.
+        passed on to `dataset`, whose own entries win.
 
     Raises
     ------
@@ -125,13 +125,14 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     Notes
     -----
-    Workers start when they are first needed. What the wrapped dataset raises in one of them is
+    Workers start when they are first needed. An exception of the wrapped dataset in a worker is
     raised here, as itself, with the worker's traceback. A worker that dies is replaced, and the
-    sequences it had in hand are loaded again.
+    sequences that it had loaded ahead are loaded again.
 
     In a worker, Python's, NumPy's and torch's global generators are seeded for each sequence from
-    `random_seed_offset`, the epoch and the sequence's place in it, so that augmentation that draws
-    from them differs between sequences and is the same for any number of workers ('seq_order').
+    `random_seed_offset`, the epoch and the sequence's position in it, so that augmentation that
+    draws from them differs between sequences and is the same for any number of workers
+    ('seq_order').
     The same holds for the ``rng`` of a `PostprocessingDataset`.
     """
 
@@ -189,19 +190,19 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @property
     def _meta_info_cache(self) -> dict[str, Any] | None:
-        """What copies need not ask again."""
+        """Answers that copies of this object need not ask for again."""
         return dict(self._meta) if self.num_outputs else None
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy gets all arguments of `Dataset` spelt out, and would hand them all down.
+        # The copy gets all arguments of `Dataset`, also defaults; it must not pass them on.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
     # -- what is known of the wrapped dataset ---------------------------------------------------
 
     def initialize(self) -> None:
-        """Learn what data there is, for which the workers are started."""
+        """Ask the wrapped dataset for its description, for which the workers are started."""
         self._describe()
         super().initialize()
 
@@ -214,13 +215,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             self.labels = self._meta["labels"]
 
     def _describe(self) -> None:
-        """Ask what every dataset knows as soon as it is made."""
+        """Ask for the properties that every dataset knows when it is made."""
         if not self.num_outputs:
             with self._guarded() as streams:
                 self._learn(streams.ask("describe", worker=0))
 
     def _answer(self, question: str) -> Any:
-        """Ask for something that does not change; the answer may be that it is not known."""
+        """Ask for a constant property; NotImplementedError if the wrapped dataset lacks it."""
         if question not in self._meta:
             self._describe()
             with self._guarded() as streams:
@@ -231,11 +232,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return answer
 
     def get_data_keys(self) -> list[str]:
-        """Return the names of the data, in the wrapped dataset's order."""
+        """Return the keys of the data, in the wrapped dataset's order."""
         return list(self._answer("data_keys"))
 
     def get_data_dtype(self, key: str) -> str:
-        """Return the type of a key's data."""
+        """Return the dtype of a key's data, as a string."""
         return str(self._answer("data_dtypes")[key])
 
     def get_total_num_seqs(self, *, fast: bool = False) -> int:
@@ -245,7 +246,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         except that no worker is started for the answer.
         """
         if fast and "total_num_seqs" not in self._meta and not self._is_running():
-            raise NotImplementedError(f"{self}: no worker has been started that could be asked")
+            raise NotImplementedError(f"{self}: no worker is running that could be asked")
         answer: int = self._answer("total_num_seqs")
         return answer
 
@@ -273,7 +274,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Be one of several shards, from the next `init_seq_order` on."""
+        """Make this dataset one of several shards, from the next `init_seq_order` on."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
@@ -283,11 +284,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- the workers ----------------------------------------------------------------------------
 
     def _is_running(self) -> bool:
-        """Whether there are workers, and they are this process's own."""
+        """Whether there are workers that this process has started."""
         return self._streams is not None and self._home == os.getpid()
 
     def _workers(self) -> Streams:
-        """Return the workers; they are started at the first call, and again in a fork."""
+        """Return the workers; start them at the first call, and again in a forked process."""
         if self._streams is None or not self._is_running():
             self._begun = False
             self._home = os.getpid()
@@ -305,7 +306,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Streams]:
-        """Give the workers, for a question."""
+        """In this context, use the workers; end them after errors that they do not survive."""
         streams = self._workers()
         try:
             yield streams
@@ -314,7 +315,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             raise
 
     def _give_up(self, error: Exception) -> None:
-        """End the workers if nothing more is to be had from them; the next use starts new ones."""
+        """End the workers after WorkerDied or WorkerTimeout; the next use starts new ones."""
         if isinstance(error, (WorkerDied, WorkerTimeout)):
             self.close()
 
@@ -326,11 +327,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             streams.close()
 
     def stats(self) -> Stats | None:
-        """Return what was done since the workers started; None without workers."""
+        """Return counts and times since the workers started; None without workers."""
         return self._streams.stats() if self._streams is not None else None
 
     def pids(self) -> list[int]:
-        """Return the workers' process numbers, of those that have started."""
+        """Return the process ids of the workers that have started."""
         if self._streams is None or not self._is_running():
             return []
         return [pid for pid in self._streams.pids() if pid is not None]
@@ -359,7 +360,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_order : sequence of int, optional
             Numbers in the corpus of the sequences to load, in order.
         """
-        self._begun = False  # first: whatever interrupts the rest, no epoch is under way then
+        self._begun = False  # first: if the rest is interrupted, no epoch is under way
         self._record = EpochRecord(0, 0.0, {})
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
         self._order = None
@@ -378,13 +379,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return True
 
     def _request(self) -> Request:
-        """Say what was asked for last."""
+        """Return the request of the last `init_seq_order`."""
         epoch, seq_list, seq_order = self._asked or (None, None, None)
         num_shards, shard_index = (self.dataset[f"_{key}"] for key in ("num_shards", "shard_index"))
         return Request(self._serial, epoch, seq_list, seq_order, num_shards, shard_index)
 
     def _requests(self) -> list[Request]:
-        """Say what each worker has to do."""
+        """Return each worker's request."""
         request = self._request()
         if self._sharding_method == "dedicated":
             return [request] * self.num_workers
@@ -404,7 +405,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._order
 
     def _ask_order(self) -> Sequence[int]:
-        """Ask worker 0 for the order of the whole, or each for the order of its shard."""
+        """Ask worker 0 for the order of all sequences, or each worker for that of its shard."""
         with self._guarded() as streams:
             if self._sharding_method == "seq_order":
                 order: Sequence[int] = streams.ask("order", self._request(), worker=0)
@@ -438,9 +439,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._num_seqs is None or n < self._num_seqs
 
     def _load_seqs(self, start: int, end: int) -> None:
-        """Have sequences from `start` to before `end`, as far as there are so many."""
+        """Load sequences from `start` to before `end`, as far as there are any."""
         assert start >= self.expected_load_seq_start, (
-            f"{self}: sequence {start} was given up when {self.expected_load_seq_start} was loaded"
+            f"{self}: sequence {start} was dropped when {self.expected_load_seq_start} was loaded"
         )
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
@@ -487,11 +488,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._record = EpochRecord(number + 1, complete, frames)
 
     def _check_length(self) -> None:
-        """Learn the number of sequences from their end."""
+        """Set the number of sequences, since there are no more."""
         if self._num_seqs is not None:
             raise RuntimeError(
                 f"{self}: the wrapped dataset has {self._record.taken} sequences in this epoch, "
-                f"and said {self._num_seqs}"
+                f"but its num_seqs was {self._num_seqs}"
             )
         self.reached_final_seq = True
         self._num_seqs = self._record.taken

@@ -1,4 +1,4 @@
-"""A small sequence as one array, instead of an array for each of its data.
+"""A small sequence as one `bytearray`, instead of an array for each key.
 
 ::
 
@@ -33,7 +33,7 @@ _read_layouts: dict[bytes, Layout] = {}
 
 
 def pack(tag: str, fraction: float | None, data: dict[str, Any]) -> Any:
-    """Put a small sequence into one piece of bytes; leave a large or an unusual one as it is."""
+    """Return a small sequence as a `bytearray`; a large or an unusual one as it is."""
     known: list[Any] = []
     shape: tuple[int, ...] = ()
     nbytes = 0
@@ -64,12 +64,12 @@ def _pack_layout(known: tuple[Any, ...]) -> tuple[bytes, struct.Struct]:
 
 
 def _shapes(entries: Sequence[tuple[str, np.dtype[Any], int]]) -> struct.Struct:
-    """Say how the shapes of all data are written."""
+    """Return the format in which the shapes of all data are written."""
     return struct.Struct(f"<{sum(ndim for _, _, ndim in entries)}q")
 
 
 def unpack(item: Any) -> tuple[str, float | None, dict[str, Any]]:
-    """Return what was given to `pack`; the arrays can be written to."""
+    """Return what was given to `pack`; the arrays are writable."""
     if type(item) is tuple:
         return item
     of_layout, of_name, fraction = HEAD.unpack_from(item)

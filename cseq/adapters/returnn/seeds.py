@@ -23,7 +23,7 @@ MOST_PARTS = 1000  # of a list in which datasets are looked for
 
 
 class SequenceSeeds:
-    """The generators that augmentation draws from, seeded anew for each sequence.
+    """The generators that augmentation draws from, seeded for each sequence.
 
     RETURNN seeds them, if at all, once an epoch and alike in every worker.
     """
@@ -36,10 +36,10 @@ class SequenceSeeds:
         self._imported = Imported()
         self._setters: list[Callable[[int], object]] = []  # seed the dataset's own generators
         self._passed: list[Any] = []  # generators passed to the user's functions in this epoch
-        self.in_order = False  # whether there are functions that want all sequences, in order
+        self.in_order = False  # whether user functions must get all sequences, in order
 
     def wrapped(self, plan: Any) -> Any:
-        """Copy a dataset's plan; the generators passed to the user's functions in it are seeded."""
+        """Copy a dataset's configuration, its user functions wrapped so as to seed their `rng`."""
         if type(plan) is not dict:
             return plan
         copy = {key: self.wrapped(value) for key, value in plan.items()}
@@ -83,7 +83,7 @@ class SequenceSeeds:
             set_seed(self._words[3] % 2**32)
 
     def add(self, generator: Any) -> None:
-        """Seed a generator that is passed to the user, now and for this epoch's later sequences."""
+        """Seed a generator that a user function gets, now and for each later sequence."""
         if not any(generator is known for known in self._passed):
             self._passed.append(generator)
             generator.seed(self._words[3] % 2**32)
@@ -112,7 +112,7 @@ class _Seeded:
 
 
 def _datasets_in(dataset: Any) -> Iterator[Any]:
-    """Find a dataset and all that it holds, itself or in lists and dictionaries."""
+    """Find a dataset and all datasets in it, also in its lists, tuples and dictionaries."""
     seen, left = set(), [dataset]
     while left:
         inner = left.pop()

@@ -1,4 +1,4 @@
-"""A worker of RETURNN's `MultiProcDataset`: its dataset, and how it got there.
+"""A worker of RETURNN's `MultiProcDataset`: its dataset, and how that gets there.
 
 ::
 
@@ -32,13 +32,13 @@ __all__ = ["Maker", "Plan", "Producer", "Request"]
 
 COMM = "/proc/self/comm"
 
-# The classes and functions of RETURNN's configuration are in a module that no file holds; a worker
-# has it as soon as it has the configuration, and that is the first thing it gets (`_Restored`).
+# The classes and functions of RETURNN's configuration are in a module that has no file; a worker
+# has this module once it has the configuration, which is unpickled first (`_Restored`).
 promise("__returnn_config__")
 
 
 class Request(NamedTuple):
-    """What a worker is asked to do in an epoch."""
+    """A worker's assignment in an epoch."""
 
     serial: int  # which call of `init_seq_order` it was
     epoch: int | None
@@ -52,12 +52,12 @@ class Request(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a worker has to know."""
+    """What a worker gets, to make its dataset."""
 
     dataset: dict[str, Any]
     sharding_method: str
     name: str
-    install: Callable[[], None] | None  # to be called first
+    install: Callable[[], None] | None  # called first
 
 
 class _Restored:
@@ -73,7 +73,7 @@ def _restore(pickled: bytes) -> None:
 
 
 class Maker:
-    """Makes a worker's producer; of its pickle, the configuration is read before the plan."""
+    """Makes a worker's producer; its pickle restores RETURNN's configuration before the plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -95,7 +95,7 @@ def _make(_: None, plan: tuple[Any, ...]) -> Maker:
 
 
 def _name_process(name: str, number: int) -> None:
-    """Name this process for Python and, where that is done by a file, for the system."""
+    """Set this process's name in Python and, on Linux, in the system."""
     multiprocessing.current_process().name = name
     if os.path.exists(COMM):
         with open(COMM, "w", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ def _name_process(name: str, number: int) -> None:
 
 
 class Producer:
-    """A worker: a dataset, and its place in it."""
+    """The producer of one worker: its dataset, and the position in it."""
 
     def __init__(self, plan: Plan, number: int, num_workers: int) -> None:
         self._plan = plan
@@ -138,7 +138,7 @@ class Producer:
         return self._dataset
 
     def _prepare(self, request: Request) -> Any:
-        """Bring the dataset to the beginning of an epoch."""
+        """Set the dataset to the beginning of an epoch."""
         shards = self._shards_of(request.num_shards, request.shard_index)
         changed, self._shards = shards != self._shards, shards
         dataset = self._made()
@@ -155,7 +155,7 @@ class Producer:
     # -- what the trainer asks ------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Answer what every dataset knows as soon as it is made."""
+        """Return the properties that every dataset knows when it is made."""
         dataset = self._made()
         return {
             "num_inputs": dataset.num_inputs,
@@ -165,7 +165,7 @@ class Producer:
         }
 
     def answer(self, question: str) -> Any:
-        """Answer a question that not every dataset can answer."""
+        """Return a property that not every dataset has; else a NotImplementedError."""
         dataset = self._made()
         try:
             if question == "data_dtypes":
@@ -178,7 +178,7 @@ class Producer:
             return _bare(error)
 
     def order(self, request: Request) -> Any:
-        """Answer in which order the sequences of an epoch come, all workers' together."""
+        """Return the order of an epoch's sequences, of all workers together."""
         dataset = self._prepare(request)
         try:
             return dataset.get_current_seq_order()
@@ -189,7 +189,7 @@ class Producer:
             ) from error
 
     def shard_order(self, request: Request) -> Any:
-        """Answer in which order the sequences of this worker come."""
+        """Return the order of this worker's sequences."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._dataset if prepared else self._prepare(request)
         try:
@@ -210,7 +210,7 @@ class Producer:
     # -- an epoch -------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> int | float | None:
-        """Begin an epoch; the answer is how many sequences this worker has, if it knows."""
+        """Begin an epoch; return how many sequences this worker has, or None if not known."""
         return self._length(self._prepare(request))
 
     @staticmethod
@@ -225,8 +225,8 @@ class Producer:
     def items(self, start: int) -> Iterator[Any]:
         """Load one sequence after another.
 
-        A dataset that knows its length can begin anywhere. One that is a stream goes through what
-        is not wanted as well; so does a `PostprocessingDataset`, in any case.
+        A dataset that knows its length can begin anywhere. One that does not loads the sequences
+        before `start`, too; so does any `PostprocessingDataset`.
         """
         length = self._length(self._dataset)
         number = 0 if length is None or self._seeds.in_order else start
@@ -256,10 +256,10 @@ class Producer:
         return bool(dataset.is_less_than_num_seqs(number))
 
     def _place(self, number: int, *, known: bool) -> int:
-        """Return what identifies a sequence among those of the epoch, whichever worker loads it.
+        """Return a number that identifies a sequence in the epoch, whichever worker loads it.
 
-        Its place in the epoch where that does not depend on the number of workers, else its number
-        in the corpus, if there is one.
+        Its position in the epoch where that does not depend on the number of workers, else its
+        number in the corpus, if there is one.
         """
         num_shards, shard_index = self._shards
         if not self._dedicated:
@@ -279,5 +279,5 @@ class Producer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return an error to be raised elsewhere, without what it drags along."""
+    """Return an error with its text alone, to be sent to the trainer."""
     return type(error)(*map(str, error.args))

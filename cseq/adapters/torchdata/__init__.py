@@ -9,9 +9,9 @@ The graph of datapipes is cut into at most three parts::
     sharding_round_robin_dispatch                                 by turns       replicable
 
 Workers are the streams of one `Streams`, the dispatching process is the only stream of another.
-What a worker makes of its own accord goes to the main process through slots of shared memory; what
-it needs from the dispatching process it asks of the main process (`Relay`), because the main
-process is there for as long as it is asked: either end may die, be replaced and begin again.
+Items of workers go to the main process through slots of shared memory. A worker asks the main
+process for items of the dispatching process (`Relay`): the main process outlives both, either of
+which may die, be replaced and begin again.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     multiprocessing_context : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started; None: forkserver where it exists.
     worker_prefetch_cnt : int
-        Items that each worker may make ahead of what was asked for.
+        Items that each worker may make ahead of the loop.
     main_prefetch_cnt : int
-        Items that all workers together may make ahead on top of that.
+        Items that all workers together may make ahead in addition.
     worker_init_fn : callable, optional
         ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, called once in each worker.
     worker_reset_fn : callable, optional
         ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each
         worker as each epoch begins, after everything has been seeded.
     max_restarts : int
-        Processes that may die and be replaced in an epoch. A replacement repeats the epoch of the
-        one that died and leaves out what that one had delivered, so above 0 is for graphs that
-        repeat themselves under the same seeds. 0: the first death raises `cseq.WorkerDied`.
+        Processes that may die and be replaced in an epoch. A replacement repeats the epoch and
+        leaves out the items that the dead process had delivered, so this requires a graph that
+        gives the same items for the same seeds. 0: the first death raises `cseq.WorkerDied`.
     timeout : float, optional
         Seconds that an item may take before `cseq.WorkerTimeout` is raised.
     repeat_epochs : bool
@@ -92,7 +92,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong: which one, its value, and what to do.
+        An argument is wrong; the message names it, its value, and what to do.
     AssertionError
         `multiprocessing_context` is not a start method of this system.
     """
@@ -131,9 +131,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = count("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        self._end_datapipe: DataPipe = None  # the last datapipe of the user's that is here
-        self._cuts: list[tuple[DataPipe, DataPipe]] = []  # what is in the graph in whose place
-        self._epoch: dict[str, Any] = {}  # what a state has to say of it, beside the position
+        self._end_datapipe: DataPipe = None  # the last of the user's datapipes in this process
+        self._cuts: list[tuple[DataPipe, DataPipe]] = []  # datapipes put in, and those replaced
+        self._epoch: dict[str, Any] = {}  # the epoch's part of a state, but for the position
         self._restored: dict[str, Any] | None = None
 
     # -- what DataLoader2 calls
@@ -193,13 +193,13 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
     ) -> GraphFn | None:
-        """Begin an epoch, wherever the last one stands.
+        """Begin an epoch, also if the last one is not over.
 
         Parameters
         ----------
         seed_generator : SeedGenerator
-            Where all seeds of the epoch come from. It is then moved on, so that the next epoch
-            has others (unless `repeat_epochs`).
+            The source of all seeds of the epoch. It is then advanced, so that the next epoch has
+            others (unless `repeat_epochs`).
         iter_reset_fn : callable, optional
             Of another reading service; called with the graph in every worker.
         """
@@ -230,7 +230,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         """Do nothing: a finished epoch has nothing left, and a stale iterator may call this."""
 
     def finalize(self) -> None:
-        """Stop everything, from any state; twice is fine. A dropped loader does not wait for it."""
+        """Stop everything, in any state, also twice. A loader that is dropped does not wait."""
         if _is_dropping():
             self.__del__()
         else:
@@ -262,7 +262,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Describe where the epoch is: the items that were handed out, and its seeds."""
+        """Return the position in the epoch (items that were returned) and its seeds, as bytes."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -275,9 +275,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize, and let the next epoch be the one described, from where it was.
+        """Initialize, and make the next epoch that of the state, from its position on.
 
-        It is made again from its start and what was handed out is left out.
+        The epoch is made again from its start, and items that were returned before are left out.
 
         Raises
         ------
@@ -294,7 +294,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- pause, resume, limit
 
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
-        """Hold every thread in every process; what was made ahead is kept."""
+        """Pause every thread of the graph in every process; items made ahead are kept."""
         engine = self._needs_workers("pause")
         pause_all(self._end_datapipe)
         engine.ask("pause", pause_fn)
@@ -306,7 +306,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> None:
-        """Pass a limit on to the workers, if another reading service says how."""
+        """Pass a limit on to the workers, by the function of another reading service."""
         if limit_fn is None or self._engine is None:
             return
         for worker in range(self.num_workers):
@@ -327,7 +327,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- ours
 
     def stats(self) -> Stats:
-        """Count what the workers have done so far; see `cseq.Stats`."""
+        """Return counts and times of the workers so far; see `cseq.Stats`."""
         return self._needs_workers("count").streams.stats()
 
     @property
@@ -345,7 +345,7 @@ def _end(engine: Engine, outlet: Outlet | None) -> None:
 
 
 def _is_dropping() -> bool:
-    """Whether a ``DataLoader2`` that was dropped is the caller; it does not say so otherwise."""
+    """Whether the caller is ``DataLoader2.__del__``, which calls `finalize` as others do."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is DataLoader2.__del__.__code__:
@@ -372,11 +372,11 @@ def _copied(seeds: SeedGenerator) -> SeedGenerator:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Tell what a seed generator would draw, which says whether two are alike."""
+    """Return what a seed generator would draw next, to compare two of them."""
     copy = _copied(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()
 
 
 def _is_seeded(seeds: SeedGenerator) -> bool:
-    """Whether `DataLoader2.seed` was called; otherwise seeds are what torch would draw now."""
+    """Whether `DataLoader2.seed` was called; otherwise the seeds are those of a new generator."""
     return _peeked(seeds) != _peeked(SeedGenerator())

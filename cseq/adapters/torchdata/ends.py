@@ -19,7 +19,7 @@ __all__ = ["Outlet", "Reader"]
 
 
 class _Unhooked:
-    """An ``__iter__`` for datapipes, without what torch does around each item of one's own."""
+    """An ``__iter__`` for datapipes, without torch's wrapper around each item."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate()
@@ -39,12 +39,12 @@ class Reader(_Unhooked, IterDataPipe):  # type: ignore[misc]
 
 
 class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The end of the graph: counts what is handed out, and can be closed.
+    """The end of the graph: counts the items that it returns, and can be closed.
 
     Attributes
     ----------
     position : int or None
-        Items of this epoch that were handed out; None if no epoch is under way.
+        Items of this epoch that were returned; None if no epoch is under way.
     """
 
     def __init__(self, pipe: DataPipe) -> None:
@@ -54,7 +54,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._running: Iterator[Any] | None = None
 
     def begin(self, skip: int) -> None:
-        """Begin an epoch; its first items were handed out before."""
+        """Begin an epoch, of which `skip` items were returned before."""
         self.position = self._skip = skip
 
     def _iterate(self) -> Iterator[Any]:
@@ -62,13 +62,13 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         return self._running
 
     def _items(self, skip: int) -> Iterator[Any]:
-        """SlotEncoder out the items of an epoch."""
+        """Return the items of an epoch, from number `skip` on."""
         items = iter(self.source_datapipe)
         found = sum(1 for _ in itertools.islice(items, skip))
         if found < skip:
             raise RuntimeError(
-                f"the epoch was left off after {skip} items, but now has {found} only: this graph "
-                "does not repeat itself under the same seeds, or its data has changed"
+                f"the state was taken after {skip} items of the epoch, which now has only {found}: "
+                "this graph gives other items for the same seeds, or its data has changed"
             )
         for place, item in enumerate(items, skip + 1):
             self.position = place

@@ -36,7 +36,7 @@ class Engine:
         self._streams: Streams | None = None
 
     def open(self, make_worker: Callable[..., Worker], dispatched: DataPipe) -> None:
-        """Start the processes. Whatever is raised, also by a signal handler: `close` ends them."""
+        """Start the processes; if anything is raised, also by a signal handler, call `close`."""
         address = None
         if dispatched is not None:
             make = partial(Dispatcher, dispatched)
@@ -66,7 +66,7 @@ class Engine:
         )
 
     def ask(self, verb: str, function: GraphFn | None, *, first_dispatched: bool = False) -> None:
-        """Have all processes pause or resume, when they have made what they were asked for."""
+        """Make all processes pause or resume, after the items that were asked for."""
         if self._relay is not None and first_dispatched:
             self._relay.ask(verb, function)
         self.streams.ask(verb, function, behind=True)
@@ -74,7 +74,7 @@ class Engine:
             self._relay.ask(verb, function)
 
     def stop(self) -> None:
-        """End the epoch: what waits for an item of it raises InterruptedError."""
+        """End the epoch: a call that waits for an item of it raises InterruptedError."""
         if os.getpid() == self._pid:
             if self._relay is not None:
                 self._relay.stop()
@@ -82,9 +82,9 @@ class Engine:
                 self._streams.interrupt()
 
     def close(self) -> None:
-        """End all processes; one that was forked off this process has none to end.
+        """End all processes; in a forked process, there are none to end.
 
-        Twice is fine, also if the first time was interrupted.
+        Calling it twice is fine, also if the first call was interrupted.
         """
         if os.getpid() != self._pid:
             return

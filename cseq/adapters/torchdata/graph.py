@@ -42,7 +42,7 @@ class Graph:
             self._add(below)
 
     def above(self, start: int, *, without: int | None = None) -> set[int]:
-        """All that a datapipe is made from, itself included; the paths through one left out."""
+        """All datapipes that one is made from, itself included; not by paths through `without`."""
         found: set[int] = set()
         todo = [start]
         while todo:
@@ -57,25 +57,25 @@ class Graph:
         return {number for number, pipe in self.pipes.items() if test(pipe)}
 
     def tops(self, good: set[int]) -> list[DataPipe]:
-        """Of the datapipes with only good ones above them, those that no such datapipe reads."""
+        """Of the datapipes made from good ones alone, those that no other of them reads."""
         pure = {number for number in self.pipes if self.above(number) <= good}
         read = {source for number in pure for source in self.sources[number]}
         return [self.pipes[number] for number in self.pipes if number in pure - read]
 
 
 def _is_dispatcher(pipe: DataPipe) -> bool:
-    """Whether everything up to this datapipe belongs into the dispatching process."""
+    """Whether everything up to this datapipe belongs in the dispatching process."""
     return type(pipe) is ShardingRoundRobinDispatcher
 
 
 def _is_replicable(pipe: DataPipe) -> bool:
-    """Whether each worker may have a copy of this datapipe; most do not say, and may."""
+    """Whether each worker may have a copy of this datapipe: by default, yes."""
     asked = getattr(pipe, "is_replicable", None)
     return asked is None or bool(asked())
 
 
 def dispatched_root(end: DataPipe) -> DataPipe:
-    """Find the end of what belongs into the dispatching process; None if there is nothing.
+    """Find the end of the dispatching process's part of the graph; None if there is none.
 
     It is where all paths to a dispatcher meet.
     """
@@ -108,7 +108,7 @@ def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
 
 
 def shard_and_init(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
-    """Give a worker's copy of the graph its shard, where it is not fed by the dispatcher."""
+    """Shard a worker's copy of the graph, but for what the dispatcher feeds, and initialise it."""
     graph = Graph(pipe)
     for branch in graph.tops(graph.having(lambda each: not isinstance(each, Dispatched))):
         apply_sharding(
@@ -125,7 +125,7 @@ def as_pipe(value: Any, origin: str) -> DataPipe:
 
 
 def pause_all(end: DataPipe) -> None:
-    """Have all datapipes that can pause do so, from the end on."""
+    """Pause all datapipes that can pause, from the end on."""
     for pipe in list_dps(traverse_dps(end)):
         if isinstance(pipe, Prefetcher):
             _hold(pipe)
@@ -136,8 +136,8 @@ def pause_all(end: DataPipe) -> None:
 def _hold(pipe: DataPipe) -> None:
     """Pause a prefetching datapipe.
 
-    Its own method waits for ever if its thread is just about to end, which happens in the last
-    items of an epoch; that of `PinMemory` does so always.
+    Its own method waits for ever if its thread is about to end, which happens in the last items of
+    an epoch; that of `PinMemory` always waits for ever.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:
@@ -148,7 +148,7 @@ def _hold(pipe: DataPipe) -> None:
 
 
 def resume_all(end: DataPipe) -> None:
-    """Have all datapipes that can resume do so, from the source on."""
+    """Resume all datapipes that can resume, from the source on."""
     for pipe in reversed(list_dps(traverse_dps(end))):
         if callable(getattr(pipe, "resume", None)):
             pipe.resume()

@@ -12,7 +12,7 @@ try:
     from torch.utils.data.graph_settings import apply_sharding
 
     with warnings.catch_warnings():
-        # That it is deprecated would be said again by every process.
+        # Every process would print the deprecation warning again.
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torchdata.dataloader2 import DataLoader2
         from torchdata.dataloader2.graph import (
@@ -70,7 +70,7 @@ __all__ = [
 
 
 class Epoch(NamedTuple):
-    """What a process is told as an epoch begins."""
+    """The assignment of a process in an epoch; see `Streams.begin`."""
 
     number: int
     seeds: SeedGenerator

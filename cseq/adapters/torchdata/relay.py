@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cseq.adapters.torchdata.library import GraphFn
     from cseq.stream import Streams
 
-    # What is sent of an item: its record; its bytes, or the slot and how much of that to map.
+    # How an item is sent: its record; its bytes, or its slot and how many bytes of that to map.
     Sent = tuple[tuple[int, ...], bytes | tuple[int, int]]
 
 QUICK = 0.0005  # seconds in which a relay looks for more items to send along
@@ -50,7 +50,7 @@ WIDTH = struct.Struct("=Q")  # bytes from one slot to the next
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """In a worker: what the dispatching process makes for it."""
+    """In a worker: the items that the dispatching process makes for it."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -65,7 +65,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
         self._connection.send(worker)
 
     def _ask(self, epoch: int, position: int) -> tuple[list[EncodedItem], bytes | None]:
-        """Ask for the items from a position on; a thread of a given-up epoch may do so, too."""
+        """Ask for the items from `position` on; threads of an epoch that was given up do, too."""
         assert self._lock is not None
         assert self._connection is not None
         with self._lock:
@@ -112,12 +112,12 @@ class Relay:
         self._lock = threading.Lock()  # around the stream and all that is below
         self._epoch: Epoch | None = None
         self._sent = [0] * num_workers
-        self._together = 0  # items that the next asking may look for beyond its first
-        self._next = 0  # the item that the stream comes to next
+        self._together = 0  # items beyond the first that the next answer may look for
+        self._next = 0  # number of the stream's next item
         self._over = False
         self._error: bytes | None = None
-        self._waiting: list[deque[EncodedItem]] = []  # of each worker: from what was sent on
-        # What each may still read.
+        self._waiting: list[deque[EncodedItem]] = []  # of each worker: items not yet sent
+        # Of each worker: items that it may still read.
         self._held: list[list[EncodedItem]] = [[] for _ in range(num_workers)]
         self._rewind()
         self._folder: str | None = None
@@ -127,7 +127,7 @@ class Relay:
         self._serving: list[threading.Thread] = []
 
     def open(self) -> str:
-        """Listen for workers, and return the address. Whatever is raised: `close` ends it."""
+        """Listen for workers, and return the address; if anything is raised, call `close`."""
         address = self._make_address()
         self._sockets += (socket.socket(socket.AF_UNIX), *socket.socketpair())
         listener, _, hung_up = self._sockets
@@ -138,10 +138,10 @@ class Relay:
         return address
 
     def _make_address(self) -> str:
-        """Find a name for a socket: on Linux one that is in no folder, so that nothing is left."""
+        """Make an address for a socket: on Linux an abstract one, so that no file is left."""
         if sys.platform == "linux":
             return f"\0cseq-{os.urandom(16).hex()}"
-        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # for us alone
+        self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # of mode 0700
         return os.path.join(self._folder, "relay")
 
     def _accept(self, listener: socket.socket, hung_up: socket.socket) -> None:
@@ -171,7 +171,7 @@ class Relay:
                 connection.send_bytes(pickle.dumps(answer, protocol=5))
 
     def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[Sent], bytes | None]:
-        """Return items of a worker from a position on, and what was raised behind them.
+        """Return items of a worker from `position` on, and the exception raised after them.
 
         No items: there are no more, or the epoch is over.
         """
@@ -186,7 +186,7 @@ class Relay:
         return [], None
 
     def _collect(self, worker: int) -> list[EncodedItem]:
-        """Take all that there is for a worker, one item at least; more if that is quick."""
+        """Take all items there are for a worker, at least one; pull more while that is quick."""
         waiting = self._waiting[worker]
         if not waiting:
             begun = time.perf_counter()
@@ -203,7 +203,7 @@ class Relay:
         return items
 
     def _pull(self) -> bool:
-        """Take an item from the stream and put it where its worker will ask; False: no more."""
+        """Take an item from the stream and queue it for its worker; False: there are no more."""
         if self._over:
             return False
         try:
@@ -224,14 +224,14 @@ class Relay:
         return True
 
     def _rewind(self) -> None:
-        """Be at the beginning of the stream."""
+        """Reset to the beginning of the stream."""
         self._next = 0
         self._over = False
         self._error = None
         self._waiting = [deque() for _ in range(self._num_workers)]
 
     def _replay(self) -> None:
-        """Go through the epoch again; what others were sent is left out."""
+        """Begin the epoch again; items that workers were sent are left out."""
         self._rewind()
         self._streams.begin([self._epoch])
 
@@ -245,7 +245,7 @@ class Relay:
             self._epoch = epoch
 
     def ask(self, verb: str, function: GraphFn | None) -> None:
-        """Have the dispatching process pause or resume."""
+        """Make the dispatching process pause or resume."""
         with self._lock:
             self._streams.ask(verb, function, behind=True)
 
@@ -255,9 +255,9 @@ class Relay:
         self._streams.interrupt()
 
     def close(self) -> None:
-        """End the dispatching process and the threads; the workers are gone already.
+        """End the dispatching process and the threads; the workers have ended before.
 
-        Twice is fine, also if the first time was interrupted.
+        Calling it twice is fine, also if the first call was interrupted.
         """
         self.stop()
         if self._accepting.begun:
@@ -269,7 +269,7 @@ class Relay:
             with contextlib.suppress(OSError):  # it has hung up
                 caller.shutdown(socket.SHUT_RDWR)
         for thread in self._serving:
-            if thread is not threading.current_thread():  # garbage collection can strike in one
+            if thread is not threading.current_thread():  # garbage collection may run in one
                 thread.join()
         for each in (*self._sockets, *self._callers):
             each.close()
@@ -279,12 +279,12 @@ class Relay:
 
 
 def _short_folder() -> str | None:
-    """Where to put a socket: the usual folder, unless a socket's name would be too long there."""
+    """Return a folder for a socket; None: the usual one, whose name is short enough."""
     return None if len(tempfile.gettempdir()) < MOST_FOLDER else "/tmp"
 
 
 def is_ours(caller: socket.socket) -> bool:
-    """Whether the same user calls: a name that is in no folder is open to all."""
+    """Whether the caller is the same user: an abstract address is open to all."""
     if sys.platform != "linux":
         return True
     format_ = struct.Struct("3i")  # process, user, group
@@ -295,7 +295,7 @@ def is_ours(caller: socket.socket) -> bool:
 
 
 def _sent(item: EncodedItem) -> Sent:
-    """What a worker must be told of an item."""
+    """Return an item as it is sent to a worker."""
     record = item.record[:4]
     if item.slot >= 0:
         return record, (item.slot, item.memory.nbytes)

@@ -49,23 +49,23 @@ class _Pipeline:
             self._running = self._reset(epoch)
 
     def _reset(self, epoch: Epoch) -> DataPipe:
-        """Seed everything, and call the functions that want to be called; return the graph."""
+        """Seed everything, and call the reset functions; return the graph."""
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[Any]:
-        """Make this epoch's items; the first `start` were delivered before."""
+        """Make this epoch's items but for the first `start`, which were delivered before."""
         with _named(self.where):
             self._iterator = iterator = iter(self._running)
             yield from itertools.islice(iterator, start, None)
 
     def pause(self, function: GraphFn | None) -> None:
-        """Hold the threads of the graph."""
+        """Pause the threads of the graph."""
         with _named(self.where):
             pause_all(self._graph)
             self._apply(function)
 
     def resume(self, function: GraphFn | None) -> None:
-        """Let them go on."""
+        """Resume the threads of the graph."""
         with _named(self.where):
             self._apply(function)
             resume_all(self._graph)
@@ -93,7 +93,7 @@ class _Pipeline:
 
 
 def _forget_traversal() -> None:
-    """End a traversal of a graph in which the main process was when it forked this one off."""
+    """Reset the hooks of a graph traversal during which the main process forked this one."""
     for kind in (IterDataPipe, MapDataPipe):
         kind.set_reduce_ex_hook(None)
         kind.set_getstate_hook(None)
@@ -134,7 +134,7 @@ class Worker(_Pipeline):
         return pipe
 
     def _make_ready(self) -> None:
-        """Shard, connect, call the user's function: once, and where it can be reported."""
+        """Shard, connect, call the user's function: once, where exceptions reach the loop."""
         if self._address is not None:
             (self._source,) = (p for p in Graph(self._pipe).pipes.values() if type(p) is Dispatched)
             self._source.connect(self._address, self._info.worker_id)
@@ -157,7 +157,7 @@ class Dispatcher(_Pipeline):
 
 
 def _seed_globals(draw: Callable[[], int]) -> None:
-    """Seed the generators that user code may draw from without a word."""
+    """Seed the global generators, which user code may draw from."""
     random.seed(draw())
     torch.manual_seed(draw())
     np.random.seed(draw() >> 32)  # noqa: NPY002 - it is the one that others draw from
@@ -174,7 +174,7 @@ class _Verbatim(str):
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Let an exception say in its text where it was raised, as users of torch know it."""
+    """In this context, make exceptions say in their text where they were raised, as torch does."""
     try:
         yield
     except Exception as error:
@@ -184,7 +184,7 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _described(error: Exception, where: str) -> Exception:
-    """Make an exception of the same type, or a RuntimeError, whose text tells all."""
+    """Make an exception of the same type, or a RuntimeError, with the traceback in its text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
