@@ -279,9 +279,9 @@ class Arena:
     def _may_lease(self, nbytes: int) -> bool:
         """Return whether one more slot may be leased."""
         slots = self.slots
-        return (
-            slots.leased < self._most_leased() and slots.leased_bytes + nbytes <= self.memory_limit
-        )
+        if slots.leased >= self._most_leased():
+            return False
+        return slots.leased_bytes + nbytes <= self.memory_limit
 
     def _most_leased(self) -> int:
         """Return how many slots may be leased at a time."""
