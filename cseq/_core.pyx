@@ -322,7 +322,8 @@ cdef class Ring:
             if calls and (calls >= capacity or runners > 1):
                 raise ValueError(f"a queue has one runner and more than calls={calls} cells, not "
                                  f"{runners} and {capacity}")
-            cseq_ring_init(self.r, capacity, batch_size, runners, calls)
+            cseq_ring_init(self.r, capacity, batch_size, runners, calls,
+                           isinstance(memory, Mapping))
             self.r.output -= at
         elif not cseq_ring_fits(self.r, nbytes):
             raise ValueError("there is no ring of this version of cseq in this memory")
@@ -1459,6 +1460,12 @@ def now_ns():
     return cseq_now_ns()
 
 
+def await_hangup(intptr_t socket):
+    """Wait, without the GIL, until the peer of a socket is gone."""
+    with nogil:
+        cseq_await_hangup(socket)
+
+
 def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
     """Wait until the peer of `socket` is gone, and `grace_ns` more; then end this process without
     the interpreter. Never returns; for a thread of its own."""
@@ -1469,6 +1476,6 @@ def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
         end = cseq_now_ns() + grace_ns
         now = end - grace_ns
         while now < end:
-            cseq_wait(&unchanged, 0, end - now)
+            cseq_wait(&unchanged, 0, end - now, False)
             now = cseq_now_ns()
         cseq_exit(1)

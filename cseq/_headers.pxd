@@ -19,7 +19,7 @@ cdef extern from "cseq_atomic.h" nogil:
 
 cdef extern from "cseq_wait.h" nogil:
     int cseq_wait_nap
-    void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns) noexcept
+    void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns, int shared) noexcept
     uint64_t cseq_now_ns() noexcept
 
 
@@ -75,7 +75,7 @@ cdef extern from "cseq_ring.h" nogil:
 
     uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
     void cseq_ring_init(cseq_ring* r, uint32_t capacity, uint32_t batch_size, uint32_t runners,
-                        uint32_t calls) noexcept
+                        uint32_t calls, uint32_t shared) noexcept
     uint32_t cseq_ring_round(const cseq_ring* r) noexcept
     int cseq_ring_fits(const cseq_ring* r, uint64_t nbytes) noexcept
     cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
@@ -135,7 +135,9 @@ cdef extern from "cseq_shuffle.h" nogil:
 
 
 cdef extern from "cseq_map.h" nogil:
-    void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate) noexcept
+    int cseq_section(uint64_t nbytes) noexcept
+    void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate, int own) noexcept
+    uint64_t cseq_ram() noexcept
     void cseq_unmap(void* p, uint64_t nbytes) noexcept
     void cseq_close(int fd) noexcept
     int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept

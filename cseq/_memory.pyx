@@ -268,7 +268,7 @@ cdef class Window(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """A shared mapping of a part of a file; unmapped when the last array on it is gone.
+    """A mapping of a part of a file, shared by default; unmapped when the last array on it is gone.
 
     Parameters
     ----------
@@ -278,14 +278,17 @@ cdef class Mapping(Memory):
         The part, in bytes; `offset` a multiple of the page size.
     populate : bool
         Make the page tables now. The pages should be committed (`commit`).
+    own : bool
+        What is written to it is seen by this process alone.
     """
 
-    def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint populate=False):
+    def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint populate=False,
+                  bint own=False):
         cdef void* p
         if nbytes == 0 or nbytes > <uint64_t>PY_SSIZE_T_MAX:
             raise ValueError(f"nbytes={nbytes} cannot be mapped")
         with nogil:
-            p = cseq_map(fd, offset, nbytes, populate)
+            p = cseq_map(fd, offset, nbytes, populate, own)
         if p == NULL:
             raise MemoryError(f"cannot map {nbytes} bytes: {os.strerror(errno)}")
         self.data = <char*>p
@@ -299,7 +302,7 @@ cdef class Mapping(Memory):
 @cython.final
 @cython.no_gc
 cdef class Descriptor:
-    """A file descriptor, closed when this object is deallocated.
+    """A file descriptor (Windows: a handle), closed when this object is deallocated.
 
     Parameters
     ----------
@@ -328,6 +331,22 @@ cdef class Descriptor:
             cseq_close(self.fd)
 
 
+def section(uint64_t nbytes):
+    """Make a section of `nbytes` zeros, on Windows; return its handle, for a `Descriptor`.
+
+    Raises
+    ------
+    OSError
+        There can be none of that size, or none on this system.
+    """
+    cdef int fd
+    with nogil:
+        fd = cseq_section(nbytes)
+    if fd < 0:
+        raise OSError(errno, f"no section of {nbytes} bytes: {os.strerror(errno)}")
+    return fd
+
+
 def commit(int fd, uint64_t offset, uint64_t nbytes):
     """Allocate the pages of a part of a file, so that writing to them cannot fail.
 
@@ -352,6 +371,11 @@ def punch(int fd, uint64_t offset, uint64_t nbytes):
     with nogil:
         error = cseq_punch(fd, offset, nbytes)
     return error == 0
+
+
+def ram():
+    """Bytes of memory of this machine, on Windows; 0 elsewhere."""
+    return cseq_ram()
 
 
 def address_of(cnp.ndarray array not None):

@@ -45,7 +45,6 @@ from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
-    from mmap import mmap
 
     from cseq._memory import Memory
     from cseq.pickling import Pickled
@@ -562,7 +561,7 @@ def _parse(structure: bytes) -> Plan:
     return Plan(structure, tree, split, leaves, _KINDS, _tag, _raw)
 
 
-def _load_objects(memory: Memory | mmap, offset: int, nbytes: int) -> list[Any]:
+def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
     """Read the leaves that were pickled; behind the pickle lies the table of its buffers."""
     view = memoryview(memory)
     data = view[offset : offset + nbytes]
@@ -575,7 +574,7 @@ def _load_objects(memory: Memory | mmap, offset: int, nbytes: int) -> list[Any]:
     return objects
 
 
-def decode_pickled(memory: mmap, record: Record) -> Any:
+def decode_pickled(memory: Memory, record: Record) -> Any:
     """Read what `encode_pickled` has written, from a mapping that need not be shared."""
     offset = record.offset + record.structure + record.layout
     return _load_objects(memory, offset, record.objects)[0]

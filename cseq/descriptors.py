@@ -1,7 +1,8 @@
-"""Descriptors that this process opens or receives; executed programs inherit none.
+"""Descriptors of files that processes share: opened, sent and received.
 
-Every descriptor is made close-on-exec, not set so afterwards: another thread may execute a program
-in between.
+Executed programs inherit none: every descriptor is made close-on-exec, not set so afterwards, since
+another thread may execute a program in between. On Windows they are handles of sections, which
+`send` duplicates into the other process.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import errno
 import os
 import socket
 from array import array
+from typing import TYPE_CHECKING
 
 from cseq._memory import Descriptor
 from cseq.threads import imported
 
-__all__ = ["anonymous_file", "receive"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["anonymous_file", "receive", "send"]
 
 # Errors of memfd_create where it does not exist (ENOSYS), does not know a flag (EINVAL) or demands
 # one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
@@ -57,11 +62,40 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
         return Descriptor(os.dup, file.fileno()), False
 
 
+def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
+    """Send bytes with descriptors, for `receive` at the other end.
+
+    Parameters
+    ----------
+    process : int, optional
+        On Windows, the handle of the process at the other end: it gets handles of its own.
+
+    Raises
+    ------
+    ConnectionError
+        The other process is gone.
+    """
+    if process is None:
+        socket.send_fds(sock, [data], fds)
+        return
+    winapi = imported("_winapi")
+    ours, same = winapi.GetCurrentProcess(), winapi.DUPLICATE_SAME_ACCESS
+    try:
+        theirs = [winapi.DuplicateHandle(ours, fd, process, 0, False, same) for fd in fds]  # noqa: FBT003
+    except PermissionError as error:  # it has ended
+        raise BrokenPipeError(error.errno, error.strerror) from error
+    sock.sendall(data + array("i", [len(theirs), *theirs]).tobytes())
+
+
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receive bytes, at most `size`, and the descriptors that come with them, at most `most`.
 
     If there are no bytes, the other end is closed.
     """
+    if not hasattr(sock, "recvmsg"):  # Windows
+        data = _receive_exactly(sock, size)
+        [count] = array("i", _receive_exactly(sock, 4)) or [0]
+        return data, array("i", _receive_exactly(sock, 4 * count)).tolist()
     # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     fds = array("i")
@@ -73,3 +107,14 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
     return data, list(fds)
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes; none if the other end is closed before."""
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            return b""
+        data += more
+    return data

@@ -8,6 +8,8 @@ import re
 from os.path import join  # pathlib is slow to import, and every start waits for it
 from typing import TYPE_CHECKING, TypeAlias
 
+from cseq._memory import ram
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -127,7 +129,7 @@ def _ram() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
-        return UNKNOWN_RAM
+        return ram() or UNKNOWN_RAM
 
 
 def _free_of_groups(root: Folder) -> Iterator[int]:

@@ -19,7 +19,6 @@ goes to `start`.
 
 from __future__ import annotations
 
-import os
 from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -30,6 +29,7 @@ from cseq import codec, context, failure, indexer
 from cseq._core import Runner, now_ns
 from cseq._memory import Block, copy_of
 from cseq._stream import BEGIN, CALL, ITEMS
+from cseq.launcher.forks import in_forked_children
 from cseq.stage import INDEXER, run
 from cseq.transport import SlotWriter
 from cseq.worker import FAILED, READY, enter, send_state
@@ -141,7 +141,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     send_state(sock, READY)
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
-    os.register_at_fork(after_in_child=partial(setattr, batch_context, "allocator", None))
+    in_forked_children(partial(setattr, batch_context, "allocator", None))
     run(runner, Making(producer, entered.ring, entered.writer, batch_context, timed=task.timed))
     indexer.dispose(make, producer, copied=True)
 

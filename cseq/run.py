@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from cseq.launcher.forks import in_forked_children
 from cseq.threads import Latch
 
 if TYPE_CHECKING:
@@ -147,5 +148,4 @@ def _interrupt_all() -> None:
         run.disown()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_interrupt_all)
+in_forked_children(_interrupt_all)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
+from cseq._memory import Descriptor, section
 from cseq.descriptors import anonymous_file
 from cseq.threads import imported
-
-if TYPE_CHECKING:
-    from cseq._memory import Descriptor
 
 WIDTH = 1 << 40  # bytes from one slot to the next
 SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
 # Tried in this order where a file cannot be that long: (width in bytes, slots).
 NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
+# Windows pays some 8 bytes for each page of 4 KiB that is reserved.
+RESERVED = ((1 << 29, 1 << 8), (1 << 28, 1 << 8))
 
 
 class Segment:
@@ -52,6 +51,8 @@ class Segment:
         OSError
             If the file system cannot have a file of that size.
         """
+        if os.name == "nt":
+            return cls(Descriptor(section, nbytes * slots), nbytes, slots)
         file, sealable = anonymous_file("cseq")
         os.ftruncate(file.fd, nbytes * slots)
         if sealable:
@@ -67,10 +68,11 @@ class Segment:
         OSError
             If it cannot even have the smallest one.
         """
-        for width, slots in ((WIDTH, SLOTS), *NARROWER[:-1]):
+        sizes = RESERVED if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
+        for width, slots in sizes[:-1]:
             with contextlib.suppress(OSError):
                 return cls.create(width, slots)
-        width, slots = NARROWER[-1]
+        width, slots = sizes[-1]
         try:
             return cls.create(width, slots)
         except OSError as error:

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import math
 import selectors
-import signal
 import socket
 import time
 from functools import partial
@@ -29,7 +28,7 @@ from cseq._memory import Mapping, commit
 from cseq.arena import Arena
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit
-from cseq.launcher.base import FOREVER, KILL
+from cseq.launcher.base import FOREVER, KILL, KILLED
 from cseq.pickling import dump
 from cseq.segment import Segment
 from cseq.stage import START_SHARE, overdue, spin_ns
@@ -113,11 +112,6 @@ class Supervisor:
         spares: int = 0,
         tickets: int | None = None,
     ) -> None:
-        if not hasattr(socket, "send_fds"):
-            raise OSError(
-                "worker processes need file descriptors to be sent over a socket, which this "
-                "system's Python cannot do; use threads (MTSequence) where there is a choice"
-            )
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
         self._segment = Segment.create(-(-size // GRAIN) * GRAIN, rings)
         self.rings: list[Ring] = []
@@ -303,7 +297,7 @@ class Supervisor:
         del self._workers[owner]
         worker.close()
         if self.closed:
-            if exitcode not in (0, None, -signal.SIGKILL):
+            if exitcode not in (0, None, KILLED):
                 log.warning("worker %d %s", owner - 1, describe_exit(exitcode))
             return
         at, number = self._locate(owner)

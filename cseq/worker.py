@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import mmap
 import os
 import pickle
 import re
 import signal
-import socket
 import struct
 import threading
 import time
@@ -32,15 +30,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from cseq import codec, descriptors
 from cseq._core import Ring, exit_on_hangup, now_ns
 from cseq._encoder import arm_fault
-from cseq._memory import Mapping, keep_freed
+from cseq._memory import Descriptor, Mapping, keep_freed
 from cseq.launcher import reading
 from cseq.threads import Latch
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
-    from cseq._memory import Descriptor
     from cseq.launcher import Child
 
 __all__ = [
@@ -103,25 +101,24 @@ class Entered(NamedTuple):
             return local
         (fd,) = self.object_fd
         with reading():
-            memory = mmap.mmap(fd, record.used, access=mmap.ACCESS_COPY)
-            return codec.decode_pickled(memory, record)
+            return codec.decode_pickled(Mapping(fd, 0, record.used, own=True), record)
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Set up a worker process; it ends when the trainer closes `sock`, or `grace_ns` later."""
     if os.environ.get("CSEQ_MALLOC", "") != "default":
         keep_freed()
-    setup, (ring_fd, arena_fd, stacks_fd, *object_fd) = _receive_setup(sock)
+    setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     arm_fault(setup.number)
     watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=stacks_fd, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=more.pop(0), all_threads=True)
     send_state(sock, ENTERED)
     at, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
-    os.close(ring_fd)
-    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), object_fd)
+    Descriptor(int, ring_fd).close()
+    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), more)
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
@@ -166,17 +163,19 @@ class WorkerProcess:
         self.child = child
         self.state = b""
         self.entered = 0
-        self._stacks: Descriptor | None = descriptors.anonymous_file("cseq-stacks")[0]
+        self._stacks: Descriptor | None = None
+        if STACK_SIGNAL is not None:
+            self._stacks = descriptors.anonymous_file("cseq-stacks")[0]
         self._buffer = bytearray()
 
     def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
         """Send the setup and the descriptors that come with it."""
-        assert self._stacks is not None
         body = pickle.dumps(setup)
-        fds = [ring_fd, arena_fd, self._stacks.fd, *object_fd]
+        stacks_fd = [] if self._stacks is None else [self._stacks.fd]
+        fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
         # If the worker is dead already, the socket will be at end of file.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self.child.sock, [LENGTH.pack(len(body))], fds)
+            descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from conftest import HAS_PROC, pids
 
 from cseq import launcher
 from cseq.launcher import make_launcher, processes, server, start_methods
+from cseq.launcher.waiting import hung_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -915,12 +917,35 @@ def test_without_pidfds_workers_are_ended_and_reaped_too(
 # --- choices that depend on the system -----------------------------------------------------------
 
 
+@pytest.mark.parametrize(("flags", "ended"), [(0x8000, True), (0x8001, True), (1, False)])
+def test_hung_up_by_kqueue(monkeypatch: pytest.MonkeyPatch, flags: int, ended: bool) -> None:
+    """On macOS the end of a connection is an event's flag, which data before it do not hide."""
+    asked = []
+
+    class Queue:
+        def control(self, events: list[Any], most: int, seconds: float) -> list[Any]:
+            asked.append((*events, most, seconds))
+            return [SimpleNamespace(flags=flags)]
+
+        def close(self) -> None:
+            asked.append("closed")
+
+    fake = {"KQ_EV_ADD": 1, "KQ_EV_CLEAR": 32, "KQ_EV_EOF": 0x8000, "KQ_FILTER_READ": -1}
+    system = SimpleNamespace(kqueue=Queue, kevent=lambda *event: event, **fake)
+    monkeypatch.setattr("cseq.launcher.waiting.select", system)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert hung_up(ours) is ended
+        assert asked == [((ours.fileno(), -1, 33), 1, 0), "closed"]
+
+
 def test_start_methods_of_other_systems() -> None:
     """A fork server where processes fork and send descriptors; on Windows, spawn alone."""
-    assert start_methods("posix", ["fork", "send_fds"])[0] == "forkserver"
-    assert start_methods("posix", ["fork"]) == ("spawn", "fork")
-    assert start_methods("posix", []) == ("spawn",)
-    assert start_methods("nt", ["send_fds"]) == ("spawn",)
+    assert start_methods("linux", ["fork", "send_fds"])[0] == "forkserver"
+    assert start_methods("linux", ["fork"]) == ("spawn", "fork")
+    assert start_methods("linux", []) == ("spawn",)
+    assert start_methods("darwin", ["fork", "send_fds"]) == ("spawn", "forkserver", "fork")
+    assert start_methods("win32", ["send_fds"]) == ("spawn",)
 
 
 def test_an_unknown_method_is_an_error_that_names_the_known() -> None:

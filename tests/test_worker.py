@@ -35,7 +35,7 @@ SETUP = Setup(0, 1, (0, 8), 8, None, "x" * 10**6, None)
 def ends() -> Iterator[tuple[WorkerProcess, socket.socket]]:
     """Give a worker without a process, and the process's end of the socket."""
     ours, theirs = socket.socketpair()
-    child: Any = SimpleNamespace(sock=ours)
+    child: Any = SimpleNamespace(sock=ours, handle=None)
     worker = WorkerProcess(1, child)
     with theirs:
         yield worker, theirs

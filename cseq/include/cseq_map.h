@@ -1,7 +1,10 @@
-/* Shared mappings of a file, and pages committed before they are written.
+/* Mappings of a file, and pages committed before they are written.
  *
  * A sparse file's pages are allocated on first touch, and when there is no room that touch
  * is SIGBUS. `cseq_commit` allocates them beforehand, where running out is an error code.
+ *
+ * What is called `fd` is on Windows the handle of a section (handles have 32 significant bits). Pages
+ * of a section must be committed before they are read as well.
  */
 #ifndef CSEQ_MAP_H
 #define CSEQ_MAP_H
@@ -16,7 +19,6 @@
 #define WIN32_LEAN_AND_MEAN
 #endif
 #include <errno.h>
-#include <io.h>
 #include <windows.h>
 #else
 #include <errno.h>
@@ -27,23 +29,38 @@
 #include <unistd.h>
 #endif
 
-/* Address of a shared mapping, or NULL with errno set. */
-CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate) {
 #if defined(_WIN32)
-    uint64_t end = offset + nbytes;
-    HANDLE file = (HANDLE)_get_osfhandle(fd);
-    HANDLE section = CreateFileMappingA(file, NULL, PAGE_READWRITE, (DWORD)(end >> 32), (DWORD)end, NULL);
-    void *p = NULL;
+#define CSEQ_HANDLE(fd) ((HANDLE)(intptr_t)(fd))
+#define CSEQ_LOW(n) ((DWORD)((n) & 0xffffffffu))
+#define CSEQ_HIGH(n) ((DWORD)((n) >> 32))
+
+#endif
+
+/* Windows: a section of `nbytes` zeros, none of which takes memory yet: its handle. -1: with errno set. */
+CSEQ_INLINE int cseq_section(uint64_t nbytes) {
+#if defined(_WIN32)
+    HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, 0, PAGE_READWRITE | SEC_RESERVE,
+                                        CSEQ_HIGH(nbytes), CSEQ_LOW(nbytes), 0);
+    if (section == 0) errno = ENOMEM;
+    return section == 0 ? -1 : (int)(intptr_t)section;
+#else
+    (void)nbytes;
+    errno = ENOSYS;
+    return -1;
+#endif
+}
+
+/* Address of a mapping, or NULL with errno set. `own`: what is written is this process's alone. */
+CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate, int own) {
+#if defined(_WIN32)
+    void *p = MapViewOfFile(CSEQ_HANDLE(fd), own ? FILE_MAP_COPY : FILE_MAP_ALL_ACCESS,
+                            CSEQ_HIGH(offset), CSEQ_LOW(offset), (SIZE_T)nbytes);
     (void)populate;
-    if (section != NULL) {
-        p = MapViewOfFile(section, FILE_MAP_ALL_ACCESS, (DWORD)(offset >> 32), (DWORD)offset,
-                          (SIZE_T)nbytes);
-        CloseHandle(section); /* the view keeps it */
-    }
     if (p == NULL) errno = ENOMEM;
     return p;
 #else
-    void *p = mmap(0, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)offset);
+    void *p = mmap(0, (size_t)nbytes, PROT_READ | PROT_WRITE, own ? MAP_PRIVATE : MAP_SHARED, fd,
+                   (off_t)offset);
     if (p == MAP_FAILED) return 0;
 #if defined(__linux__)
     /* MADV_POPULATE_WRITE (5.14): page tables now, in one go. Without it, at first touch. */
@@ -52,6 +69,17 @@ CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populat
     (void)populate;
 #endif
     return p;
+#endif
+}
+
+/* Windows: bytes of memory of this machine. 0: not known. */
+CSEQ_INLINE uint64_t cseq_ram(void) {
+#if defined(_WIN32)
+    MEMORYSTATUSEX status;
+    status.dwLength = sizeof(status);
+    return GlobalMemoryStatusEx(&status) ? status.ullTotalPhys : 0;
+#else
+    return 0; /* see sysconf */
 #endif
 }
 
@@ -66,21 +94,43 @@ CSEQ_INLINE void cseq_unmap(void *p, uint64_t nbytes) {
 
 CSEQ_INLINE void cseq_close(int fd) {
 #if defined(_WIN32)
-    _close(fd);
+    CloseHandle(CSEQ_HANDLE(fd));
 #else
     (void)!close(fd);
 #endif
 }
 
+#if !defined(_WIN32)
+/* Write zeros: what is not committed yet has no other content. 0, or an errno. */
+CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
+    static const char zeros[1 << 16];
+    while (nbytes > 0) {
+        size_t most = nbytes < sizeof(zeros) ? (size_t)nbytes : sizeof(zeros);
+        ssize_t done = pwrite(fd, zeros, most, (off_t)offset);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return done < 0 ? errno : ENOSPC;
+        offset += (uint64_t)done;
+        nbytes -= (uint64_t)done;
+    }
+    return 0;
+}
+#endif
+
 /* Allocate the pages of [offset, offset + nbytes): 0, or an errno. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
-    (void)fd, (void)offset, (void)nbytes; /* mapping a section commits it */
-    return 0;
+    /* committed in one view, a page is so in all, of all processes, for as long as there is the section */
+    uint64_t begin = offset & ~(uint64_t)0xffff; /* a view begins at a multiple of 64 KiB */
+    char *view = (char *)MapViewOfFile(CSEQ_HANDLE(fd), FILE_MAP_ALL_ACCESS, CSEQ_HIGH(begin),
+                                       CSEQ_LOW(begin), (SIZE_T)(offset - begin + nbytes));
+    void *p = 0;
+    if (view != 0) {
+        p = VirtualAlloc(view + (offset - begin), (SIZE_T)nbytes, MEM_COMMIT, PAGE_READWRITE);
+        UnmapViewOfFile(view);
+    }
+    return p == 0 ? ENOMEM : 0;
 #elif defined(__APPLE__)
-    fstore_t want = {F_ALLOCATEALL, F_PEOFPOSMODE, 0, (off_t)nbytes, 0};
-    (void)offset;
-    return fcntl(fd, F_PREALLOCATE, &want) == 0 || errno == ENOTSUP ? 0 : errno;
+    return cseq_commit_by_zeros(fd, offset, nbytes); /* F_PREALLOCATE fills no holes */
 #else
     int error;
     do {

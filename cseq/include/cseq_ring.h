@@ -71,7 +71,8 @@ typedef struct {
     uint32_t asleep; /* 1: a party may be asleep. Advisory: a dead sleeper leaves it set,
                         which costs one needless wake-up */
     uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
-    char pad[CSEQ_LINE - 12];
+    uint32_t shared; /* 1: parties are processes, 0: threads of one. Written before there are any */
+    char pad[CSEQ_LINE - 16];
 } cseq_gate;
 
 /* Statistics of a runner; written by that runner alone. */
@@ -149,9 +150,9 @@ CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uin
            (uint64_t)runners * sizeof(cseq_runner) + (uint64_t)capacity * batch_size * 8;
 }
 
-/* Fills zeroed memory. */
+/* Fills zeroed memory; `shared`: which processes share. */
 CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_size,
-                                uint32_t runners, uint32_t calls) {
+                                uint32_t runners, uint32_t calls, uint32_t shared) {
     r->magic = CSEQ_MAGIC;
     r->layout = CSEQ_LAYOUT;
     r->capacity = capacity;
@@ -159,6 +160,7 @@ CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_
     r->runners = runners;
     r->fields = CSEQ_FIELDS;
     r->calls = calls;
+    for (int g = 0; g < 3; g++) r->gate[g].shared = shared;
     r->output = (int64_t)offsetof(cseq_ring, gate) + 2 * (int64_t)sizeof(cseq_gate);
 }
 
@@ -191,7 +193,7 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
-    cseq_wake(&g->event);
+    cseq_wake(&g->event, (int)g->shared);
 }
 
 /* Wake the sleepers, if the flag is set; one load if it is not.
@@ -202,7 +204,7 @@ CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
         CSEQ_POINT("notify");
         cseq_add_sc_u32(&g->event, 1);
-        cseq_wake(&g->event);
+        cseq_wake(&g->event, (int)g->shared);
     }
 }
 
@@ -286,7 +288,7 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     if (cell >= 0) return cell;
     if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
     uint64_t before = cseq_now_ns();
-    cseq_wait(&g->event, seen, ns);
+    cseq_wait(&g->event, seen, ns, (int)g->shared);
     cseq_runner *me = cseq_ring_runner(r, owner);
     cseq_store_rlx_u64(&me->idle_ns, cseq_load_rlx_u64(&me->idle_ns) + cseq_now_ns() - before);
     return cseq_ring_claim(r, stage, owner);
@@ -422,7 +424,7 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     } else {
         for (uint32_t c = 0; c < r->capacity && !ready; c++) ready = cseq_ring_ready(r, c);
     }
-    if (!ready) cseq_wait(&g->event, seen, ns);
+    if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
     cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
 }
 
@@ -436,7 +438,7 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
         cseq_swap_sc_u32(&rings[k]->gate[2].wanted, cells[k] + 1);
     (void)cseq_gate_enter(g);
     for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
-    if (!ready) cseq_wait(&g->event, seen, ns);
+    if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 

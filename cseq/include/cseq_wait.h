@@ -1,14 +1,15 @@
-/* Sleeping on a 32-bit word that processes share, and waking the sleepers.
+/* Sleeping on a 32-bit word, and waking the sleepers.
  *
- *   cseq_wait(word, seen, ns)  sleeps while *word == seen, at most ns nanoseconds;
- *                              it may also return early for no reason
- *   cseq_wake(word)            wakes all sleepers on word
+ *   cseq_wait(word, seen, ns, shared)  sleeps while *word == seen, at most ns nanoseconds;
+ *                                      it may also return early for no reason
+ *   cseq_wake(word, shared)            wakes all sleepers on word
  *
- * One branch per system: the Linux futex, *without* the private flag (the word lies
- * in memory that processes share); macOS 14.4's os_sync_wait_on_address with its shared
- * flag, where it exists at run time; elsewhere a nap that looks at the word now and then
- * (Windows can wake by address only inside one process). The nap is compiled everywhere
- * and can be chosen by `cseq_wait_nap = 1`, so that Linux tests it too.
+ * `shared`: the word lies in memory that processes share, and sleepers may be in any of them; 0:
+ * they are threads of this process, which is cheaper, and on Windows all that can be woken by address.
+ *
+ * One branch per system: the Linux futex; macOS 14.4's os_sync_wait_on_address, where it exists at
+ * run time; WaitOnAddress of Windows, for threads. Elsewhere a nap looks at the word now and then. It
+ * is compiled everywhere and can be chosen by `cseq_wait_nap = 1`, so that Linux tests it too.
  *
  * Callers bound ns, so a wake-up lost with a dying process costs one bounded sleep.
  */
@@ -38,6 +39,17 @@ extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
+#if defined(_WIN32)
+/* Of Windows 8 and later; found at run time, since toolchains differ in the library that names them. */
+typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
+typedef void(WINAPI *cseq_wake_function)(void *);
+
+CSEQ_INLINE FARPROC cseq_find(const char *name) {
+    HMODULE kernel = GetModuleHandleW(L"kernelbase.dll"); /* every process has it */
+    return kernel == 0 ? 0 : GetProcAddress(kernel, name);
+}
+#endif
+
 /* 1: always nap. Set once, before any wait. */
 static int cseq_wait_nap = 0;
 
@@ -47,7 +59,8 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
     LARGE_INTEGER count, rate;
     QueryPerformanceCounter(&count);
     QueryPerformanceFrequency(&rate);
-    return (uint64_t)((double)count.QuadPart * 1e9 / (double)rate.QuadPart);
+    uint64_t n = (uint64_t)count.QuadPart, hz = (uint64_t)rate.QuadPart;
+    return n / hz * 1000000000u + n % hz * 1000000000u / hz;
 #else
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -57,7 +70,15 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #if defined(_WIN32)
-    Sleep((DWORD)((ns + 999999u) / 1000000u));
+    /* Sleep counts in ticks of up to 16 ms, a timer of high resolution (Windows 10, 1803) does not */
+    HANDLE timer = CreateWaitableTimerExW(0, 0, 2 /* HIGH_RESOLUTION */, TIMER_ALL_ACCESS);
+    LARGE_INTEGER due;
+    due.QuadPart = -(LONGLONG)((ns + 99) / 100);
+    if (timer != 0 && SetWaitableTimer(timer, &due, 0, 0, 0, 0))
+        WaitForSingleObject(timer, INFINITE);
+    else
+        Sleep((DWORD)((ns + 999999u) / 1000000u));
+    if (timer != 0) CloseHandle(timer);
 #else
     struct timespec t;
     t.tv_sec = (time_t)(ns / 1000000000u);
@@ -77,19 +98,26 @@ CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t 
     }
 }
 
-CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns) {
+CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
+    (void)shared;
     if (!cseq_wait_nap) {
 #if defined(__linux__)
         struct timespec t;
         t.tv_sec = (time_t)(ns / 1000000000u);
         t.tv_nsec = (long)(ns % 1000000000u);
         /* EAGAIN (the word changed), EINTR (a signal) and ETIMEDOUT all mean: look again. */
-        syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, 0, 0);
+        syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &t, 0, 0);
         return;
 #elif defined(__APPLE__)
         if (os_sync_wait_on_address_with_timeout != 0) {
-            os_sync_wait_on_address_with_timeout(word, seen, 4, 1u /* SHARED */,
+            os_sync_wait_on_address_with_timeout(word, seen, 4, shared ? 1u : 0u /* SHARED */,
                                                  32u /* OS_CLOCK_MACH_ABSOLUTE_TIME */, ns);
+            return;
+        }
+#elif defined(_WIN32)
+        cseq_wait_function wait = (cseq_wait_function)(void *)cseq_find("WaitOnAddress");
+        if (!shared && wait != 0) {
+            wait(word, &seen, 4, (DWORD)((ns + 999999u) / 1000000u));
             return;
         }
 #endif
@@ -97,14 +125,18 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns) {
     cseq_wait_by_nap(word, seen, ns);
 }
 
-CSEQ_INLINE void cseq_wake(uint32_t *word) {
+CSEQ_INLINE void cseq_wake(uint32_t *word, int shared) {
     if (cseq_wait_nap) return;
 #if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAKE, 0x7fffffff, 0, 0, 0);
+    syscall(SYS_futex, word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, 0x7fffffff, 0, 0, 0);
 #elif defined(__APPLE__)
-    if (os_sync_wake_by_address_all != 0) os_sync_wake_by_address_all(word, 4, 1u /* SHARED */);
+    if (os_sync_wake_by_address_all != 0)
+        os_sync_wake_by_address_all(word, 4, shared ? 1u : 0u /* SHARED */);
+#elif defined(_WIN32)
+    cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find("WakeByAddressAll");
+    if (!shared && wake != 0) wake(word);
 #else
-    (void)word;
+    (void)word, (void)shared;
 #endif
 }
 

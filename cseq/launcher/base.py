@@ -19,6 +19,15 @@ FOREVER = 1e6  # seconds
 LAST = 1.0  # seconds past a deadline in which killed processes must end
 
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
+KILLED = 0xC5E9 if os.name == "nt" else -KILL  # exit code of a process that `KILL` has ended
+# Exit codes of Windows (NTSTATUS) that processes end with when they crash.
+CRASHES = {
+    0xC0000005: "access violation",
+    0xC00000FD: "stack overflow",
+    0xC000013A: "Ctrl-C",
+    0xC0000374: "heap corruption",
+    0xC0000409: "abort",
+}
 
 # Sent to all processes of a terminal or of a job; what to do about them is the trainer's decision.
 SHIELDED = tuple(
@@ -36,6 +45,7 @@ class Child(Protocol):
     number: int
     pid: int
     sock: socket.socket
+    handle: int | None  # of the process, on Windows
 
     @property
     def gone(self) -> bool:
@@ -113,23 +123,34 @@ class Launcher(Protocol):
         """
 
 
-def start_methods(os_name: str = os.name, features: Sequence[str] | None = None) -> tuple[str, ...]:
+def start_methods(
+    platform: str = sys.platform, features: Sequence[str] | None = None
+) -> tuple[str, ...]:
     """Names of the start methods that a system has, the best first.
 
-    `features` are names among 'fork' and 'send_fds'; by default what this Python has.
+    `features` are names among 'fork' and 'send_fds'; by default what this Python has. On macOS, a
+    process that has used Apple's libraries (numpy's BLAS does) may not be able to fork: 'spawn'.
     """
     if features is None:
         has = {"fork": hasattr(os, "fork"), "send_fds": hasattr(socket, "send_fds")}
         features = [name for name, there in has.items() if there]
-    if os_name == "nt" or "fork" not in features:
+    if platform == "win32" or "fork" not in features:
         return ("spawn",)
-    return ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
+    methods: tuple[str, ...]
+    methods = ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
+    if platform == "darwin":
+        methods = ("spawn", *(name for name in methods if name != "spawn"))
+    return methods
 
 
 def describe_exit(code: int | None) -> str:
     """Say how a process ended, for a message: 'was killed by SIGKILL', 'exited with code 3'."""
     if code is None:
         return "ended (its exit code is not known)"
+    if code == KILLED and code > 0:
+        return "was killed"
+    if code >= 0xC0000000:
+        return f"crashed: {CRASHES.get(code, 'exception')} (0x{code:X})"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
 from cseq.launcher.base import SHIELDED, flush_output, reading
-from cseq.launcher.forks import close_in_forks, fork
+from cseq.launcher.forks import close_in_forks, fork, in_forked_children
 from cseq.launcher.record import (
     BORN,
     CUDA,
@@ -152,8 +152,7 @@ def _work(sock: socket.socket, number: int, entry: str, local: object = None) ->
     """Run a worker's entry, and end the process."""
     try:
         close_in_forks(sock)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_unshield)
+        in_forked_children(_unshield)
         _set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)

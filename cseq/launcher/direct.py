@@ -33,6 +33,7 @@ class _DirectChild:
         self.number = number
         self.pid = process.pid
         self.sock = sock
+        self.handle = process.handle
         self._process = process
 
     @property

@@ -12,10 +12,16 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _fork_guard = threading.RLock()  # held while a socket exists that is not in _private yet
+
+
+def in_forked_children(function: Callable[[], object]) -> None:
+    """Call a function in every process that is forked off this one, where there is a fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
 
 
 def close_in_forks(sock: socket.socket) -> None:

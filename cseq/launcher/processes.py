@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from cseq import compute
-from cseq.launcher.base import SHIELDED
+from cseq.launcher.base import KILL, KILLED, SHIELDED
 from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Process(Protocol):
     """A child process of the trainer."""
 
     pid: int
+    handle: int | None  # on Windows
 
     @property
     def gone(self) -> bool:
@@ -42,6 +43,8 @@ class Process(Protocol):
 
 class PosixProcess:
     """A child of this process; only this process may wait for it and kill it."""
+
+    handle: int | None = None
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -110,13 +113,18 @@ class _WindowsProcess:
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.pid = popen.pid
         self._popen = popen
+        self.handle: int | None = int(cast("Any", popen)._handle)
 
     @property
     def gone(self) -> bool:
         return self._popen.poll() is not None
 
     def send_signal(self, number: int) -> None:
-        self._popen.send_signal(number)
+        if number != KILL:
+            self._popen.send_signal(number)
+        elif not self.gone:
+            with contextlib.suppress(PermissionError):  # it has ended just now
+                importlib.import_module("_winapi").TerminateProcess(self.handle, KILLED)
 
     def wait(self, timeout: float) -> int | None:
         with contextlib.suppress(_subprocess().TimeoutExpired):

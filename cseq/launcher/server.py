@@ -70,6 +70,8 @@ class _Import:
 class _ServedChild:
     """A worker that a fork server has started and reaps."""
 
+    handle: int | None = None
+
     def __init__(self, number: int, sock: socket.socket, server: ForkServer) -> None:
         self.number = number
         self.pid = 0

@@ -6,10 +6,10 @@ import contextlib
 import os
 import select
 import signal
+import socket
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
 
@@ -24,11 +24,25 @@ def hung_up(sock: socket.socket) -> bool:
     """Whether a socket's other end is closed (unread data notwithstanding)."""
     if sock.fileno() < 0:
         return True
+    if hasattr(select, "kqueue"):  # macOS, where poll reports no end of file beside unread data
+        return _ended_kqueue(sock)
     if not hasattr(select, "poll"):  # Windows
-        return False
+        try:
+            return bool(select.select([sock], [], [], 0)[0]) and not sock.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return True
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     return bool(poll.poll(0))
+
+
+def _ended_kqueue(sock: socket.socket) -> bool:
+    """Whether a socket's other end is closed, as BSD and macOS tell it."""
+    kqueue = cast("Any", select)
+    with contextlib.closing(kqueue.kqueue()) as queue:
+        flags = kqueue.KQ_EV_ADD | kqueue.KQ_EV_CLEAR
+        event = kqueue.kevent(sock.fileno(), kqueue.KQ_FILTER_READ, flags)
+        return any(found.flags & kqueue.KQ_EV_EOF for found in queue.control([event], 1, 0))
 
 
 class PidFd:

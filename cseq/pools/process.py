@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from dataclasses import replace
@@ -19,12 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq import context, failure, indexer
-from cseq._core import Runner
+from cseq._core import Runner, await_hangup
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.deaths import Deaths, Held
 from cseq.feed import Feed, wake_at
 from cseq.launcher import ENTRY, make_launcher
+from cseq.launcher.forks import in_forked_children
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
 from cseq.stage import CONVERTER, INDEXER, run
@@ -110,7 +110,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     batch_context.allocator = entered.writer
     entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
-    os.register_at_fork(after_in_child=partial(setattr, batch_context, "allocator", None))
+    in_forked_children(partial(setattr, batch_context, "allocator", None))
     batch_writer = SlotWriter(entered.writer, task.cast)
     indexing = indexer.Indexing(made, batch_context, batch_writer, seeds=seeds)
 
@@ -147,9 +147,7 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
 
 def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
     """Remove a converter's files, and end the process, when the trainer is gone."""
-    poll = select.poll()
-    poll.register(sock.fileno(), 0)  # POLLHUP is always reported
-    poll.poll()
+    await_hangup(sock.fileno())
     converter.clean()
     os._exit(1)
 

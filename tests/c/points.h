@@ -18,8 +18,8 @@
 #include "cseq_wait.h"
 
 static void point(const char *place);
-static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns);
-static void ring_wake(uint32_t *word);
+static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared);
+static void ring_wake(uint32_t *word, int shared);
 
 #ifndef ON_LOAD
 #define ON_LOAD(p, loaded) (loaded)
@@ -131,16 +131,17 @@ CSEQ_INLINE int point_cas_sc_u64(const char *place, uint64_t *p, uint64_t expect
 
 /* ── sleeping and waking ────────────────────────────────────────────────────────────────── */
 
-CSEQ_INLINE void point_wait(const char *place, uint32_t *word, uint32_t seen, uint64_t ns) {
+CSEQ_INLINE void point_wait(const char *place, uint32_t *word, uint32_t seen, uint64_t ns,
+                            int shared) {
     point(place);
-    ring_wait(word, seen, ns);
+    ring_wait(word, seen, ns, shared);
 }
-CSEQ_INLINE void point_wake(const char *place, uint32_t *word) {
+CSEQ_INLINE void point_wake(const char *place, uint32_t *word, int shared) {
     point(place);
 #ifdef M_NO_WAKE
     if (PLACE("cseq_gate_notify")) return;
 #endif
-    ring_wake(word);
+    ring_wake(word, shared);
 #ifdef M_KNOCK_ORDER
     point(place);
     if (PLACE("cseq_gate_notify")) cseq_swap_sc_u32(word + 1, 0); /* asleep */
@@ -159,8 +160,8 @@ CSEQ_INLINE void point_wake(const char *place, uint32_t *word) {
 #define cseq_swap_sc_u64(p, v) point_swap_sc_u64(__func__, p, v)
 #define cseq_add_sc_u32(p, v) point_add_sc_u32(__func__, p, v)
 #define cseq_cas_sc_u64(p, e, d) point_cas_sc_u64(__func__, p, e, d)
-#define cseq_wait(word, seen, ns) point_wait(__func__, word, seen, ns)
-#define cseq_wake(word) point_wake(__func__, word)
+#define cseq_wait(word, seen, ns, shared) point_wait(__func__, word, seen, ns, shared)
+#define cseq_wake(word, shared) point_wake(__func__, word, shared)
 
 #include "cseq_fault.h"
 #include "cseq_gil.h"

@@ -76,14 +76,14 @@ static void point(const char *place) {
     }
 }
 
-static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns) {
+static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
     uint64_t before = cseq_now_ns();
-    (cseq_wait)(word, seen, ns);
+    (cseq_wait)(word, seen, ns, shared);
     REQUIRE(cseq_now_ns() - before < PARK || (cseq_load_acq_u32)(word) != seen,
             "slept for %.0f s: a wake-up was lost", (double)PARK / 1e9);
 }
 
-static void ring_wake(uint32_t *word) { (cseq_wake)(word); }
+static void ring_wake(uint32_t *word, int shared) { (cseq_wake)(word, shared); }
 
 /* ── runners ────────────────────────────────────────────────────────────────────────────── */
 
@@ -205,7 +205,7 @@ static void make_plan(void) {
     cseq_ring *ring = mmap(0, memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
     REQUIRE(ring != MAP_FAILED, "no memory");
     shared = (notes *)(void *)((char *)ring + notes_at);
-    cseq_ring_init(ring, capacity, BATCH, plan.runners, calls);
+    cseq_ring_init(ring, capacity, BATCH, plan.runners, calls, 1);
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 3000), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
     boss.wake_at = 1 + below(rng, capacity);

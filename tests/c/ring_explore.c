@@ -250,8 +250,8 @@ static void point(const char *place) {
         if (fibers[k].stores && below(&rng, 256) >= lag) flush_one(&fibers[k]);
 }
 
-static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns) {
-    (void)ns;
+static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
+    (void)ns, (void)shared;
     flush();
     if (*word != seen) return;
     fibers[now].is = ASLEEP;
@@ -260,7 +260,8 @@ static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns) {
     schedule();
 }
 
-static void ring_wake(uint32_t *word) {
+static void ring_wake(uint32_t *word, int shared) {
+    (void)shared;
     for (uint32_t f = 0; f < count; f++)
         if (fibers[f].is == ASLEEP && fibers[f].word == word) fibers[f].is = CAN_RUN;
 }
@@ -375,7 +376,7 @@ static void play(void) {
     for (uint32_t k = 0; k < (plan.queues ? plan.queues : 1); k++) {
         cseq_ring *ring = (cseq_ring *)(void *)(memory + k * ROOM);
         memset(ring, 0, ROOM);
-        cseq_ring_init(ring, plan.capacity, BATCH, plan.queues ? 1 : plan.runners, plan.call_every ? CALLS : 0);
+        cseq_ring_init(ring, plan.capacity, BATCH, plan.queues ? 1 : plan.runners, plan.call_every ? CALLS : 0, 0);
 #ifndef M_OWN_GATE
         ring->output -= k * ROOM;
 #endif

@@ -93,15 +93,15 @@ static void point(const char *place) {
     }
 }
 
-static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns) {
+static void ring_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
     uint64_t before = cseq_now_ns();
-    (cseq_wait)(word, seen, ns);
+    (cseq_wait)(word, seen, ns, shared);
     REQUIRE(cseq_now_ns() - before < PARK || (cseq_load_acq_u32)(word) != seen,
             "%s %u has slept for %.0f s: a wake-up was lost", self ? "runner" : "trainer",
             self ? self->place.owner : 0, (double)PARK / 1e9);
 }
 
-static void ring_wake(uint32_t *word) { (cseq_wake)(word); }
+static void ring_wake(uint32_t *word, int shared) { (cseq_wake)(word, shared); }
 
 /* ── threads ────────────────────────────────────────────────────────────────────────────── */
 
@@ -173,7 +173,7 @@ static void make_plan(void) {
     cseq_ring *ring = aligned_alloc(CSEQ_LINE, (bytes + CSEQ_LINE - 1) / CSEQ_LINE * CSEQ_LINE);
     REQUIRE(ring != 0, "no memory");
     memset(ring, 0, bytes);
-    cseq_ring_init(ring, capacity, BATCH, plan.runners, calls);
+    cseq_ring_init(ring, capacity, BATCH, plan.runners, calls, 0);
     cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000));
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 300), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
