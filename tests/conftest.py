@@ -17,7 +17,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -61,8 +60,7 @@ HERE = {
     "POSIX": os.name == "posix",
     "Linux": sys.platform == "linux",
     "fork": hasattr(os, "fork"),
-    "worker processes": hasattr(socket, "send_fds"),  # as the supervisor asks
-    "committed pages": os.name == "posix",  # cseq_map.h has no way for Windows yet
+    "worker processes": True,
 }
 
 # Processes inherit this: one whose parent is gone, and which init adopted, is still ours.

@@ -223,7 +223,6 @@ def test_a_mapping_lives_with_its_arrays() -> None:
         assert f"\n{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.needs("committed pages")
 def test_mappings_of_nonsense() -> None:
     """No bytes, too many, a part that begins within a page, or no file: refused with the bytes."""
     with file_of(PAGE) as fd:
@@ -240,7 +239,6 @@ def test_mappings_of_nonsense() -> None:
         Mapping(-1, 0, PAGE)
 
 
-@pytest.mark.needs("committed pages")
 def test_commit() -> None:
     """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
     with tempfile.TemporaryFile() as file:

@@ -222,7 +222,6 @@ def test_no_room_leaves_the_writer_as_it_was(
     assert writer.empty(10 * MIB).size
 
 
-@pytest.mark.needs("committed pages")
 def test_a_full_file_is_a_memory_error() -> None:
     """What the system refuses to commit is a MemoryError with the number of bytes."""
     segment = Segment.create(1 << 20)

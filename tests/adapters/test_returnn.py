@@ -367,7 +367,7 @@ def test_workers_start_when_they_are_needed_and_have_names(make: Any) -> None:
     assert (lazy.pids(), lazy.stats()) == ([], None)
     dataset = make(plan, name="it", start_method="forkserver")
     assert len(dataset.pids()) == 2
-    assert tags(dataset)[:2] == [f"it worker proc {n}/2, daemon=False, mmap" for n in (1, 2)]
+    assert tags(dataset)[:2] == [f"it worker proc {n}/2, daemon=False, Mapping" for n in (1, 2)]
     if HAS_PROC:
         comm = [Path(f"/proc/{pid}/comm").read_text() for pid in dataset.pids()]
         assert comm == ["MPD worker 0\n", "MPD worker 1\n"]
