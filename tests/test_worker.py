@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ SETUP = Setup(0, 1, (0, 8), 8, None, "x" * 10**6, None)
 def ends() -> Iterator[tuple[WorkerProcess, socket.socket]]:
     """Give a worker without a process, and the process's end of the socket."""
     ours, theirs = socket.socketpair()
-    child: Any = SimpleNamespace(sock=ours, handle=None)
+    winapi: Any = sys.modules.get("_winapi")  # of Windows; that of the other process is ours
+    child: Any = SimpleNamespace(sock=ours, handle=winapi and winapi.GetCurrentProcess())
     worker = WorkerProcess(1, child)
     with theirs:
         yield worker, theirs
