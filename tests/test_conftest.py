@@ -235,6 +235,7 @@ def test_a_script_has_warnings_as_errors(run_script: RunScript) -> None:
     assert "UserWarning: look" in done.stderr
 
 
+@pytest.mark.needs("fork")
 def test_a_prepared_script_is_as_one_in_a_new_interpreter(
     run_script: RunScript, run_prepared: RunScript
 ) -> None:

@@ -31,6 +31,7 @@ from cseq._encoder import SlotEncoder
 from cseq._memory import Block, Descriptor, Mapping, Memory, Window, address_of, commit, copy_of
 from cseq._plan import Plan
 from cseq._slots import Lease, Slots
+from cseq.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,10 +42,11 @@ PAGE = 65536  # a multiple of every system's page size
 
 @contextmanager
 def file_of(nbytes: int) -> Iterator[int]:
-    """Open a file without a name."""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(nbytes)
-        yield file.fileno()
+    """Make a file without a name, all of it committed."""
+    segment = Segment.create(nbytes)
+    commit(segment.fd, 0, nbytes)
+    yield segment.fd
+    segment.close()
 
 
 # -- memory
@@ -241,12 +243,13 @@ def test_mappings_of_nonsense() -> None:
 
 def test_commit() -> None:
     """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(4 * PAGE)
-        commit(file.fileno(), PAGE, PAGE)
-        assert os.fstat(file.fileno()).st_size == 4 * PAGE
-        if sys.platform == "linux":
-            assert os.fstat(file.fileno()).st_blocks * 512 >= PAGE
+    segment = Segment.create(4 * PAGE)
+    commit(segment.fd, PAGE, PAGE)
+    Mapping(segment.fd, PAGE, PAGE).store_bytes(PAGE - 1, b"!")
+    if sys.platform == "linux":
+        taken = os.fstat(segment.fd)
+        assert (taken.st_size, taken.st_blocks * 512) == (4 * PAGE, PAGE)
+    segment.close()
     with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
         commit(-1, 0, PAGE)
 
@@ -1196,6 +1199,7 @@ def test_not_giving_a_batch() -> None:
     assert slot.begun == [(3, 4096), (4, 4096)]
 
 
+@pytest.mark.needs("POSIX")
 def test_a_descriptor() -> None:
     """It is closed by hand, twice if need be, or with its last reference; or never opened."""
     with tempfile.TemporaryFile() as file:

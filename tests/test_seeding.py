@@ -78,7 +78,7 @@ def test_seeds_differ() -> None:
     assert len(set(drawn)) == len(drawn) == 16
 
 
-@pytest.mark.needs("worker processes")
+@pytest.mark.needs("POSIX")
 def test_after_a_death(tmp_path: Path) -> None:
     """A batch that is made again draws the same again."""
     for name in ("want", "got"):

@@ -97,6 +97,7 @@ def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> No
     segment.close()
 
 
+@pytest.mark.needs("POSIX")
 def test_no_file_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that can have no file says so, and nothing stays open."""
     monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(27, "too large")))

@@ -267,7 +267,7 @@ def test_dying_at_a_point(run_script: RunScript, debug_build: Path) -> None:
     assert before == "index:1000000"
 
 
-@pytest.mark.needs("worker processes")
+@pytest.mark.needs("fork")
 def test_threads_may_ask() -> None:
     """A test's other thread may kill and count while the loop goes on."""
     over = threading.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cseq import codec
+from cseq._memory import Mapping
 from cseq.pickling import dump
 from cseq.segment import Segment
 from cseq.writer import Writer
@@ -77,8 +77,7 @@ def write_batch(obj: object) -> tuple[Segment, codec.Record]:
 
 def read(segment: Segment, record: codec.Record) -> Any:
     """Read it, as a worker does."""
-    memory = mmap.mmap(segment.fd, record.used, access=mmap.ACCESS_COPY)
-    return codec.decode_pickled(memory, record)
+    return codec.decode_pickled(Mapping(segment.fd, 0, record.used, own=True), record)
 
 
 def travel(obj: object) -> Any:
@@ -100,8 +99,7 @@ def goes_by_value(obj: object) -> bool:
 def arrives_elsewhere(obj: object, expression: str) -> str:
     """Send an object to a new process, and evaluate an expression of `obj` there."""
     segment, record = write_batch(obj)
-    with mmap.mmap(segment.fd, record.used, access=mmap.ACCESS_READ) as file:
-        written = file[:]
+    written = bytes(Mapping(segment.fd, 0, record.used))
     code = (
         "import sys\nfrom cseq import codec\n"
         "memory = bytearray(sys.stdin.buffer.read())\n"
