@@ -115,10 +115,12 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int share
             return;
         }
 #elif defined(_WIN32)
-        cseq_wait_function wait = (cseq_wait_function)(void *)cseq_find("WaitOnAddress");
-        if (!shared && wait != 0) {
-            wait(word, &seen, 4, (DWORD)((ns + 999999u) / 1000000u));
-            return;
+        if (!shared) {
+            cseq_wait_function wait = (cseq_wait_function)(void *)cseq_find("WaitOnAddress");
+            if (wait != 0) {
+                wait(word, &seen, 4, (DWORD)((ns + 999999u) / 1000000u));
+                return;
+            }
         }
 #endif
     }
@@ -133,8 +135,10 @@ CSEQ_INLINE void cseq_wake(uint32_t *word, int shared) {
     if (os_sync_wake_by_address_all != 0)
         os_sync_wake_by_address_all(word, 4, shared ? 1u : 0u /* SHARED */);
 #elif defined(_WIN32)
-    cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find("WakeByAddressAll");
-    if (!shared && wake != 0) wake(word);
+    if (!shared) {
+        cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find("WakeByAddressAll");
+        if (wake != 0) wake(word);
+    }
 #else
     (void)word, (void)shared;
 #endif

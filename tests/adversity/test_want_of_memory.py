@@ -189,10 +189,10 @@ print(None in numbers, len(delivered))
 def test_a_full_disk_is_an_exception(
     run_script: RunScript, what: str, size: str, errors: bool, method: str
 ) -> None:
-    """Where mapped files lie on a full disk: MemoryError in the loop, and nobody gets SIGBUS."""
+    """Where mapped files lie on a full disk: MemoryError in the loop; no process gets SIGBUS."""
     done = run_script(FULL_DISK, what, size, method)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):
-        pytest.skip("this machine lets nobody mount a file system of his own")
+        pytest.skip("this machine allows no mount in a namespace")
     assert done.returncode == 0, done.stderr
     raised, delivered = done.stdout.split()
     assert raised == str(errors)
@@ -244,5 +244,5 @@ def test_dev_shm_may_be_small_or_absent(run_script: RunScript, there: str) -> No
     """Five megabytes of kept batches, none of them copied, whatever /dev/shm is like."""
     done = run_script(OWN_SHM, there)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):
-        pytest.skip("this machine lets nobody mount a file system of his own")
+        pytest.skip("this machine allows no mount in a namespace")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -128,7 +128,7 @@ def test_death_at_every_labelled_point(
 
 
 class Poison(Squares):
-    """One sample kills whoever touches it."""
+    """One sample kills the worker that touches it."""
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
         if 123 in indices:

@@ -461,7 +461,7 @@ def test_interrupt_ends_the_epoch() -> None:
 
 
 def test_dropped_without_close() -> None:
-    """Streams that nobody holds any more end their workers."""
+    """Streams without references end their workers."""
     s = streams()
     s.begin([100, 100])
     pids = s.ask("pid")
@@ -612,7 +612,7 @@ STEP = st.one_of(
     prefetch=st.sampled_from([1, 2, 3, 8, 40]),
 )
 def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -> None:
-    """Whatever is asked for, and whoever is killed: each stream gives its items, in its order."""
+    """Whatever is asked for, whichever worker is killed: each stream gives its items, in order."""
     workers = len(epochs[0][0])
     with (
         pytest.MonkeyPatch.context() as patch,
