@@ -62,6 +62,11 @@ class Augmented(Dataset[Any]):
         }
 
 
+def without_told(batches: Any) -> Any:
+    """Drop what depends on the worker, which is any that is free where rng="batch"."""
+    return [{**batch, "told": None} for batch in batches]
+
+
 class Plain(Dataset[Any]):
     """Returns indices."""
 
