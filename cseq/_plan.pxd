@@ -7,7 +7,8 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport LINE
-from cseq._memory cimport Memory
+from cseq._memory cimport Block, Memory
+from cseq._tensors cimport TensorMaker
 
 
 cdef enum:
@@ -79,6 +80,8 @@ cdef class Plan:
     cdef int made_arrays, made_raws
     cdef Py_ssize_t words  # of a layout
     cdef list kept         # what nodes and leaves point to
+    cdef PyObject* blocks[2]  # of the latest copied batches
+    cdef int turn             # which of them is replaced next
     cdef PyObject* keep(self, object value)
     cdef int add(self, token, dict containers, raw) except -1
     cdef bint match(self, object batch, list arrays, list objects) except -1
@@ -89,8 +92,11 @@ cdef class Plan:
                           list objects) except -1
     cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
                      list converters)
-    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied,
-                           list converters)
+    cdef TensorMaker maker_of(self, int k, list converters)
+    cdef bint has_arrays(self, list converters)
+    cdef Block block_of(self, Memory memory, Py_ssize_t nbytes)
+    cdef object read_array(self, int k, Memory memory, Memory home, char** word, uint64_t end,
+                           bint copied, list converters)
     cdef object build_leaf(self, Node* n, int k, list arrays, list converters)
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
                             list converters)

@@ -1,10 +1,10 @@
 # cython: language_level=3, freethreading_compatible=True
 """Plans: what batches of one structure have in common, and how they are read."""
 
-from cpython.dict cimport PyDict_Next, PyDict_SetItem
+from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject, _Py_REFCNT
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.string cimport memcmp, memcpy, memset
 from libc.stdint cimport int64_t, uint64_t
@@ -13,7 +13,7 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport LINE
-from cseq._memory cimport MAX_DIMS, Memory, array_at
+from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Memory, array_at
 from cseq._tensors cimport TensorMaker
 
 import numpy
@@ -23,7 +23,6 @@ from cseq._memory import HAS_GIL, copy_of
 cnp.import_array()
 
 cdef extern from "numpy/arrayobject.h":
-    object PyArray_Empty(int nd, cnp.npy_intp* dims, cnp.dtype descr, int fortran)
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
 
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
@@ -107,6 +106,8 @@ cdef class Plan:
     def __dealloc__(self):
         PyMem_RawFree(self.leaf)
         PyMem_RawFree(self.nodes)
+        Py_XDECREF(self.blocks[0])
+        Py_XDECREF(self.blocks[1])
 
     cdef PyObject* keep(self, object value):
         self.kept.append(value)
@@ -136,6 +137,8 @@ cdef class Plan:
                 node.kind = OTHER  # keys that are not texts
             node.cls, node.fixed = self.keep(cls), self.keep(fixed)
             node.open, node.close = self.keep(opener), self.keep(closer)
+            if node.kind == DICT:
+                node.open = self.keep(dict.fromkeys(fixed))
             if node.loose:
                 self.objects += 1
                 self.fits = False
@@ -302,6 +305,8 @@ cdef class Plan:
                      list converters):
         """Make a batch: its arrays are copies, or views that keep the memory alive.
 
+        The arrays of a small batch are copied together: to keep one of them keeps them all.
+
         Parameters
         ----------
         record : uint64_t[4]
@@ -312,6 +317,7 @@ cdef class Plan:
         """
         cdef Cursor at
         cdef list arrays
+        cdef Memory home = memory
         cdef int k
         cdef char* word
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size:
@@ -320,26 +326,66 @@ cdef class Plan:
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
+        if copied and record[0] <= MOST_COPIED and self.has_arrays(converters):
+            home = self.block_of(memory, <Py_ssize_t>record[0])
         word = memory.data + record[0] + record[1]
         if self.is_array:
-            array = self.read_array(0, memory, &word, record[0], copied, converters)
+            array = self.read_array(0, memory, home, &word, record[0], copied, converters)
             return array if converters is None or converters[0] is None else apply(converters[0], array)
         # All of them first: no Python code runs while the memory is read.
         arrays = [None] * self.leaf_count
         for k in range(self.leaf_count):
-            arrays[k] = self.read_array(k, memory, &word, record[0], copied, converters)
+            arrays[k] = self.read_array(k, memory, home, &word, record[0], copied, converters)
         at.node = 0
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
 
-    cdef object read_array(self, int k, Memory memory, char** word, uint64_t end, bint copied,
-                           list converters):
+    cdef inline TensorMaker maker_of(self, int k, list converters):
+        """What makes a tensor of a leaf's bytes, if anything does."""
+        cdef PyObject* maker = self.leaf[k].maker
+        if converters is not None and k < self.split:
+            maker = PyList_GET_ITEM(converters, k)
+        return <TensorMaker>maker if maker != NULL and type(<object>maker) is TensorMaker else None
+
+    cdef bint has_arrays(self, list converters):
+        """Whether a copy has arrays: whether not all leaves become tensors."""
+        cdef int k
+        for k in range(self.leaf_count):
+            if self.maker_of(k, converters) is None:
+                return True
+        return False
+
+    cdef Block block_of(self, Memory memory, Py_ssize_t nbytes):
+        """A copy of the first bytes of a memory.
+
+        It is in the block of an earlier batch, if nothing refers to that any more: a loop that drops
+        its batches has two of them in turn, and nothing is allocated for the data of its arrays.
+        """
+        cdef Block block
+        cdef PyObject* one
+        if GIL:
+            for one in self.blocks:
+                if one != NULL and _Py_REFCNT(one) == 1 and (<Block>one).size >= nbytes:
+                    block = <Block>one
+                    memcpy(block.data, memory.data, nbytes)
+                    return block
+        block = copy_of(memory, nbytes)
+        if GIL:
+            Py_INCREF(block)
+            Py_XDECREF(self.blocks[self.turn])
+            self.blocks[self.turn] = <PyObject*>block
+            self.turn ^= 1
+        return block
+
+    cdef object read_array(self, int k, Memory memory, Memory home, char** word, uint64_t end,
+                           bint copied, list converters):
         """Make the array that the layout describes from `word` on; `word` is then behind that.
 
-        Where a tensor is made of a copy, there is no array: a capsule for its `TensorMaker`.
+        It is a view of `home`, which `memory` has been copied to, or a copy if `home` is still
+        `memory`. Where a tensor is made of a copy, there is no array: a capsule for its `TensorMaker`.
         """
         cdef Leaf* leaf = &self.leaf[k]
-        cdef PyObject* maker = leaf.maker
+        cdef TensorMaker maker
         cdef int i
         cdef int64_t offset, size
         cdef uint64_t nbytes = <uint64_t>leaf.itemsize
@@ -355,17 +401,13 @@ cdef class Plan:
             dims[i] = <cnp.npy_intp>size
         if offset < 0 or <uint64_t>offset > end or nbytes > end - <uint64_t>offset:
             raise IndexError(f"array {k} of a batch is outside its {end} bytes")
-        if not copied:
-            return array_at(memory, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
-        if converters is not None and k < self.split:
-            maker = PyList_GET_ITEM(converters, k)
-        if maker != NULL and type(<object>maker) is TensorMaker:
-            return (<TensorMaker>maker).capsule(
-                memory.data + offset, nbytes, leaf.nd, dims, leaf.fortran)
-        Py_INCREF(<object>leaf.dtype)  # PyArray_Empty takes it over
-        array = PyArray_Empty(leaf.nd, dims, <cnp.dtype>leaf.dtype, leaf.fortran)
-        memcpy(cnp.PyArray_DATA(<cnp.ndarray>array), memory.data + offset, nbytes)
-        return array
+        if copied:
+            maker = self.maker_of(k, converters)
+            if maker is not None:
+                return maker.capsule(memory.data + offset, nbytes, leaf.nd, dims, leaf.fortran)
+            if home is memory:
+                home, offset = copy_of(memory, nbytes, offset), 0
+        return array_at(home, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
 
     cdef object build_leaf(self, Node* n, int k, list arrays, list converters):
         cdef object value = <object>PyList_GET_ITEM(arrays, k)
@@ -401,7 +443,7 @@ cdef class Plan:
             at.object += 1
             loose = objects[at.object - 1]
         if n.kind == DICT:
-            mapping = {}
+            mapping = PyDict_Copy(<dict>n.open)  # keys with None: they need not be added one by one
             for k in range(n.count):
                 child = self.build_child(n, at, k, arrays, objects, converters)
                 PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.fixed, k), child)

@@ -12,7 +12,7 @@ import pytest
 
 from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
-from cseq._memory import Block, Mapping, commit
+from cseq._memory import HAS_GIL, Block, Mapping, commit
 from cseq._slots import Lease, Slots
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
@@ -412,8 +412,38 @@ def test_a_small_batch(batch: Any) -> None:
         arrays: list[Any] = []
         codec.map_leaves(arrays.append, got)
         for array in arrays:
-            assert isinstance(array, np.float32) or array.flags.owndata
             assert isinstance(array, np.float32) or array.flags.writeable
+        assert bench.slots.leased == 0
+
+
+def test_what_is_kept_of_a_small_batch() -> None:
+    """Memory of an array that is kept, or a part of it, is not used again; that of others may be."""
+    bench = Written()
+    batch = {"a": np.arange(5), "b": np.arange(6)}
+    bench.learn(batch)
+    kept = []
+    for number in range(9):
+        bench.write({name: array + number for name, array in batch.items()})
+        got = bench.consumer.step()
+        if number % 3 == 0:
+            kept.append((number, got["a"][1:], memoryview(got["b"])))
+        del got
+    for number, part, view in kept:
+        assert part.tolist() == [1 + number, 2 + number, 3 + number, 4 + number]
+        assert list(view) == list(range(number, number + 6))
+
+
+@pytest.mark.skipif(not HAS_GIL, reason="reference counts are told by one thread alone")
+def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
+    """However many small batches of a structure it takes, and whether they become smaller."""
+    bench = Written()
+    bench.learn([np.arange(9), np.zeros(4)])
+    places = set()
+    for length in [9] * 5 + [3] * 4:
+        bench.write([np.arange(length), np.zeros(4)])
+        got = bench.consumer.step()
+        places.add(got[0].ctypes.data)
+    assert len(places) == 2
 
 
 def test_a_batch_of_a_structure_that_is_not_known() -> None:
