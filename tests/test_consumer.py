@@ -417,7 +417,7 @@ def test_a_small_batch(batch: Any) -> None:
 
 
 def test_what_is_kept_of_a_small_batch() -> None:
-    """Memory of an array that is kept, or a part of it, is not used again; that of others may be."""
+    """The memory of an array that is kept, or of a part of one, is not used again."""
     bench = Written()
     batch = {"a": np.arange(5), "b": np.arange(6)}
     bench.learn(batch)

@@ -2,22 +2,34 @@
 
 In a worker, torch's default_collate stacks tensors into a new file of shared memory for each. Here
 it stacks them into the batch's slot, which is there already. Its map of functions by type is
-changed for that, so a collate function that calls default_collate gains by it as well.
+changed for that, so a collate function that calls default_collate gains by it as well. One that
+calls `torch.stack` or `torch.cat` gains by `collating`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import default_collate, default_convert
 
 from cseq import context
 from cseq.adapters.torch import names
 
-__all__ = ["stack_in_slots"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["collating", "stack_in_slots"]
 
 IN_PLACE = 16384  # bytes from which it is worth while: a smaller batch is copied in one go
+COPIED = (
+    1 << 20
+)  # bytes from which a copy takes longer than to watch the calls of a collate function
+EVERY = 32  # batches: of so many, one is watched if nothing is gained
 
 
 def stack_in_slots() -> None:
@@ -29,15 +41,19 @@ def stack_in_slots() -> None:
         entries[np.ndarray] = collate_arrays
 
 
+def empty(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Make a tensor in the slot."""
+    room = torch.from_numpy(context.empty(math.prod(shape) * dtype.itemsize, np.uint8))
+    return room.view(dtype).view(shape)
+
+
 def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
     """Stack tensors, as torch's own function for them does: that raises what is to be raised."""
     first = batch[0]
     if type(first) is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu":
         nbytes = first.element_size() * first.numel() * len(batch)
         if nbytes >= IN_PLACE and not first.is_quantized:
-            room = torch.from_numpy(context.empty(nbytes, np.uint8))
-            out = room.view(first.dtype).view(len(batch), *first.shape)
-            return torch.stack(batch, 0, out=out)
+            return torch.stack(batch, 0, out=empty(first.dtype, (len(batch), *first.shape)))
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
             return stacked
@@ -61,3 +77,82 @@ def collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
     out = context.empty(dims, dtype) if is_large else np.empty(dims, dtype)
     np.stack(batch, out=out)
     return torch.from_numpy(out)
+
+
+def collating(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a collate function whose large `torch.stack` and `torch.cat` are made in the slot."""
+    return function if function in (default_collate, default_convert) else _Collating(function)
+
+
+class _Collating:
+    """A collate function of the user's.
+
+    torch's allocator cannot be replaced as numpy's can, so its calls of torch are watched, which
+    takes some microseconds for each: while a tensor of the batch is in the slot for that, and once
+    in a while.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self._batches = 0
+        self._gains = False
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch."""
+        self._batches += 1
+        if not self._gains and self._batches % EVERY != 1:
+            return self._function(samples)
+        with _Watch() as watch:
+            batch = self._function(samples)
+        self._gains = any(tensor() is not None for tensor in watch.made)
+        return batch
+
+
+class _Watch(TorchFunctionMode):
+    """Has `stack` and `cat` of large tensors, along their first dimension, write into the slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.stack and function is not torch.cat:
+            return function(*args, **kwargs)
+        options = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+        shape = None
+        if options.keys() <= {"tensors", "dim"} and options.get("dim", 0) == 0:
+            shape = _shape_of(options.get("tensors"), stacked=function is torch.stack)
+        if shape is None:
+            return function(*args, **kwargs)
+        out = empty(options["tensors"][0].dtype, shape)
+        self.made.append(weakref.ref(out))
+        return function(options["tensors"], 0, out=out)
+
+
+def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
+    """Return the shape of these tensors together, if they are large and alike; else None."""
+    if type(tensors) not in (list, tuple) or not tensors or type(tensors[0]) is not torch.Tensor:
+        return None
+    first = tensors[0]
+    dtype, shape = first.dtype, first.shape[0 if stacked else 1 :]
+    if not (stacked or first.dim()) or first.nbytes * len(tensors) < IN_PLACE:
+        return None
+    for tensor in tensors:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.dtype != dtype
+            or tensor.dim() != first.dim()
+            or tensor.shape[0 if stacked else 1 :] != shape
+            or tensor.layout is not torch.strided
+            or tensor.device.type != "cpu"
+            or tensor.requires_grad
+            or tensor.is_quantized
+            or not tensor.is_contiguous()
+        ):
+            return None
+    count = len(tensors) if stacked else sum(len(tensor) for tensor in tensors)
+    size = (count, *shape)
+    return size if math.prod(size) * dtype.itemsize >= COPIED else None

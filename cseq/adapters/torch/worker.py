@@ -12,7 +12,7 @@ import torch
 
 from cseq import context, failure
 from cseq.adapters.torch import names
-from cseq.adapters.torch.collate import stack_in_slots
+from cseq.adapters.torch.collate import collating, stack_in_slots
 from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.pickling import dumps
@@ -138,6 +138,8 @@ class Batches:
         self._number = number
         self._num_workers = num_workers
         self._dataset = worker.fetching.dataset
+        collate_fn = collating(worker.fetching.collate_fn)
+        self._fetching = worker.fetching._replace(collate_fn=collate_fn)
         self._epoch: Epoch | None = None
         self._fetcher: Any = None
         self._broken: bytes | None = None  # the exception that kept it from getting ready
@@ -247,7 +249,7 @@ class Batches:
             self._seeds.begin(epoch.base_seed)
         state = {} if epoch.state is None else pickle.loads(epoch.state)
         self._made = state.get("made", 0)
-        self._fetcher = self._worker.fetching.open(state)
+        self._fetcher = self._fetching.open(state)
         self._state = DatasetState(self._dataset, self._fetcher) if epoch.snapshot_every else None
 
     # -- making
