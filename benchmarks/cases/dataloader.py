@@ -210,7 +210,7 @@ TINY = Load(Tensors, scaled(10_000, 10))
 ONE = TINY._replace(num_workers=1)
 LARGE = Load(Images, scaled(60, 6), 256)
 SLOW = Load(Slow, scaled(150, 8), 4)
-# Few samples: torch's sampler draws the whole order first, which takes all contenders the same time.
+# Few samples: the sampler draws the whole order first, which takes all contenders the same time.
 START = TINY._replace(batches=100)
 UNDER_WAY = Load(Slow, 40, 32)
 
