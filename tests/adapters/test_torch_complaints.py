@@ -12,12 +12,11 @@ The first column is the number in order of frequency. Tests that are not in this
 6   no resume in mid-epoch                          test_torch_state
 7   numbers depend on the number of workers         test_torch_loader: test_batches_are_the_same_…
 9   slow with small objects                         benchmarks: dataloader_tensors and others
+12  broken samples are to be skipped                test_torch_on_error
 14  nested workers are not allowed                  test_torch_loader: test_a_loader_in_a_worker
 15  iterable data: prefetch, order, ``len``         test_torch_loader: test_one_key_for_each_…,
                                                     test_iterable_…, test_more_batches_than_len
 ==  ==============================================  ================================================
-
-12 (broken samples are to be skipped) is not answered: a collate function has to leave them out.
 """
 
 from __future__ import annotations

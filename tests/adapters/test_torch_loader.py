@@ -296,12 +296,15 @@ class Gated(Plain):
 
 
 def test_out_of_order(tmp_path: Path) -> None:
+    """One worker waits: of its batches, only one before that comes; those of the other all do."""
     gate = tmp_path / "gate"
     iterator = iter(loader(Gated(gate), batch_size=None, in_order=False))
     first = [next(iterator) for _ in range(8)]
     gate.touch()
     assert sorted([*first, *iterator]) == list(range(10))
-    assert first == [0, 1, 3, 5, 6, 7, 8, 9]  # 2 and 4 are worker 0's
+    assert 2 not in first
+    others = [index for index in first if index != 0]
+    assert others == sorted(others)
 
 
 @pytest.mark.parametrize("sizes", [(3, 30), (0, 4, 9)], ids=str)
@@ -450,7 +453,7 @@ def test_attributes_are_torchs() -> None:
     ours, theirs = loader(Plain()), data.DataLoader(Plain(), **FORK)
     public = {name for name in vars(theirs) if not name.startswith("_")}
     added = {name for name in vars(ours) if not name.startswith("_")} - public
-    assert added == {"rng", "snapshot_every_n_steps"}
+    assert added == {"rng", "on_error", "snapshot_every_n_steps"}
     assert isinstance(ours, data.DataLoader)
     assert len(ours) == len(theirs)
     assert cseq.DataLoader[int]
@@ -775,6 +778,7 @@ INTERRUPTED: dict[str, dict[str, Any]] = {
     "profiled": {},
     "unordered": {"in_order": False},
     "seeded": {"rng": "batch"},
+    "skipping": {"on_error": "skip"},
     "iterable": {"dataset": Failing(5, 2, 3)},
     "unordered iterable": {"dataset": Failing(5, 2, 3), "in_order": False},
 }
@@ -796,7 +800,9 @@ def test_ctrl_c_anywhere_in_next(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
             got = [take(iterator) for _ in range(behind)]
             with interrupted(countdown, "adapters/torch/iterator.py") as struck:
                 got.append(take(iterator))
-            assert made.state_dict()["_num_yielded"] == len(got) - got.count("end")
+            taken = made.state_dict()["_num_yielded"]
+            left_out = sum(number < taken for number, _ in made.skipped)
+            assert taken == len(got) - got.count("end") + left_out
             got += everything(iterator)
             got = [each for each in got if each != "end"]
             assert (got if ordered else sorted(map(str, got))) == (

@@ -35,6 +35,7 @@ def make_iterator(
     otherwise: Callable[[], Any],
     *,
     rng: str,
+    on_error: str,
     resume: Resume | None = None,
     snapshot_every: int = 0,
 ) -> Any:
@@ -44,19 +45,21 @@ def make_iterator(
     """
     reason = _reason_against(loader)
     if reason is not None:
-        return _fall_back(loader, reason, otherwise)
+        return _fall_back(loader, reason, otherwise, on_error)
     if loader.num_workers == 0:
-        return InlineIterator(loader, rng=rng, resume=resume)
+        return InlineIterator(loader, rng=rng, on_error=on_error, resume=resume)
     loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
     generators = None if is_forked else _save(loader.generator)
     try:
-        return WorkersIterator(loader, rng=rng, resume=resume, snapshot_every=snapshot_every)
+        return WorkersIterator(
+            loader, rng=rng, on_error=on_error, resume=resume, snapshot_every=snapshot_every
+        )
     except UNPICKLABLE as error:
         if generators is None:
             raise
         _restore(generators, loader.generator)
-        return _fall_back(loader, f"{type(error).__name__}: {error}", otherwise)
+        return _fall_back(loader, f"{type(error).__name__}: {error}", otherwise, on_error)
 
 
 def _reason_against(loader: data.DataLoader[Any]) -> str | None:
@@ -77,11 +80,14 @@ def _reason_against(loader: data.DataLoader[Any]) -> str | None:
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _fall_back(loader: data.DataLoader[Any], reason: str, otherwise: Callable[[], Any]) -> Any:
+def _fall_back(
+    loader: data.DataLoader[Any], reason: str, otherwise: Callable[[], Any], on_error: str
+) -> Any:
     """Make torch's own iterator, and log why, once for each loader."""
     if loader not in _told:
         _told.add(loader)
-        log.warning("DataLoader: torch's own iterator is used, since %s", reason)
+        more = "" if on_error == "raise" else f"; it cannot do on_error={on_error!r}"
+        log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
     return otherwise()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 from cseq import context
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["InlineIterator"]
 
 
+LEFT_OUT = object()
+
+
 class InlineIterator(names.Inline):  # type: ignore[misc]
     """Batches that the trainer makes itself.
 
     Parameters and attributes are those of `WorkersIterator`.
     """
 
-    def __init__(self, loader: Any, *, rng: str, resume: Resume | None = None) -> None:
+    def __init__(
+        self, loader: Any, *, rng: str, on_error: str, resume: Resume | None = None
+    ) -> None:
         state = (resume.states[0] if resume and resume.states else None) or {}
         # A finished epoch: the data set is as it was left, before anything is drawn for the next.
         if resume is not None and resume.base_seed is None and state.get("dataset") is not None:
@@ -36,6 +42,7 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._is_iterable = self._dataset_kind == names.ITERABLE
         self._is_making = False
+        self._skips_errors = on_error == "skip"
         self._batch_context = context.BatchContext(0, 0, 0)
         self._seeds = (
             BatchSeeds(self._batch_context, lambda: self._is_making) if rng == "batch" else None
@@ -74,8 +81,9 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         """Return the next batch."""
         progress = self.progress
         try:
-            index = self._next_index()
-            batch = self._make(index)
+            batch = self._make(self._next_index())
+            while batch is LEFT_OUT:
+                batch = self._make(self._next_index())
         except StopIteration:
             progress.finished = True
             self._close()
@@ -85,17 +93,25 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         return batch
 
     def _make(self, index: Any) -> Any:
-        """Make a batch; one that raises counts as well."""
+        """Make a batch; one that raises counts as well. LEFT_OUT: it is left out."""
         progress = self.progress
         try:
-            batch = self._fetch(index, progress.yielded)
-        except StopIteration as stop:
-            if self._is_iterable:
-                raise
+            try:
+                batch = self._fetch(index, progress.yielded)
+            except StopIteration as stop:
+                if self._is_iterable:
+                    raise
+                raise RuntimeError("the data set raised StopIteration") from stop
+        except StopIteration:
+            raise
+        except Exception as error:
+            place = f"batch {progress.yielded}"
+            if not self._is_iterable:
+                place = f"the batch of {reprlib.repr(index)}"
+            is_left_out = self._skips_errors and progress.skip(error, place)
             progress.yielded += 1
-            raise RuntimeError("the data set raised StopIteration") from stop
-        except Exception:
-            progress.yielded += 1
+            if is_left_out:
+                return LEFT_OUT
             raise
         progress.yielded += 1
         return batch

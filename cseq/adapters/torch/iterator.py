@@ -53,7 +53,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     Parameters
     ----------
     loader : torch.utils.data.DataLoader
-    rng : str
+    rng, on_error : str
         See `DataLoader`.
     resume : Resume, optional
         Where the epoch is to go on.
@@ -67,7 +67,13 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     """
 
     def __init__(
-        self, loader: Any, *, rng: str, resume: Resume | None = None, snapshot_every: int = 0
+        self,
+        loader: Any,
+        *,
+        rng: str,
+        on_error: str,
+        resume: Resume | None = None,
+        snapshot_every: int = 0,
     ) -> None:
         self._shutdown = True
         names.Base.__init__(self, loader)
@@ -95,6 +101,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._number = 0  # of the epoch
         self._left: list[list[tuple[int, Any]]] = [[] for _ in range(self._num_workers)]
         self._rng = rng
+        self._skips_errors = on_error == "skip"
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         method = start_method_of(loader)
         fetching = worker.Fetching(
@@ -131,6 +138,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._received: list[Any] = []  # the next item, if it is there
         self._behind: tuple[int, bytes | None] = (0, None)  # that item: its worker, and the state
         self._error: BaseException | None = None  # what is raised instead of its batch
+        self._place: str | None = None  # that batch, if it can be left out
         try:
             self._reset(loader, first_iter=True, resume=resume)
         except BaseException:
@@ -229,39 +237,46 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         If a signal handler raises (Ctrl-C), nothing has been taken, and the next call returns it.
         The interpreter runs handlers after calls and where loops turn back. So the item stays in
         `_received` while anything is called for it, and all that takes it out is without a call.
+        A batch that is left out (`on_error`) is noted before that; if then interrupted, again.
         """
-        count, failed = self._num_yielded, None
-        try:
-            if self._IterableDataset_len_called is not None or names.profiler_enabled():
-                batch = names.Base.__next__(self)  # with warnings, and named in a profile
-            else:
-                batch = self._next_data()
-        except BaseException as error:
-            self._num_yielded = count
-            if error is not self._error:
-                if not self._is_iterable:  # the engine may have raised it in place of an item
-                    self.progress.yielded = self._first + self._items.reader.taken
-                    self.progress.yielded -= bool(self._received)
-                raise
-            failed = error
-        progress = self.progress
-        progress.yielded += 1
-        number, state = self._behind
-        if state is not None:
-            progress.states[number] = state
-        if self._is_iterable:
-            progress.counts[number] += 1
-            if self._in_order:
-                progress.turn = (number + 1) % self._num_workers
-        self._error = None
-        del self._received[0]
-        if failed is None:
-            self._num_yielded = count + 1
-            return batch
-        try:
-            raise failed
-        finally:
-            del failed  # its traceback has this frame: a circle, which would keep the workers alive
+        while True:
+            count, failed = self._num_yielded, None
+            try:
+                if self._IterableDataset_len_called is not None or names.profiler_enabled():
+                    batch = names.Base.__next__(self)  # with warnings, and named in a profile
+                else:
+                    batch = self._next_data()
+            except BaseException as error:
+                self._num_yielded = count
+                if error is not self._error:
+                    if not self._is_iterable:  # the engine may have raised it in place of an item
+                        self.progress.yielded = self._first + self._items.reader.taken
+                        self.progress.yielded -= bool(self._received)
+                    raise
+                failed = error
+            progress = self.progress
+            is_left_out = False
+            if failed is not None and self._skips_errors and self._place is not None:
+                is_left_out = progress.skip(failed, self._place)
+            progress.yielded += 1
+            number, state = self._behind
+            if state is not None:
+                progress.states[number] = state
+            if self._is_iterable:
+                progress.counts[number] += 1
+                if self._in_order:
+                    progress.turn = (number + 1) % self._num_workers
+            self._error = None
+            del self._received[0]
+            if failed is None:
+                self._num_yielded = count + 1
+                return batch
+            if is_left_out:
+                continue
+            try:
+                raise failed
+            finally:
+                del failed  # its traceback has this frame: a circle that would keep the workers
 
     def _next_data(self) -> Any:
         """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
@@ -285,6 +300,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         elif kind is worker.Raised:
             number = item.worker
             error = self._error = self._error_of(item)
+            self._place = None if item.is_setup else item.place
             self._behind = number, state
             try:
                 raise error

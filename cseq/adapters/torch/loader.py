@@ -9,7 +9,7 @@ from torch.utils import data
 
 from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import make_iterator
-from cseq.adapters.torch.options import RNGS, defaults
+from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.state import Progress, read
 from cseq.check import choice, count
 
@@ -37,6 +37,9 @@ class DataLoader(data.DataLoader[T_co]):
         is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
         are the same for any number of workers, after a worker's death, and after a resume.
         None: `defaults.rng`, which is 'worker'.
+    on_error : {None, 'raise', 'skip'}
+        What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop,
+        'skip' logs it and leaves out its batch. None: `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int
         How often an IterableDataset that has a state is asked for it: behind every so many batches
         of a worker. Batches between that and the last one delivered are made again at a resume. A
@@ -44,10 +47,16 @@ class DataLoader(data.DataLoader[T_co]):
     """
 
     def __init__(
-        self, *args: Any, rng: str | None = None, snapshot_every_n_steps: int = 1, **kwargs: Any
+        self,
+        *args: Any,
+        rng: str | None = None,
+        on_error: str | None = None,
+        snapshot_every_n_steps: int = 1,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.rng = choice("rng", rng, (None, *RNGS))
+        self.on_error = choice("on_error", on_error, (None, *ON_ERRORS))
         self.snapshot_every_n_steps = count(
             "snapshot_every_n_steps", snapshot_every_n_steps, least=0
         )
@@ -60,6 +69,7 @@ class DataLoader(data.DataLoader[T_co]):
             self,
             super()._get_iterator,
             rng=self.rng or defaults.rng,
+            on_error=self.on_error or defaults.on_error,
             resume=self._resume(),
             snapshot_every=self.snapshot_every_n_steps,
         )
@@ -77,6 +87,11 @@ class DataLoader(data.DataLoader[T_co]):
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers,
         )
+
+    @property
+    def skipped(self) -> list[tuple[int, str]]:
+        """Batches of the latest epoch that ``on_error='skip'`` left out: number, error."""
+        return [] if self._progress is None else list(self._progress.skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch is, behind the last batch that was delivered.

@@ -10,9 +10,10 @@ import os
 
 from cseq.check import choice
 
-__all__ = ["RNGS", "Defaults", "defaults"]
+__all__ = ["ON_ERRORS", "RNGS", "Defaults", "defaults"]
 
 RNGS = ("worker", "batch")
+ON_ERRORS = ("raise", "skip")
 
 
 class Defaults:
@@ -22,10 +23,13 @@ class Defaults:
     ----------
     rng : 'worker' or 'batch'
         See `DataLoader`; at first the environment's ``CSEQ_LOADER_RNG``.
+    on_error : 'raise' or 'skip'
+        See `DataLoader`; at first the environment's ``CSEQ_LOADER_ON_ERROR``.
     """
 
     def __init__(self) -> None:
         self.rng = os.environ.get("CSEQ_LOADER_RNG", "worker")
+        self.on_error = os.environ.get("CSEQ_LOADER_ON_ERROR", "raise")
 
     @property
     def rng(self) -> str:
@@ -35,6 +39,15 @@ class Defaults:
     @rng.setter
     def rng(self, value: str) -> None:
         self._rng: str = choice("rng", value, RNGS)
+
+    @property
+    def on_error(self) -> str:
+        """What an exception of the data set does."""
+        return self._on_error
+
+    @on_error.setter
+    def on_error(self, value: str) -> None:
+        self._on_error: str = choice("on_error", value, ON_ERRORS)
 
 
 defaults = Defaults()

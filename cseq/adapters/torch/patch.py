@@ -20,12 +20,12 @@ _class: Any = data.DataLoader
 
 
 def _get_iterator(self: Any) -> Any:
-    """Make an iterator of cseq's; torch's own does without workers, unless batches are seeded."""
+    """Make an iterator of cseq's; torch's own does without workers, unless a default says more."""
     own = _original
     assert own is not None
-    if self.num_workers == 0 and defaults.rng == "worker":
+    if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
         return own(self)
-    return make_iterator(self, lambda: own(self), rng=defaults.rng)
+    return make_iterator(self, lambda: own(self), rng=defaults.rng, on_error=defaults.on_error)
 
 
 def install() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cseq import failure
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.stateful import DatasetState
 
 __all__ = ["VERSION", "Progress", "Resume", "read"]
+
+log = logging.getLogger("cseq")
 
 VERSION = 1
 
@@ -77,6 +81,8 @@ class Progress:
         Of the data set in each worker, pickled.
     inline : DatasetState, optional
         Of the data set, where the trainer makes the batches.
+    skipped : list of tuple
+        Batches of this epoch that were left out: number, error.
     """
 
     def __init__(self, *, iterable: bool, num_workers: int, rng: str) -> None:
@@ -89,6 +95,7 @@ class Progress:
         self.base_seed = base_seed
         self.yielded = resume.yielded if resume else 0
         self.finished = False
+        self.skipped: list[tuple[int, str]] = []
         self.order: Order | Kept | None = None
         self.inline: DatasetState | None = None
         self.counts = list(resume.counts) if resume and resume.counts else [0] * several
@@ -96,6 +103,22 @@ class Progress:
         self.turn = resume.turn if resume else 0
         states = resume.states if resume and resume.states else [None] * several
         self.states = [None if each is None else dumps(each) for each in states]
+
+    def skip(self, error: BaseException, place: str) -> bool:
+        """Note, and log, that the next batch is left out, since it is an error.
+
+        Returns
+        -------
+        bool
+            False: it is an exception of another kind, which nothing leaves out.
+        """
+        if not isinstance(error, Exception):
+            return False
+        entry = self.yielded, failure.repr_of(error)
+        if entry not in self.skipped[-1:]:  # a signal handler may have raised behind this
+            self.skipped.append(entry)
+            log.error("skipped %s: %s", place, entry[1])
+        return True
 
     def as_dict(self) -> State:
         """Return it as `state_dict` does: another dict each time."""

@@ -35,6 +35,7 @@ class Raised(NamedTuple):
     worker: int
     packed: bytes
     place: str  # names the batch
+    is_setup: bool = False  # there is no data set to fetch it from: the next ones will raise, too
 
 
 class Stated(NamedTuple):
@@ -287,7 +288,8 @@ class Batches:
     def _raised(self) -> Raised:
         """Return what kept the worker from getting ready, in place of a batch."""
         assert self._broken is not None
-        return Raised(self._number, self._broken, f"its data set ready in worker {self._number}")
+        place = f"its data set ready in worker {self._number}"
+        return Raised(self._number, self._broken, place, is_setup=True)
 
     def _place(self, key: Any) -> str:
         """Name a batch."""
