@@ -924,6 +924,7 @@ cdef class Consumer:
     cdef list leaves      # converters of `latest`
     cdef readonly bint alone  # `step` needs no lock: there is a GIL, and nothing converts batches as a whole
     cdef readonly list skipped
+    cdef uint64_t interrupts
     cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
     cdef readonly uint64_t ticket  # number of the next one
     cdef readonly uint64_t posted
@@ -983,6 +984,10 @@ cdef class Consumer:
         self.full = full if self.order.indices is None else 0
         self.start, self.stride, self.size = start, stride, size
         self.posted = self.taken = self.done = self.next_for = 0
+
+    def interrupt(self):
+        """Have a call that is under way take nothing; on any thread, or in a signal handler."""
+        self.interrupts += 1
 
     def end(self):
         """Give up the epoch."""
@@ -1209,6 +1214,7 @@ cdef class Consumer:
         cdef int k
         cdef uint32_t cell
         cdef uint64_t token
+        cdef uint64_t interrupts = self.interrupts
         if not self.is_prepared():
             return None
         k = self.ring.find(self.ordered)
@@ -1230,7 +1236,7 @@ cdef class Consumer:
         PyErr_CheckSignals()
         # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
         k = self.ring.place(cell)
-        if (k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
+        if (self.interrupts != interrupts or k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
                 or not self.is_prepared()):
             return None
         self.commit(<uint32_t>k)
@@ -1244,9 +1250,12 @@ cdef class Consumer:
         ------
         StopIteration
             The epoch is over.
+        InterruptedError
+            `interrupt` was called meanwhile.
         """
         cdef int k
         cdef uint32_t cell
+        cdef uint64_t interrupts = self.interrupts
         while True:
             if self.decoded is None:
                 self.decoded = self.decode_next()
@@ -1257,6 +1266,8 @@ cdef class Consumer:
             if self.slots is not None and self.slots.find_fit() < 0:
                 self.extend()
             PyErr_CheckSignals()
+            if self.interrupts != interrupts:
+                raise InterruptedError("this call was interrupted")
             # Conversion or a handler may have run arbitrary code: validate the cell again.
             k = self.ring.place(cell)
             if k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token:
@@ -1317,6 +1328,13 @@ cdef class BatchIterator:
     def __iter__(self):
         return self
 
+    cdef int check(self) except -1:
+        if self.run.generation != self.generation:
+            raise InterruptedError(
+                "this iterator was interrupted: the manager was started or finished, or a "
+                "newer iterator began; call iter() on the manager again") from None
+        return 0
+
     def __next__(self):
         if self.consumer is not None and self.consumer.alone and self.run.generation == self.generation:
             batch = self.consumer.step()
@@ -1325,13 +1343,14 @@ cdef class BatchIterator:
         lock = self.run.lock
         lock.acquire()
         try:
-            if self.run.generation != self.generation:
-                raise InterruptedError(
-                    "this iterator was interrupted: the manager was started or finished, or a "
-                    "newer iterator began; call iter() on the manager again")
+            self.check()
             if not self.asked:
                 self.asked = self.run.asked = True
-            return self.following()
+            try:
+                return self.following()
+            except Exception:
+                self.check()  # a signal handler may have finished the manager in the middle of it
+                raise
         finally:
             lock.release()
 

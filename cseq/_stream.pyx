@@ -492,13 +492,25 @@ cdef class StreamConsumer:
 
     # -- items
 
+    cdef uint64_t oldest_ticket(self) noexcept:
+        """Number of the oldest ticket in the queue, which is not empty."""
+        cdef uint32_t cell = self.cell_before(self.outstanding)
+        return CSEQ_TICKET(cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word))
+
     cdef int receive(self) except -1:
         """Move the items of the oldest ticket to the ready queue, which is empty."""
         cdef uint64_t token
+        cdef uint64_t ticket
         if not self.outstanding:
             self.request(0)
             return 0
-        found = self.decode_one() or self.read(self)
+        ticket = self.oldest_ticket()
+        try:
+            found = self.decode_one() or self.read(self)
+        except Exception:
+            if not self.outstanding or self.oldest_ticket() != ticket:
+                return 0  # a signal handler has taken it
+            raise
         if found is None:
             return 0
         token, items, error, failed, ended, nbytes, ns = found
@@ -764,10 +776,11 @@ cdef class ItemReader:
         self.generation = generation
 
     cdef int check(self, generation) except -1:
-        """Raise InterruptedError if the epoch is not under way."""
+        """Raise InterruptedError if the epoch is not under way: a signal handler may have begun
+        another one, or ended all, which fails what it has interrupted."""
         if self.run.generation != generation:
             raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
-                                   "call begin()")
+                                   "call begin()") from None
         return 0
 
     # -- keys
@@ -900,9 +913,10 @@ cdef class ItemReader:
         cdef StreamConsumer consumer
         lock = self.run.lock
         lock.acquire()
+        generation = self.generation
         try:
             while True:
-                self.check(self.generation)
+                self.check(generation)
                 if not 0 <= worker < len(self.consumers):
                     raise IndexError(f"worker={worker} is not one of {len(self.consumers)}")
                 if self.keyed:
@@ -911,9 +925,12 @@ cdef class ItemReader:
                 consumer = self.consumers[worker]
                 if not consumer.prepare():
                     raise StopIteration
-                if self.run.generation == self.generation:
+                if self.run.generation == generation:
                     self.taken += 1
                     return consumer.pop()
+        except Exception:
+            self.check(generation)
+            raise
         finally:
             lock.release()
 
@@ -1017,13 +1034,17 @@ cdef class ItemReader:
         cdef StreamConsumer consumer
         lock = self.run.lock
         lock.acquire()
+        generation = self.generation
         try:
-            consumer = self.find(self.generation, True)
+            consumer = self.find(generation, True)
             if consumer is None:
                 raise StopIteration
             if consumer.at == len(consumer.ready):
                 self.take(consumer)
             return self.taken, consumer.ready[consumer.at]
+        except Exception:
+            self.check(generation)
+            raise
         finally:
             lock.release()
 
@@ -1032,9 +1053,10 @@ cdef class ItemReader:
         cdef StreamConsumer consumer
         lock = self.run.lock
         lock.acquire()
+        generation = self.generation
         try:
             while True:
-                self.check(self.generation)
+                self.check(generation)
                 if number != self.taken:
                     return
                 if not self.keyed or not self.fetch(1):
@@ -1043,6 +1065,9 @@ cdef class ItemReader:
             if consumer is None or consumer.at == len(consumer.ready):
                 raise RuntimeError(f"item {number} was not peeked at")
             item = self.take(consumer)  # its destructor may run code: after all else is done
+        except Exception:
+            self.check(generation)
+            raise
         finally:
             lock.release()
 
@@ -1078,5 +1103,8 @@ cdef class ItemIterator:
             if consumer is None:
                 raise StopIteration
             return self.reader.take(consumer)
+        except Exception:
+            self.reader.check(self.generation)
+            raise
         finally:
             lock.release()

@@ -83,7 +83,9 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        self._lock = threading.Lock()  # around everything but what a lease does
+        # Around everything but what a lease does. A signal handler may take batches, or finish, in the
+        # middle of it.
+        self._lock = threading.RLock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots()

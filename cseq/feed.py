@@ -139,6 +139,7 @@ class Feed:
     def interrupt(self) -> None:
         """Make `next` raise InterruptedError, also in a thread that waits, until `begin`."""
         self._interrupted = True
+        self.consumer.interrupt()
         self._ring.notify_all()
 
     @property

@@ -24,6 +24,8 @@ FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
 class Interrupting:
     """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
 
+    Or calls what a handler does there.
+
     The interpreter runs signal handlers after a call, at the beginning of a function and where a
     loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
     Nor after a call that has raised: an exception there would make the interpreter take the raised
@@ -38,12 +40,21 @@ class Interrupting:
         Where in the package; empty: all of it.
     anywhere : bool
         In the standard library, too, where the package calls it.
+    handler : callable, optional
+        What is called.
     """
 
     PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 
-    def __init__(self, countdown: int, files: tuple[str, ...], *, anywhere: bool) -> None:
-        self.countdown = countdown
+    def __init__(
+        self,
+        countdown: int,
+        files: tuple[str, ...],
+        *,
+        anywhere: bool,
+        handler: Callable[[], object] | None = None,
+    ) -> None:
+        self.countdown, self.handler = countdown, handler
         self.files = (LIBRARY, PACKAGE) if anywhere else tuple(PACKAGE + name for name in files)
         self.struck = threading.Event()
         self.before = ""  # the instruction that was done last
@@ -61,10 +72,16 @@ class Interrupting:
                 self.countdown -= 1
                 if self.countdown == 0:
                     self.struck.set()
-                    raise KeyboardInterrupt
+                    self.handle()
         elif event == "exception":
             self.before = ""
         return self
+
+    def handle(self) -> None:
+        """Do what a signal handler does."""
+        if self.handler is None:
+            raise KeyboardInterrupt
+        self.handler()
 
 
 def ours(frame: Any) -> bool:
@@ -103,6 +120,11 @@ class Strike:
 def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Strike:
     """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
     return Strike(Interrupting(countdown, files, anywhere=anywhere))
+
+
+def handled(countdown: int, *files: str, by: Callable[[], object]) -> Strike:
+    """Call a signal handler at a place of what is done meanwhile; see `interrupted`."""
+    return Strike(Interrupting(countdown, files, anywhere=False, handler=by))
 
 
 def first_hits(step: Callable[[int], bool], stride: int = 1) -> int:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from adverse import GUARD, await_end
 from conftest import SHM, is_my_file
-from interrupting import interrupted
+from interrupting import first_hits, handled, interrupted
 
 import cseq
 from cseq import testing
 from cseq.launcher import make_launcher
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from conftest import RunScript
 
 pytestmark = pytest.mark.needs("fork")
@@ -213,6 +216,53 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahea
         assert hits >= 5
         if kind == "proc":
             assert testing.slots(m).total == 16
+
+
+def indices_of(batches: Iterable[np.ndarray]) -> list[int]:
+    """Return the first index of each batch."""
+    return [int(batch[0, 0]) for batch in batches]
+
+
+@pytest.mark.parametrize("verb", ["take", "iterate", "finish"])
+def test_a_signal_handler_may_do_anything(verb: str) -> None:
+    """It takes batches, begins an epoch, or finishes: in the middle of a decode, too."""
+    m = cseq.MPSequence(
+        Wide, 60, batch_size=10, shuffle=False, out_type="null", buffer=3, num_workers=1,
+        start_method="fork",
+    )  # fmt: skip
+
+    def step(countdown: int) -> bool:
+        m.start()
+        iterator = iter(m)
+        got = indices_of([next(iterator)])
+        others: list[Any] = []
+
+        def handler() -> None:
+            if verb == "take":
+                got.extend(indices_of([next(iterator)]))
+            elif verb == "finish":
+                m.finish()
+            else:
+                others.append(iter(m))
+                assert indices_of([next(others[0])]) == [0]
+
+        with handled(countdown, *TAKING, by=handler) as struck:
+            if verb != "take":
+                with contextlib.suppress(InterruptedError):
+                    got.extend(indices_of([next(iterator)]))
+            else:
+                got.extend(indices_of([next(iterator)]))
+        if not struck.is_set():
+            assert got == [0, 10]
+        elif verb == "take":
+            assert sorted(got + indices_of(iterator)) == list(range(0, 60, 10))
+        elif verb == "iterate":
+            assert got in ([0], [0, 10])
+            assert indices_of(others[0]) == list(range(10, 60, 10))
+        m.finish()
+        return struck.is_set()
+
+    assert first_hits(step) > 5
 
 
 @pytest.mark.parametrize("bad", [True, False])

@@ -25,7 +25,7 @@ from counting import (
     plain,
     streams,
 )
-from interrupting import first_hits, interrupted
+from interrupting import first_hits, handled, interrupted
 from streaming import lost_slots
 
 from cseq import testing
@@ -33,7 +33,7 @@ from cseq._slots import Slots
 from cseq._stream import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from cseq.stream import Streams
@@ -143,6 +143,68 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
 
             hits += first_hits(step)
         assert hits > 8
+
+
+class Wide(Numbers):
+    """Its items lie in slots of their own, those of keys too."""
+
+    def item(self, k: int) -> Any:
+        return self.number, k, np.zeros(20_000)
+
+    def make(self, key: int) -> Any:
+        return -1, key, np.zeros(20_000)
+
+
+def names_of(items: Iterable[Any]) -> list[Any]:
+    """Return the worker and the number of each item."""
+    return [item[:2] for item in items]
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("verb", ["take", "begin", "close"])
+def test_a_signal_handler_may_do_anything(verb: str, keyed: bool, prefetch: int) -> None:
+    """It takes items, begins an epoch, or ends all: in the middle of the taking of an item, too."""
+
+    def begin(s: Streams) -> Any:
+        if keyed:
+            s.begin([0, 0], iter(range(9)))
+        else:
+            s.begin([4, 5])
+        return iter(s)
+
+    def step(countdown: int) -> bool:
+        s = both.enter_context(streams(Wide, 2, prefetch=prefetch)) if verb == "close" else shared
+        items = begin(s)
+        got = names_of([next(items)])
+        others: list[Any] = []
+
+        def handler() -> None:
+            if verb == "take":
+                got.extend(names_of([next(items)]))
+            elif verb == "close":
+                s.close()
+            else:
+                others.append(begin(s))
+                assert names_of([next(others[0])]) == expected[:1]
+
+        ends = () if verb == "take" else (InterruptedError,)
+        with handled(countdown, *STEPS, by=handler) as struck, contextlib.suppress(*ends):
+            got.extend(names_of([next(items)]))
+        if not struck.is_set():
+            assert got + names_of(items) == expected
+        elif verb == "take":
+            assert sorted(got + names_of(items)) == sorted(expected)
+        elif verb == "begin":
+            assert got in (expected[:1], expected[:2])
+            assert names_of(others[0]) == expected[1:]
+        return struck.is_set()
+
+    with contextlib.ExitStack() as both:
+        shared = both.enter_context(streams(Wide, 2, prefetch=prefetch))
+        expected = names_of(begin(shared))
+        assert first_hits(step, 1 if verb != "close" else 4) > 3
+        assert not lost_slots(shared)
 
 
 @pytest.mark.parametrize(("how", "encoded"), HOW)
