@@ -83,8 +83,8 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Around everything but what a lease does. A signal handler may take batches, or finish, in the
-        # middle of it.
+        # Around everything but what a lease does. A signal handler may take batches, or finish, in
+        # the middle of it.
         self._lock = threading.RLock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
