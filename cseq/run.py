@@ -100,10 +100,11 @@ def close_elsewhere(close: Callable[[], object]) -> None:
     """
     closed = Latch()
     _closings.add(closed)
+    pending = [close]  # nothing refers to it once it is done, not even the thread that began it
 
     def work() -> None:
         try:
-            close()
+            pending.pop()()
         finally:
             _closings.discard(closed)
             closed.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -126,3 +127,27 @@ def test_no_more_threads(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run.close_elsewhere(lambda: closed.append(1))
     run.await_closings(60)
     assert closed == [1]
+
+
+class Closing:
+    """Something to be closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the thread that has begun the other one, either, which may still be at that."""
+    works: list[Any] = []
+    monkeypatch.setattr(run, "_begun_or_done", lambda begin, work: works.append(work))
+    closing = Closing()
+    kept = weakref.ref(closing)
+    run.close_elsewhere(closing.close)
+    del closing
+    assert kept() is not None
+    works[0]()
+    assert kept() is None
+    run.await_closings(60)
