@@ -64,8 +64,12 @@ def iterators_of_torch(counts: dict[str, int]) -> None:
 
 
 def batches_of_workers(counts: dict[str, int]) -> None:
-    """Count the batches that come from cseq's workers, which are other processes."""
+    """Count the batches that come from cseq's workers, which are other processes.
+
+    And how often somebody who has persistent workers ends them.
+    """
     take: Any = WorkersIterator.__next__
+    shut: Any = WorkersIterator._shutdown_workers
 
     def counted(self: Any) -> Any:
         batch = take(self)
@@ -73,7 +77,12 @@ def batches_of_workers(counts: dict[str, int]) -> None:
         counts["cseq"] += 1
         return batch
 
+    def ended(self: Any) -> None:
+        counts["ended"] += self._persistent_workers
+        shut(self)
+
     WorkersIterator.__next__ = counted
+    WorkersIterator._shutdown_workers = ended
 
 
 class Lines(logging.Handler):
@@ -135,7 +144,7 @@ def main(module: str, folder: str, runs: str) -> None:
     recipe: Any = importlib.import_module(module)
     training: list[Any] = []
     held_out: list[Any] = []
-    counts = {"torch": 0, "cseq": 0}
+    counts = {"torch": 0, "cseq": 0, "ended": 0}
     log = Lines()
     logging.getLogger("cseq").addHandler(log)
     batches_of_nets(training, held_out)
@@ -160,6 +169,7 @@ def main(module: str, folder: str, runs: str) -> None:
                 "held_out": held_out.copy(),
                 "by_torch": counts["torch"],  # iterators with workers
                 "by_cseq": counts["cseq"],  # batches from workers
+                "ended": counts["ended"],  # iterators with persistent workers
                 "log": log.lines.copy(),
                 "left": left_behind(before),
             }
@@ -167,7 +177,7 @@ def main(module: str, folder: str, runs: str) -> None:
         training.clear()
         held_out.clear()
         log.lines.clear()
-        counts.update(torch=0, cseq=0)
+        counts.update(dict.fromkeys(counts, 0))
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
 

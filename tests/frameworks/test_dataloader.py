@@ -195,6 +195,7 @@ def test_lightning(runs: Runs, persistent: bool) -> None:
     [[theirs, ours]] = runs("loader_lightning", with_both(QUIET, arguments=arguments))
     check_same(theirs, ours)
     check_whole(ours)
+    assert ours["ended"] == (2 if persistent else 0)
     assert len(ours["held_out"]) == 2 + EPOCHS * LENGTH  # a look at two batches comes first
 
 
@@ -291,5 +292,6 @@ def test_composer(runs: Runs, persistent: bool) -> None:
     check_same(theirs, ours)
     check_same(theirs_resumed, ours_resumed, ahead=1 + 7)
     check_whole(ours)
+    assert ours["ended"] == persistent
     assert numbers(ours_resumed) == numbers(ours)[20:]
     assert (ours_resumed["training"] == ours["training"][20:]) is not persistent
