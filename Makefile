@@ -9,7 +9,8 @@
 #                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
 # make gpu      on a machine with a GPU: tests/gpu, then cseq on the device, measured, into one results
 #                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
-# make frameworks  the recipes of docs/frameworks.md, trained with Lightning, Keras and eight more
+# make frameworks  the recipes of docs/frameworks.md and docs/from-dataloader.md, trained with Lightning,
+#                Keras and nine more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest

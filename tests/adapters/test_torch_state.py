@@ -147,6 +147,84 @@ def test_samplers(num_workers: int, sampling: Any) -> None:
     assert indices(rest) == indices(resumed)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_sampler_that_is_told_the_epoch(num_workers: int, batch_size: int | None) -> None:
+    """Lightning tells a new process the epoch after `iter`, which has drawn keys by then."""
+
+    def make() -> Any:
+        sampler = data.DistributedSampler(range(12), 1, 0, seed=3)
+        return loader(Plain(12), num_workers, batch_size=batch_size, sampler=sampler)
+
+    made = make()
+    assert made.state_dict()["sampler"] == {}
+    made.sampler.set_epoch(5)
+    iterator = iter(made)
+    taken(iterator, 2)
+    state = made.state_dict()
+    assert state["sampler"] == {"epoch": 5}
+    rest = list(iterator)
+    again = make()
+    again.load_state_dict(state)
+    iterator = iter(again)
+    again.sampler.set_epoch(5)
+    assert same(list(iterator), rest)
+    again.sampler.set_epoch(6)
+    made.sampler.set_epoch(6)
+    assert same(list(again), list(made))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sampling", [{"shuffle": True}, {"shuffle": False}], ids=str)
+@pytest.mark.parametrize("count", [0, 3, 6])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_epochs_behind_a_resume(
+    num_workers: int, sampling: Any, count: int, persistent: bool
+) -> None:
+    """With a generator of the loader's own they are those of the run that was not interrupted.
+
+    Whatever state the new one is in; also if the state is of a finished epoch (count 6 of 6).
+    """
+
+    def make(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        options = {**sampling, "persistent_workers": persistent and num_workers > 0}
+        return loader(
+            Augmented(12), num_workers, batch_size=2, rng="batch", generator=generator, **options
+        )
+
+    made = make(7)
+    list(made)
+    iterator = iter(made)
+    taken(iterator, count)
+    if count == 6:
+        assert list(iterator) == []
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    if not made.persistent_workers:  # with those, torch does not pickle a loader
+        assert same(pickle.loads(pickle.dumps(made)).state_dict(), state)
+    rest = [*iterator, *made, *made]
+    again = make(8)
+    again.load_state_dict(state)
+    if count < 6:
+        assert same(again.state_dict(), state)
+    resumed = list(again)
+    resumed += list(again)
+    if count < 6:
+        resumed += list(again)
+    assert same(without_told(resumed), without_told(rest))
+
+
+def test_a_generator_is_in_a_state_from_before_the_first_epoch() -> None:
+    made, again = (
+        loader(
+            Plain(12), 0, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )
+        for seed in (7, 8)
+    )
+    again.load_state_dict(made.state_dict())
+    assert same(list(again), list(made))
+
+
 def test_a_sampler_without_batches() -> None:
     for make in (
         lambda: loader(Plain(9), batch_size=None, shuffle=True),

@@ -1,4 +1,4 @@
-"""What the tests of the recipes get: the page's files, on the path and in a folder of their own."""
+"""What the tests of the recipes get: the pages' files, on the path and in a folder of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/frameworks.md as files, and what their networks were trained with."""
+"""The recipes of the pages as files, and what their networks were trained with."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
+# The pages, and how many of their blocks are no files, but whole scripts (tests/test_examples.py).
+PAGES = {"frameworks.md": 0, "from-dataloader.md": 1}
 BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3
@@ -24,6 +26,7 @@ LENGTH = -(-SAMPLES // BATCH)  # batches in an epoch
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+CSEQ_RUN = ("-m", "cseq", "run")
 
 
 class Interrupted(Exception):
@@ -45,13 +48,17 @@ class Record(list[list[int]]):
 
 
 def write(folder: Path) -> list[str]:
-    """Write the page's blocks into files; return their names."""
-    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
-    blocks = BLOCK.findall(text)
-    for name, code in blocks:
-        (folder / name).write_text(code, encoding="utf-8")
-    assert len(blocks) == text.count("```python")
-    return [name for name, _ in blocks]
+    """Write the pages' blocks into files; return their names."""
+    names: list[str] = []
+    for page, others in PAGES.items():
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        blocks = BLOCK.findall(text)
+        assert len(blocks) + others == text.count("```python")
+        for name, code in blocks:
+            (folder / name).write_text(code, encoding="utf-8")
+        names += [name for name, _ in blocks]
+    assert len(names) == len(set(names))
+    return names
 
 
 def stream(*epochs: int, rank: int = 0, world_size: int = 1, **options: Any) -> list[list[int]]:
@@ -120,6 +127,26 @@ def on_two_ranks(
     for path in results:
         path.unlink(missing_ok=True)
     run([*launcher, script, module, json.dumps(arguments)], folder, recipes)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in results]
+
+
+def loader_runs(
+    module: str,
+    runs: list[dict[str, Any]],
+    folder: Path,
+    recipes: Path,
+    launcher: Sequence[str] = (),
+    ranks: int = 1,
+) -> list[list[dict[str, Any]]]:
+    """Train with a recipe of `cseq.DataLoader` in processes of their own; see loader_runs.py.
+
+    Return what each rank has written.
+    """
+    script = str(Path(__file__).with_name("loader_runs.py"))
+    results = [folder / f"rank{rank}.json" for rank in range(ranks)]
+    for path in results:
+        path.unlink(missing_ok=True)
+    run([*launcher, script, module, str(folder), json.dumps(runs)], folder, recipes)
     return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 

@@ -1,7 +1,6 @@
 """Composer trains on cseq's batches, and its checkpoints hold cseq's state.
 
-In a process of its own: Composer imports torchvision, of which this recipe uses nothing and which
-must be built for the torch that is there. What Composer imports of it is made up.
+In a process of its own, since Composer imports torchvision, for which `vision` stands in there.
 """
 
 from __future__ import annotations
@@ -20,22 +19,9 @@ if find_spec("composer") is None:
     pytest.skip("composer is not installed", allow_module_level=True)
 
 DRIVER = """
-import importlib.machinery, json, sys
-from unittest import mock
+import json, sys
 
-
-class Vision(mock.MagicMock):
-    VisionDataset = type("VisionDataset", (), {})
-    __spec__ = importlib.machinery.ModuleSpec("torchvision", None)
-    __path__ = []
-
-
-sys.modules["torchvision"] = vision = Vision()
-for name in ("datasets", "models", "models.resnet", "ops", "transforms",
-             "transforms.functional", "utils"):
-    sys.modules["torchvision." + name] = vision
-vision.datasets = vision
-
+import vision
 import net
 import with_composer
 from recipes import Interrupted, Record

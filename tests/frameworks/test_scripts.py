@@ -1,4 +1,4 @@
-"""The recipes run as a user runs them: each file of the page as a script, to its end."""
+"""The recipes run as a user runs them: each file of the pages as a script, to its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
-from recipes import TORCHRUN, run
+from recipes import CSEQ_RUN, TORCHRUN, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # The script, the library that it needs, and what runs it. Composer needs a torchvision that fits.
 SCRIPTS = [
+    ("loader_accelerate", "accelerate", CSEQ_RUN),
+    ("loader_accelerate", "accelerate", (*TORCHRUN, *CSEQ_RUN)),
+    ("loader_accelerate_state", "accelerate", ()),
+    ("loader_fabric", "lightning", ()),
+    ("loader_lightning", "lightning", ()),
+    ("loader_transformers", "transformers", ()),
     ("with_accelerate", "accelerate", ()),
     ("with_accelerate", "accelerate", TORCHRUN),
     ("with_ddp", "torch", TORCHRUN),

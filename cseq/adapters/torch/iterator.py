@@ -154,6 +154,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         """Begin an epoch; what is left of the one before is dropped."""
         if not first_iter:
             self._note_left()
+            generator = loader.generator
+            self.progress.watch(generator, None if generator is None else generator.get_state())
         if self._rng == "worker" or not first_iter:  # torch asks a sampler for two iterators first
             names.Base._reset(self, loader, first_iter)
         if self._rng == "batch" and not first_iter:  # as a new iterator does it

@@ -65,6 +65,12 @@ class DataLoader(data.DataLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
+        generator, before = self.generator, None
+        if generator is not None:
+            before = (self._loaded or {}).get("generator")
+            if before is None:
+                before = generator.get_state()
+            generator.set_state(before)
         iterator = make_iterator(
             self,
             super()._get_iterator,
@@ -74,6 +80,8 @@ class DataLoader(data.DataLoader[T_co]):
             snapshot_every=self.snapshot_every_n_steps,
         )
         self._progress = getattr(iterator, "progress", None)
+        if self._progress is not None:
+            self._progress.watch(generator, before)
         self._loaded = None
         return iterator
 
@@ -107,6 +115,7 @@ class DataLoader(data.DataLoader[T_co]):
                 num_workers=self.num_workers,
                 rng=self.rng or defaults.rng,
             )
+            progress.watch(self.generator, None)
             return {**progress.as_dict(), "base_seed": None}
         return progress.as_dict()
 

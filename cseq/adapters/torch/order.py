@@ -7,6 +7,7 @@ not batch. What has to be kept of one, so that its keys can be drawn again, depe
 torch's RandomSampler                         the seed that it draws at the beginning of an epoch
 torch's RandomSampler with a generator        the generator's state at the beginning
 a sampler, or iterator, with ``state_dict``   its state behind the key of the last batch delivered
+one with ``epoch`` and ``set_epoch``          that number (torch's DistributedSampler)
 any other                                     nothing: keys are drawn and dropped
 ============================================  =====================================================
 """
@@ -39,6 +40,10 @@ def order_of(index_sampler: Any, iterator: Any) -> Order:
         return StatefulOrder(index_sampler, iterator, sampler if is_stateful(sampler) else None)
     if type(inner) is RandomSampler:
         return RandomOrder(index_sampler, iterator, inner)
+    if isinstance(getattr(inner, "epoch", None), int) and callable(
+        getattr(inner, "set_epoch", None)
+    ):
+        return EpochOrder(index_sampler, iterator, inner)
     return Order(index_sampler, iterator)
 
 
@@ -136,6 +141,37 @@ class RandomOrder(Order):
 def _draw_seed(generator: torch.Generator) -> int:
     """Draw a seed as a RandomSampler does."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class EpochOrder(Order):
+    """An epoch's keys, of a sampler that is told the epoch's number.
+
+    The number of the state goes before what the sampler was told: Lightning tells a loader that
+    goes on the epoch when its first keys are drawn.
+    """
+
+    kind = "epoch"
+
+    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
+        super().__init__(index_sampler, iterator)
+        self._sampler = sampler
+        self._epoch: int | None = None
+
+    def _begin(self, yielded: int, state: State) -> Iterator[Any]:
+        keys = self._draw(state.get("epoch"))
+        return islice(keys, yielded, None) if yielded else keys
+
+    def _draw(self, epoch: int | None) -> Iterator[Any]:
+        """Yield the keys; with the first, the epoch's number is noted."""
+        if epoch is not None:
+            self._sampler.set_epoch(epoch)
+            self._iterator = iter(self._index_sampler)
+        self._epoch = self._sampler.epoch
+        yield from self._iterator
+
+    def state(self, yielded: int) -> State:  # noqa: ARG002
+        """Return the number; as it would be if the first key came now."""
+        return {"epoch": self._sampler.epoch if self._epoch is None else self._epoch}
 
 
 class StatefulOrder(Order):

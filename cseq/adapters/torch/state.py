@@ -12,6 +12,8 @@ from cseq import failure
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
+    import torch
+
     from cseq.adapters.torch.order import Order
     from cseq.adapters.torch.stateful import DatasetState
 
@@ -83,10 +85,16 @@ class Progress:
         Of the data set, where the trainer makes the batches.
     skipped : list of tuple
         Batches of this epoch that were left out: number, error.
+    generator : torch.Generator, optional
+        The loader's own one, from which the seeds of its epochs are drawn.
+    before : torch.Tensor, optional
+        The state it had before it was drawn from for this epoch.
     """
 
     def __init__(self, *, iterable: bool, num_workers: int, rng: str) -> None:
         self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
+        self.generator: torch.Generator | None = None
+        self.before: torch.Tensor | None = None
         self.begin(0)
 
     def begin(self, base_seed: int, resume: Resume | None = None) -> None:
@@ -122,10 +130,12 @@ class Progress:
 
     def as_dict(self) -> State:
         """Return it as `state_dict` does: another dict each time."""
+        before = self._generator_state()
         return {
             "version": VERSION,
             "kind": "iterable" if self.iterable else "map",
             "rng": self.rng,
+            **({} if before is None else {"generator": before}),
             "num_workers": self.num_workers,
             "base_seed": self.base_seed,
             "_num_yielded": self.yielded,
@@ -137,6 +147,16 @@ class Progress:
             "turn": self.turn,
             "workers": self._dataset_states(),
         }
+
+    def watch(self, generator: torch.Generator | None, before: torch.Tensor | None) -> None:
+        """Note the loader's generator, as it was before an epoch; `begin` comes after or before."""
+        self.generator, self.before = generator, before
+
+    def _generator_state(self) -> torch.Tensor | None:
+        """Return what an epoch draws from that goes on here, or the next one, if this is over."""
+        if self.generator is None or (self.before is not None and not self.finished):
+            return self.before
+        return self.generator.get_state()
 
     def _dataset_states(self) -> list[State | None]:
         """Return the states of the data set."""
@@ -151,6 +171,8 @@ class Progress:
             **vars(self),
             "order": Kept({} if self.order is None else self.order.state(self.yielded)),
             "inline": None,
+            "generator": None,
+            "before": self._generator_state(),
             "states": [None if each is None else dumps(each) for each in states],
         }
 

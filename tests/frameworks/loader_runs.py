@@ -1,0 +1,186 @@
+"""Train with a recipe of docs/from-dataloader.md, and write down what happened, as JSON.
+
+``loader_runs.py MODULE FOLDER RUNS`` calls ``MODULE.train(**options)`` for each of RUNS, a list of
+dicts:
+
+``options``
+    Of `train`.
+``loader`` : 'torch', 'torchdata' or 'cseq'
+    Whose class the recipe's loaders are of; the recipe's own, if it is left out.
+``arguments``
+    Of those loaders, in place of the recipe's.
+``installed``
+    Whether to call `cseq.adapters.torch.install` for this run.
+``where``
+    The name of a folder in FOLDER that it runs in; the same one for a run and its resume.
+
+Each rank writes ``rank0.json``, ``rank1.json`` into FOLDER: a list of dicts, see `main`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import samples
+from torch.utils import data
+
+import cseq
+import cseq.run
+from cseq.adapters.torch import installed, names
+from cseq.adapters.torch.iterator import WorkersIterator
+
+GRACE = 10.0  # seconds in which worker processes have to end
+
+
+def batches_of_nets(training: list[Any], held_out: list[Any]) -> None:
+    """Take down what `samples.Net` is called with, while it trains and while it does not."""
+    forward = samples.Net.forward
+
+    def recording(self: Any, x: Any, labels: Any) -> Any:
+        (training if self.training else held_out).append([x.tolist(), labels.tolist()])
+        return forward(self, x, labels)
+
+    samples.Net.forward = recording
+
+
+def iterators_of_torch(counts: dict[str, int]) -> None:
+    """Count the iterators of torch's own that have workers."""
+    init = names.Workers.__init__
+
+    def counted(self: Any, loader: Any) -> None:
+        counts["torch"] += 1
+        init(self, loader)
+
+    names.Workers.__init__ = counted
+
+
+def batches_of_workers(counts: dict[str, int]) -> None:
+    """Count the batches that come from cseq's workers, which are other processes.
+
+    And how often somebody who has persistent workers ends them.
+    """
+    take: Any = WorkersIterator.__next__
+    shut: Any = WorkersIterator._shutdown_workers
+
+    def counted(self: Any) -> Any:
+        batch = take(self)
+        assert all(process.pid not in (None, os.getpid()) for process in self._workers)
+        counts["cseq"] += 1
+        return batch
+
+    def ended(self: Any) -> None:
+        counts["ended"] += self._persistent_workers
+        shut(self)
+
+    WorkersIterator.__next__ = counted
+    WorkersIterator._shutdown_workers = ended
+
+
+class Lines(logging.Handler):
+    """Collects what cseq logs as a warning or worse."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def children() -> list[str]:
+    """Name the processes that this one has started and that are there."""
+    found: list[str] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in task.read_text().split():
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found
+
+
+def left_behind(before: list[str]) -> list[str]:
+    """Name the processes that are there and were not before, when what ends has ended."""
+    gc.collect()
+    cseq.run.await_closings(GRACE)
+    deadline = time.monotonic() + GRACE
+    while len(children()) > len(before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = children()
+    for name in before:
+        if name in left:
+            left.remove(name)
+    return left
+
+
+def loader_class(kind: str, arguments: dict[str, Any]) -> Any:
+    """Return what a recipe is to call in place of its loader's class."""
+    chosen: Any = {"torch": data.DataLoader, "cseq": cseq.DataLoader}.get(kind)
+    if kind == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        chosen = StatefulDataLoader
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs |= arguments
+        if kind != "cseq":
+            kwargs.pop("rng", None)
+        return chosen(*args, **kwargs)
+
+    return make
+
+
+def main(module: str, folder: str, runs: str) -> None:
+    """Train, and write."""
+    if "composer" in module:
+        import vision  # noqa: F401 - Composer needs a torchvision
+    recipe: Any = importlib.import_module(module)
+    training: list[Any] = []
+    held_out: list[Any] = []
+    counts = {"torch": 0, "cseq": 0, "ended": 0}
+    log = Lines()
+    logging.getLogger("cseq").addHandler(log)
+    batches_of_nets(training, held_out)
+    iterators_of_torch(counts)
+    batches_of_workers(counts)
+    results = []
+    for run in json.loads(runs):
+        before = children()
+        where = Path(folder, run.get("where", "run"))
+        where.mkdir(exist_ok=True)
+        os.chdir(where)
+        own = vars(recipe).get("DataLoader")
+        if "loader" in run or "arguments" in run:
+            recipe.DataLoader = loader_class(run.get("loader", "cseq"), run.get("arguments", {}))
+        with installed() if run.get("installed") else contextlib.nullcontext():
+            recipe.train(**run.get("options", {}))
+        if own is not None:
+            recipe.DataLoader = own
+        results.append(
+            {
+                "training": training.copy(),
+                "held_out": held_out.copy(),
+                "by_torch": counts["torch"],  # iterators with workers
+                "by_cseq": counts["cseq"],  # batches from workers
+                "ended": counts["ended"],  # iterators with persistent workers
+                "log": log.lines.copy(),
+                "left": left_behind(before),
+            }
+        )
+        training.clear()
+        held_out.clear()
+        log.lines.clear()
+        counts.update(dict.fromkeys(counts, 0))
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

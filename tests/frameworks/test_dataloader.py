@@ -1,0 +1,297 @@
+"""The frameworks train on `cseq.DataLoader`'s batches as on those of torch's own loader.
+
+Each recipe of docs/from-dataloader.md runs with both: what the network gets, augmentation included,
+is compared bit for bit. Processes of their own, since both kinds of loaders fork.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from recipes import CSEQ_RUN, EPOCHS, LENGTH, SAMPLES, TORCHRUN, loader_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import TypeAlias
+
+    Runs: TypeAlias = Callable[..., list[list[dict[str, Any]]]]
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skip a test where one of these modules is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+@pytest.fixture
+def runs(recipes: Path, folder: Path) -> Runs:
+    """Return `loader_runs`, in this test's folder."""
+
+    def call(module: str, runs: list[dict[str, Any]], **options: Any) -> Any:
+        return loader_runs(module, runs, folder, recipes, **options)
+
+    return call
+
+
+def with_both(options: dict[str, Any], **run: Any) -> list[dict[str, Any]]:
+    """Return a run with torch's loader, and the same one with cseq's."""
+    return [
+        {**run, "options": options, "loader": loader, "where": loader}
+        for loader in ("torch", "cseq")
+    ]
+
+
+def check_served(run: dict[str, Any], *, ahead: int = 0) -> None:
+    """Check that all batches came from cseq's workers, and that nothing is wrong with that.
+
+    `ahead`: batches that the framework took, and did not give to the network.
+    """
+    assert run["by_torch"] == 0
+    assert run["by_cseq"] == len(run["training"]) + len(run["held_out"]) + ahead
+    assert run["log"] == []
+    assert run["left"] == []
+
+
+def check_same(theirs: dict[str, Any], ours: dict[str, Any], **options: Any) -> None:
+    """Check that a run had the batches that torch's loader has given in another one."""
+    assert theirs["by_torch"] > 0
+    assert theirs["by_cseq"] == 0
+    check_served(ours, **options)
+    assert len(ours["training"]) > 0
+    assert ours["training"] == theirs["training"]
+    assert ours["held_out"] == theirs["held_out"]
+
+
+def numbers(run: dict[str, Any]) -> list[list[int]]:
+    """Return which samples each batch of a training had."""
+    return [[int(row[0]) for row in x] for x, _ in run["training"]]
+
+
+def check_whole(*ranks: dict[str, Any]) -> None:
+    """Check that a training had all samples in each epoch, and that no two had the same draws.
+
+    Ranks get a few samples twice, so that all have as many batches.
+    """
+    length = -(-LENGTH // len(ranks))
+    for run in ranks:
+        assert len(run["training"]) == EPOCHS * length
+        draws = [tuple(row[1:]) for x, _ in run["training"] for row in x]
+        assert len(set(draws)) == len(draws)
+    for epoch in range(EPOCHS):
+        epochs = [numbers(run)[epoch * length : (epoch + 1) * length] for run in ranks]
+        found = [number for batches in epochs for batch in batches for number in batch]
+        assert set(found) == set(range(SAMPLES))
+        assert len(found) < SAMPLES + 8 * len(ranks)
+
+
+# ── accelerate ─────────────────────────────────────────────────────────────────────────────
+
+
+@needs("accelerate")
+def test_accelerate(runs: Runs) -> None:
+    """The unchanged script, run by `python -m cseq run`; a resume is what torch's is."""
+    trainings = [{}, {"options": {"resume": "1-5"}}]
+    [theirs] = runs("loader_accelerate", trainings)
+    [ours] = runs("loader_accelerate", trainings, launcher=CSEQ_RUN)
+    for mine, other in zip(ours, theirs, strict=True):
+        check_same(other, mine)
+    check_whole(ours[0])
+    assert numbers(ours[1]) == numbers(ours[0])[LENGTH + 5 :]
+
+
+@needs("accelerate")
+def test_accelerate_on_two_ranks(runs: Runs) -> None:
+    """Each rank has what it has with torch's; also where rank 0 gets the batches of all."""
+    trainings = [
+        {},
+        {"options": {"resume": "1-5"}},
+        {"options": {"dispatch_batches": True}},
+        {"options": {"dispatch_batches": True, "resume": "1-5"}},
+    ]
+    theirs = runs("loader_accelerate", trainings, launcher=TORCHRUN, ranks=2)
+    ours = runs("loader_accelerate", trainings, launcher=(*TORCHRUN, *CSEQ_RUN), ranks=2)
+    check_whole(ours[0][0], ours[1][0])
+    for rank in range(2):
+        for mine, other in zip(ours[rank][:2], theirs[rank][:2], strict=True):
+            check_same(other, mine)
+        assert numbers(ours[rank][1]) == numbers(ours[rank][0])[7 + 5 :]
+        for mine, other in zip(ours[rank][2:], theirs[rank][2:], strict=True):
+            assert mine["training"] == other["training"]
+            assert mine["by_torch"] == 0
+            assert mine["log"] == mine["left"] == []
+    assert [run["by_cseq"] for run in ours[0][2:]] == [3 * LENGTH, 2 * LENGTH - 5]
+
+
+@needs("accelerate", "torchdata")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerates_own_states(runs: Runs, ranks: int) -> None:
+    """With `use_stateful_dataloader` and ours in torchdata's place, a resume is exact."""
+    trainings = [{}, {"options": {"resume": "1-5"}}]
+    launcher = TORCHRUN if ranks > 1 else ()
+    found = runs("loader_accelerate_state", trainings, launcher=launcher, ranks=ranks)
+    check_whole(*(whole for whole, _ in found))
+    for whole, rest in found:
+        check_served(whole)
+        check_served(rest)
+        assert rest["training"] == whole["training"][-(-LENGTH // ranks) + 5 :]
+
+
+# ── the Trainer ────────────────────────────────────────────────────────────────────────────
+
+
+@needs("transformers")
+def test_the_trainer(runs: Runs) -> None:
+    """Training, evaluation, a resume that skips batches, one that does not, persistent workers."""
+    trainings = [
+        {"eval_strategy": "epoch"},
+        {"resume": "checkpoints/checkpoint-20"},
+        {"resume": "checkpoints/checkpoint-20", "ignore_data_skip": True},
+        {"dataloader_persistent_workers": True, "gradient_accumulation_steps": 2},
+    ]
+    [found] = runs(
+        "loader_transformers",
+        [
+            {"options": options, "installed": installed, "where": str(installed)}
+            for options in trainings
+            for installed in (False, True)
+        ],
+    )
+    theirs, ours = found[::2], found[1::2]
+    for other, mine, options in zip(theirs, ours, trainings, strict=True):
+        check_same(other, mine, ahead="ignore_data_skip" in options)  # it stops in mid-epoch
+    check_whole(ours[0])
+    assert len(ours[0]["held_out"]) == EPOCHS * LENGTH
+    assert numbers(ours[1]) == numbers(ours[0])[20:]
+
+
+@needs("transformers")
+def test_the_trainer_on_two_ranks(runs: Runs) -> None:
+    """An unchanged script, which torchrun starts by `python -m cseq run`."""
+    trainings = [{}, {"options": {"resume": "checkpoints/checkpoint-10"}}]
+    theirs = runs("loader_transformers", trainings, launcher=TORCHRUN, ranks=2)
+    ours = runs("loader_transformers", trainings, launcher=(*TORCHRUN, *CSEQ_RUN), ranks=2)
+    check_whole(ours[0][0], ours[1][0])
+    for rank in range(2):
+        for mine, other in zip(ours[rank], theirs[rank], strict=True):
+            check_same(other, mine)
+        assert numbers(ours[rank][1]) == numbers(ours[rank][0])[10:]
+
+
+# ── Lightning ──────────────────────────────────────────────────────────────────────────────
+
+# What Lightning calls itself: no progress bar, whose thread would be there.
+QUIET = {"logger": False, "enable_progress_bar": False}
+DDP = {**QUIET, "strategy": "ddp", "devices": 2}
+
+
+@needs("lightning")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_lightning(runs: Runs, persistent: bool) -> None:
+    """Training, and validation with a loader that Lightning asks for in a hook."""
+    arguments = {"rng": "worker", "persistent_workers": persistent}
+    [[theirs, ours]] = runs("loader_lightning", with_both(QUIET, arguments=arguments))
+    check_same(theirs, ours)
+    check_whole(ours)
+    assert ours["ended"] == (2 if persistent else 0)
+    assert len(ours["held_out"]) == 2 + EPOCHS * LENGTH  # a look at two batches comes first
+
+
+@needs("lightning")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_lightning_resumed(runs: Runs, persistent: bool) -> None:
+    """Its checkpoints have our state: a resume is exact, also in the epochs that follow."""
+    resumed = {**QUIET, "ckpt_path": "checkpoints/step=20.ckpt"}
+    run = {"arguments": {"persistent_workers": persistent}}
+    [[whole, rest]] = runs(
+        "loader_lightning", [{**run, "options": QUIET}, {**run, "options": resumed}]
+    )
+    check_served(whole)
+    check_served(rest)
+    check_whole(whole)
+    assert rest["training"] == whole["training"][20:]
+
+
+@needs("lightning")
+def test_lightning_resumed_with_torchs_seeds(runs: Runs) -> None:
+    """The samples are those of the rest; what is drawn begins anew, as the page says."""
+    run = {"arguments": {"rng": "worker"}}
+    resumed = {**QUIET, "ckpt_path": "checkpoints/step=20.ckpt"}
+    [[whole, rest]] = runs(
+        "loader_lightning", [{**run, "options": QUIET}, {**run, "options": resumed}]
+    )
+    check_served(rest)
+    assert numbers(rest) == numbers(whole)[20:]
+    assert rest["training"][:6] != whole["training"][20:26]
+    assert rest["training"][6:] == whole["training"][26:]
+
+
+@needs("lightning", "torchdata")
+def test_lightning_resumed_behind_a_last_batch(runs: Runs) -> None:
+    """The page's warning: a state from before the loop saw the end is one of an empty rest."""
+    resumed = {**QUIET, "ckpt_path": f"checkpoints/step={LENGTH}.ckpt"}
+    trainings = [{"options": {**QUIET, "every": LENGTH}}, {"options": resumed}]
+    torchs = [{**run, "loader": "torchdata", "where": "torchdata"} for run in trainings]
+    [[whole, rest, _, theirs]] = runs("loader_lightning", [*trainings, *torchs])
+    assert rest["training"] == whole["training"][LENGTH : 2 * LENGTH]
+    assert len(theirs["training"]) == len(rest["training"])
+    check_served(rest)
+
+
+@needs("lightning")
+def test_lightning_on_two_ranks(runs: Runs) -> None:
+    """Lightning makes the loader again, with a DistributedSampler; resumes are exact there, too."""
+    resumed = {"options": {**DDP, "ckpt_path": "checkpoints/step=10.ckpt"}}
+    trainings = [*with_both(DDP, arguments={"rng": "worker"}), {"options": DDP}, resumed]
+    found = runs("loader_lightning", trainings, ranks=2)
+    for theirs, ours, whole, rest in found:
+        check_same(theirs, ours)
+        check_served(whole)
+        check_served(rest)
+        assert rest["training"] == whole["training"][10:]
+    check_whole(*(rank[2] for rank in found))
+
+
+# ── Fabric ─────────────────────────────────────────────────────────────────────────────────
+
+
+@needs("lightning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fabric(runs: Runs, ranks: int) -> None:
+    """`setup_dataloaders` takes the loader, and a checkpoint that has it makes resumes exact."""
+    options = {"strategy": "ddp", "devices": 2} if ranks > 1 else {}
+    step = 20 if ranks == 1 else 10
+    resumed = {"options": {**options, "resume": f"checkpoints/{step}.ckpt"}}
+    trainings = [*with_both(options, arguments={"rng": "worker"}), {"options": options}, resumed]
+    found = runs("loader_fabric", trainings, ranks=ranks)
+    check_whole(*(rank[2] for rank in found))
+    for theirs, ours, whole, rest in found:
+        check_same(theirs, ours)
+        check_served(whole)
+        check_served(rest)
+        assert rest["training"] == whole["training"][step:]
+
+
+# ── Composer ───────────────────────────────────────────────────────────────────────────────
+
+
+@needs("composer")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_composer(runs: Runs, persistent: bool) -> None:
+    """It takes a loader that was not begun, ends persistent workers, and a resume is as torch's.
+
+    It makes the batches of a resumed epoch again, and one of each epoch before: so workers that
+    are not persistent have the same seeds.
+    """
+    arguments = {"persistent_workers": persistent}
+    resumed = {"load_path": "checkpoints/20.pt"}
+    trainings = with_both({}, arguments=arguments) + with_both(resumed, arguments=arguments)
+    [[theirs, ours, theirs_resumed, ours_resumed]] = runs("loader_composer", trainings)
+    check_same(theirs, ours)
+    check_same(theirs_resumed, ours_resumed, ahead=1 + 7)
+    check_whole(ours)
+    assert ours["ended"] == persistent
+    assert numbers(ours_resumed) == numbers(ours)[20:]
+    assert (ours_resumed["training"] == ours["training"][20:]) is not persistent
