@@ -81,6 +81,12 @@ class Case(dict):
         return self.get(name, DEFAULTS[name])
 
     @property
+    def is_unordered(self) -> bool:
+        """Whether the order of batches is a matter of time, at the latest behind some step."""
+        numbers = [int(step.split()[1]) for step in self.steps if step.startswith("num_workers")]
+        return not self.in_order and max(self.num_workers, *numbers, 0) > 1
+
+    @property
     def streams(self) -> bool:
         return self.dataset in STREAMS
 
@@ -202,7 +208,7 @@ def settle(options: dict) -> Case:
         case.pop("stop", None)
     if case.init == "dataset" and case.dataset not in ("map", "bulk", *STREAMS):
         case.pop("init")
-    if case.num_workers > 1 and not case.in_order:
+    if case.is_unordered:
         # Which worker makes a batch, and which one comes first, is a matter of time.
         for name in ("draws", "info", "error", "collate", "init"):
             case.pop(name, None)

@@ -358,7 +358,7 @@ def observe(case: Case, *paths: str) -> list[list[Event]]:
 
 def alike(case: Case, events: list[Event]) -> list[Event]:
     """Return the events in a form that two loaders which keep the contract have in common."""
-    if case.num_workers > 1 and not case.in_order:
+    if case.is_unordered:
         # Batches that are ready come first: every epoch is sorted.
         batches = sorted(
             (event[1:2] for event in events if event[0].startswith("batch ")), key=repr

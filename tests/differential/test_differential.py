@@ -92,6 +92,8 @@ def test_batches_out_of_order_are_sorted():
     other = [["iter"], ["batch 0", "b"], ["batch 1", "a"], ["after"]]
     assert observe.difference(Case(num_workers=2, in_order=False), events, other) is None
     assert observe.difference(Case(num_workers=2), events, other) is not None
+    more = Case(num_workers=1, in_order=False, steps=["num_workers 2", "epoch"])
+    assert observe.difference(more, events, other) is None
     other[1][1] = "c"
     assert observe.difference(Case(num_workers=2, in_order=False), events, other) is not None
 
