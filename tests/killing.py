@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import select
@@ -17,12 +18,20 @@ CODE = KILL if os.name == "nt" else -KILL
 WORDS = describe_exit(CODE)
 
 PATIENCE = 60.0  # seconds
+# What `os.kill` answers for a process that has ended: on Windows as an argument that is wrong, or,
+# while somebody has a handle of it, as a process that is not to be touched.
+GONE = (errno.EINVAL, errno.EACCES) if os.name == "nt" else (errno.ESRCH,)
+
 SYNCHRONIZE = 0x100000  # Windows' right to wait for a process
 
 
 def kill(pid: int) -> None:
-    """Kill a process, perhaps this one."""
-    os.kill(pid, KILL)
+    """Kill a process, perhaps this one, unless it has ended already."""
+    try:
+        os.kill(pid, KILL)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
 
 
 def await_death(pid: int) -> None:

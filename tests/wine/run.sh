@@ -12,7 +12,7 @@ wine=$(PATH="$PATH:/usr/lib/wine" && { command -v wine64 || command -v wine; }) 
 mkdir -p "$1/prefix"
 # Without Wine's menus and its offers to download .NET and a browser; quiet about what it lacks.
 export WINEPREFIX=$(cd "$1/prefix" && pwd) WINEARCH=win64 WINEDEBUG=${WINEDEBUG:--all} \
-    KMP_TOPOLOGY_METHOD=flat WINEDLLOVERRIDES='winemenubuilder.exe,winedbg.exe,mscoree,mshtml='
+    KMP_TOPOLOGY_METHOD=flat WINEDLLOVERRIDES='msvcp140=n,b;winemenubuilder.exe,winedbg.exe,mscoree,mshtml='
 program=$2
 shift 2
 if [ "$program" = python ]; then program='C:\python\python.exe'; fi
