@@ -156,7 +156,7 @@ def slots(running: Any) -> Slots:
     made = arena.slots
     total, free, leased = made.capacity, len(made.free()), made.leased
     taken = sum(map(made.is_taken, range(total)))
-    committed = os.fstat(arena.segment.fd).st_blocks * 512
+    committed = arena.segment.allocated
     return Slots(total, free, leased, taken, total - free - leased - taken, committed)
 
 

@@ -39,7 +39,12 @@ def await_death(pid: int) -> None:
     assert _ended(pid), f"process {pid} still runs"
 
 
-def _ended(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended."""
+    return not _ended(pid, 0.0)
+
+
+def _ended(pid: int, patience: float = PATIENCE) -> bool:
     """Wait for the end of a process, in the way that the system has."""
     if os.name == "nt":
         winapi: Any = importlib.import_module("_winapi")
@@ -48,7 +53,7 @@ def _ended(pid: int) -> bool:
         except OSError:  # it is gone
             return True
         try:
-            waited: int = winapi.WaitForSingleObject(handle, int(PATIENCE * 1000))
+            waited: int = winapi.WaitForSingleObject(handle, int(patience * 1000))
         finally:
             winapi.CloseHandle(handle)
         return waited == winapi.WAIT_OBJECT_0
@@ -56,12 +61,13 @@ def _ended(pid: int) -> bool:
         if hasattr(os, "pidfd_open"):
             descriptor = os.pidfd_open(pid)
             try:
-                return bool(select.select([descriptor], [], [], PATIENCE)[0])
+                return bool(select.select([descriptor], [], [], patience)[0])
             finally:
                 os.close(descriptor)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
+        os.kill(pid, 0)
         while time.monotonic() < deadline:
-            os.kill(pid, 0)
             time.sleep(0.01)
+            os.kill(pid, 0)
         return False
     return True

@@ -277,6 +277,7 @@ def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -
 
     monkeypatch.setattr(two.launcher, "launch", note)
     supervisor = two.start()
+    two.await_failure()
     with pytest.raises(LookupError, match="clumsy"):
         supervisor.check()
     supervisor.close()

@@ -32,6 +32,7 @@ from counting import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import await_death, kill
+from kinds import QUICKEST
 from streaming import lost_slots
 
 import cseq
@@ -599,7 +600,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=3 if QUICKEST.start_method == "spawn" else 12)
 @given(
     epochs=LENGTHS.flatmap(
         lambda first: st.lists(

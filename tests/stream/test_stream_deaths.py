@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from counting import METHODS, Numbers, in_process, plain, streams
 from killing import CODE, WORDS, await_death, kill
+from kinds import QUICKEST
 
 import cseq
 import cseq.deaths
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from conftest import RunScript
+SPAWNED = QUICKEST.start_method == "spawn"  # to replace a worker then takes a second or two
+
 
 # -- workers die
 
@@ -101,8 +104,8 @@ def test_workers_killed_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # chance may well strike one ticket three times
     rng = random.Random(5)
     with streams(num_workers=3, max_restarts=10_000, prefetch=6) as s:
-        for epoch in range(3):
-            lengths = [rng.randrange(200) for _ in range(3)]
+        for epoch in range(1 if SPAWNED else 3):
+            lengths = [rng.randrange(60 if SPAWNED else 200) for _ in range(3)]
             s.begin(lengths)
             got = []
             for item in s:
