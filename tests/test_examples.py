@@ -75,6 +75,12 @@ def imports_of(code: str) -> set[str]:
     return found
 
 
+def marks_of(block: Block) -> list[pytest.MarkDecorator]:
+    """Skip a block where its modules, or the system's functions that it calls, are missing."""
+    marks = [needs("torch", *imports_of(block.code))]
+    return [*marks, pytest.mark.needs("POSIX")] if "os.pread(" in block.code else marks
+
+
 @pytest.fixture
 def output_of(run_prepared: RunScript) -> Script:
     """Return a function that runs a script as on a machine without CUDA and returns its output.
@@ -86,7 +92,9 @@ def output_of(run_prepared: RunScript) -> Script:
         code = source if isinstance(source, str) else source.read_text(encoding="utf-8")
         done = run_prepared(code, *args, CUDA_VISIBLE_DEVICES="")
         complaints = [
-            line for line in done.stderr.splitlines() if not line.startswith("CUDA is not")
+            line
+            for line in done.stderr.splitlines()
+            if not line.startswith(("CUDA is not", "no worker is ready"))  # the machine may be busy
         ]
         assert (done.returncode, complaints) == (0, []), done.stderr
         return done.stdout
@@ -170,7 +178,7 @@ def test_returnn_hdf(output_of: Script) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(block, id=block.name, marks=needs("torch", *imports_of(block.code)))
+        pytest.param(block, id=block.name, marks=marks_of(block))
         for page in PAGES
         for block in blocks_of(page)
     ],
