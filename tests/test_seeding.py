@@ -196,6 +196,8 @@ want = run(0)
 print(before == states())
 first, quickest = start_methods()[0], start_methods()[-1]
 kinds = [(1, quickest), (5, quickest), (2, first), (1, "spawn")]
+if quickest == "spawn":  # each worker imports torch anew
+    kinds = [(2, "spawn")]
 print(all(run(*kind) == want for kind in kinds))
 print(before == states())
 """

@@ -100,5 +100,5 @@ def test_a_caller_that_does_not_know_the_secret(monkeypatch: pytest.MonkeyPatch)
         with ours, theirs:
             theirs.sendall(said)
             theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(ConnectionRefusedError), relay._process_of(ours, secret):
+            with pytest.raises(ConnectionRefusedError), relay.process_of(ours, secret):
                 pass

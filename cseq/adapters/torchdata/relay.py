@@ -184,7 +184,7 @@ class Relay:
         connection: Connection[Any, Any] = Connection(caller.dup().detach())
         with connection, contextlib.suppress(EOFError, ConnectionError):
             fd, width = self._streams.segment
-            with _process_of(caller, self._secret) as process:
+            with process_of(caller, self._secret) as process:
                 descriptors.send(caller, WIDTH.pack(width), [fd], process)
             worker = connection.recv()
             while True:
@@ -317,7 +317,7 @@ def is_ours(caller: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def _process_of(caller: socket.socket, secret: bytes) -> Iterator[int | None]:
+def process_of(caller: socket.socket, secret: bytes) -> Iterator[int | None]:
     """Open the caller's process, on Windows: it gets a handle of its own there."""
     if not WINDOWS:
         yield None
