@@ -138,7 +138,6 @@ cdef extern from "cseq_map.h" nogil:
     int cseq_section(uint64_t nbytes) noexcept
     void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate, int own) noexcept
     uint64_t cseq_ram() noexcept
-    int64_t cseq_allocated(int fd, uint64_t nbytes) noexcept
     void cseq_unmap(void* p, uint64_t nbytes) noexcept
     void cseq_close(int fd) noexcept
     int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept

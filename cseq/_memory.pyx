@@ -378,22 +378,6 @@ def ram():
     return cseq_ram()
 
 
-def allocated(int fd, uint64_t nbytes):
-    """Bytes of memory that a file of `nbytes` takes: its committed pages.
-
-    Raises
-    ------
-    OSError
-        There is no such file.
-    """
-    cdef int64_t found
-    with nogil:
-        found = cseq_allocated(fd, nbytes)
-    if found < 0:
-        raise OSError(errno, f"descriptor {fd}: how much memory it takes is not known")
-    return found
-
-
 def address_of(cnp.ndarray array not None):
     """The address of an array's data."""
     return <uintptr_t>cnp.PyArray_DATA(array)

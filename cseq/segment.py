@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from cseq._memory import Descriptor, allocated, section
+from cseq._memory import Descriptor, section
 from cseq.descriptors import anonymous_file
 from cseq.threads import imported
 
@@ -41,11 +41,6 @@ class Segment:
     def fd(self) -> int:
         """Descriptor of the file; -1 once it is closed."""
         return self._file.fd
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of memory that the file takes."""
-        return allocated(self.fd, self.width * self.slots)
 
     @classmethod
     def create(cls, nbytes: int, slots: int = 1) -> Segment:

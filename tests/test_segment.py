@@ -10,7 +10,6 @@ import tempfile
 import pytest
 from slots import filled, whole
 
-from cseq._memory import commit
 from cseq.arena import Arena
 from cseq.memory_limit import MIB
 from cseq.segment import Segment
@@ -28,18 +27,6 @@ def test_a_segment_takes_no_memory_yet() -> None:
     segment.close()
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(segment.fd)
-
-
-def test_what_is_committed_takes_memory() -> None:
-    """Nothing else of a segment does; once it is closed, there is no answer."""
-    segment = Segment.create(1 << 18, 4)
-    assert segment.allocated == 0
-    commit(segment.fd, 1 << 18, 1 << 16)
-    commit(segment.fd, 3 << 18, 1 << 17)
-    assert segment.allocated == 3 << 16
-    segment.close()
-    with pytest.raises(OSError, match="how much memory"):
-        _ = segment.allocated
 
 
 def test_a_dropped_segment_is_closed() -> None:

@@ -25,7 +25,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 #endif
@@ -142,25 +141,6 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
     } while (error == EINTR);
     return error;
-#endif
-}
-
-/* Bytes of memory that the first `nbytes` of a file take (all of it, but on Windows), or -1. */
-CSEQ_INLINE int64_t cseq_allocated(int fd, uint64_t nbytes) {
-#if defined(_WIN32)
-    MEMORY_BASIC_INFORMATION region;
-    int64_t found = 0;
-    uint64_t at = 0;
-    char *view = (char *)MapViewOfFile(CSEQ_HANDLE(fd), FILE_MAP_READ, 0, 0, (SIZE_T)nbytes);
-    if (view == 0) return -1;
-    for (; at < nbytes && VirtualQuery(view + at, &region, sizeof(region)) != 0; at += region.RegionSize)
-        if (region.State == MEM_COMMIT) found += (int64_t)region.RegionSize;
-    UnmapViewOfFile(view);
-    return found;
-#else
-    struct stat status;
-    (void)nbytes;
-    return fstat(fd, &status) == 0 ? (int64_t)status.st_blocks * 512 : -1;
 #endif
 }
 
