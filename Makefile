@@ -14,7 +14,7 @@
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
-# make wine     the tests with a Windows CPython, under Wine; ARGS for pytest; tests/wine/README.md
+# make wine     the tests with a Windows CPython and torch, under Wine; ARGS for pytest; tests/wine/README.md
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems

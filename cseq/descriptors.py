@@ -19,7 +19,7 @@ from cseq.threads import imported
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["anonymous_file", "receive", "send"]
+__all__ = ["anonymous_file", "receive", "receive_exactly", "send"]
 
 # Errors of memfd_create where it does not exist (ENOSYS), does not know a flag (EINVAL) or demands
 # one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
@@ -93,9 +93,9 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     If there are no bytes, the other end is closed.
     """
     if not hasattr(sock, "recvmsg"):  # Windows
-        data = _receive_exactly(sock, size)
-        [count] = array("i", _receive_exactly(sock, 4)) or [0]
-        return data, array("i", _receive_exactly(sock, 4 * count)).tolist()
+        data = receive_exactly(sock, size)
+        [count] = array("i", receive_exactly(sock, 4)) or [0]
+        return data, array("i", receive_exactly(sock, 4 * count)).tolist()
     # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     fds = array("i")
@@ -109,7 +109,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     return data, list(fds)
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
     """Receive `size` bytes; none if the other end is closed before."""
     data = b""
     while len(data) < size:

@@ -247,6 +247,14 @@ class Supervisor:
                     key.fileobj.recv(64)  # type: ignore[union-attr]
                 else:
                     self._receive(key.data)
+            if self.closed:
+                self._kill_starting()
+
+    def _kill_starting(self) -> None:
+        """Kill the workers that run nothing of the user's yet; importing may take them long."""
+        for worker in self._workers.values():
+            if not worker.state:
+                worker.child.kill()
 
     def _launch(self, owner: int) -> None:
         """Start a worker and send it its setup."""
@@ -412,7 +420,8 @@ class Supervisor:
     def close(self) -> None:
         """Close the rings and end all workers; kill those that do not end within `GRACE` seconds.
 
-        Calling it twice is fine, also if a signal handler has raised in the first call.
+        Those that have not come to the user's code are killed at once. Calling it twice is fine,
+        also if a signal handler has raised in the first call.
 
         Raises
         ------

@@ -156,7 +156,10 @@ def slots(running: Any) -> Slots:
     made = arena.slots
     total, free, leased = made.capacity, len(made.free()), made.leased
     taken = sum(map(made.is_taken, range(total)))
-    committed = os.fstat(arena.segment.fd).st_blocks * 512
+    if os.name == "nt":  # no pages come back; of a worker's spares, what they had when it got them
+        committed = sum(map(arena.capacity, range(total)))
+    else:
+        committed = os.fstat(arena.segment.fd).st_blocks * 512
     return Slots(total, free, leased, taken, total - free - leased - taken, committed)
 
 

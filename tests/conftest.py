@@ -469,7 +469,9 @@ def import_path() -> str:
 
 def stacks_of(process: subprocess.Popen[str]) -> str:
     """Make a script that hangs print where it does, and end it."""
-    process.send_signal(getattr(signal, "SIGABRT", signal.SIGTERM))  # faulthandler answers this
+    process.send_signal(
+        signal.SIGTERM if os.name == "nt" else signal.SIGABRT
+    )  # faulthandler answers
     try:
         output, errors = process.communicate(timeout=GRACE)
     except subprocess.TimeoutExpired as error:  # what it started hangs too and holds its output

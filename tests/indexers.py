@@ -7,12 +7,12 @@ what a batch must be, whoever made it.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from killing import kill
 
 import cseq
 
@@ -202,7 +202,7 @@ class Killing:
             marker = self.folder / str(index)
             if not marker.exists():
                 marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill(os.getpid())
         return batch
 
 

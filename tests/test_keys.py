@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from interrupting import first_hits, interrupted
+from killing import kill
+from kinds import QUICKEST
 from streaming import lost_slots
 
 import cseq
 import cseq.deaths
 from cseq._slots import Lease
+from cseq.launcher import start_methods
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from conftest import RunScript
-
-pytestmark = pytest.mark.needs("fork")
-
-
+SPAWNED = QUICKEST.start_method == "spawn"  # to replace a worker then takes a second or two
 PAUSE = 0.0005  # seconds between two looks at what nothing signals
 
 
@@ -75,8 +75,9 @@ class Makes:
 def streams(
     producer: Callable[[int, int], Any] = Makes, num_workers: int = 2, **options: Any
 ) -> Streams:
-    """Make streams of forked workers, which are started quickest."""
-    return Streams(producer, num_workers, **({"start_method": "fork", "prefetch": 2} | options))
+    """Make streams of workers that are started in the quickest way."""
+    options = {"start_method": QUICKEST.start_method, "prefetch": 2} | options
+    return Streams(producer, num_workers, **options)
 
 
 def begin(s: Streams, keys: Any, **options: Any) -> None:
@@ -227,7 +228,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", [m for m in start_methods() if m != "spawn"] or ["spawn"])
 def test_a_key_arrives_as_what_it_was(method: str) -> None:
     """Its type and its value."""
     with streams(start_method=method) as s:
@@ -508,6 +509,7 @@ def await_answers(s: Streams, worker: int) -> None:
         time.sleep(PAUSE)
 
 
+@pytest.mark.needs("POSIX")
 def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
     """The keys behind it go to the next worker that has room: the order is torch's."""
     with gated(tmp_path) as (s, gate):
@@ -526,6 +528,7 @@ def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
             assert [item[0] for item in got] == [0, 1, 1, 1, 1, 1, 1, 1, 0, 0]
 
 
+@pytest.mark.needs("POSIX")
 def test_a_slow_item_and_free_keys(tmp_path: Path) -> None:
     """Keys go to the worker that has the fewest to work on, the lowest of several."""
     with gated(tmp_path) as (s, gate):
@@ -562,6 +565,7 @@ def abs_of(key: list[int]) -> int:
     return key[0]
 
 
+@pytest.mark.needs("POSIX")
 def test_streams_in_no_order(tmp_path: Path) -> None:
     """Without keys: from whichever stream has an item; of each, in its order."""
     with gated(tmp_path, prefetch=5) as (s, gate):
@@ -597,6 +601,7 @@ def test_a_peeked_item_stays_in_front() -> None:
             assert len({(item[0], *item[1]) for item in got}) == 60
 
 
+@pytest.mark.needs("POSIX")
 def test_another_epoch_waits_for_nothing_under_way(tmp_path: Path) -> None:
     """What is being made is given up, and its worker goes on when it can."""
     with gated(tmp_path, prefetch=2) as (s, gate):
@@ -687,7 +692,7 @@ class Fatal(Makes):
         if key[0] % 5 == 3:
             with contextlib.suppress(FileExistsError):
                 (self.folder / str(key[0])).touch(exist_ok=False)
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill(os.getpid())
         assert self.assignment == "assigned"
         return super().make(key)
 
@@ -721,7 +726,7 @@ class Killing(Makes):
 
     def make(self, key: Any) -> Any:
         if key == [7, 8]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(os.getpid())
         return super().make(key)
 
 
@@ -733,8 +738,8 @@ def test_workers_killed_at_any_time(
     monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may strike one thrice
     rng = random.Random(5)
     with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
-        for _ in range(2):
-            sizes = rng.choices((3, 999, 9_000, 30_001), k=150)
+        for _ in range(1 if SPAWNED else 2):
+            sizes = rng.choices((3, 999, 9_000, 30_001), k=80 if SPAWNED else 150)
             begin(s, ([size] for size in sizes), ordered=ordered, assign=assign)
             got = []
             for item in s:
@@ -742,9 +747,8 @@ def test_workers_killed_at_any_time(
                 got.append(len(item[0]))
                 if rng.random() < 0.06:
                     for pid in rng.sample(s.pids(), rng.randrange(1, 4)):
-                        with contextlib.suppress(ProcessLookupError):
-                            if pid:
-                                os.kill(pid, signal.SIGKILL)
+                        if pid:
+                            kill(pid)
             assert (got if ordered else sorted(got)) == (sizes if ordered else sorted(sizes))
         assert s.stats().restarts > 3
 
@@ -895,6 +899,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
         assert first_hits(step) > 50
 
 
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
 def test_signals_at_random_times(ordered: bool, assign: str) -> None:
     """A timer's handler raises again and again: every key's item comes, once, in its place."""

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
 every_pool = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
-needs_kill = pytest.mark.needs("POSIX")
 
 
 def indices_of(batches: Any) -> list[int]:
@@ -605,7 +604,6 @@ def test_workers_that_die_at_birth(kind: Kind) -> None:
     assert (caught.value.exitcode, caught.value.batch) == (7, None)
 
 
-@needs_kill
 @every_process
 def test_a_killed_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
     """Workers killed in the middle of batches, several times: not one bit of the stream changes."""
@@ -615,7 +613,6 @@ def test_a_killed_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
     assert_same(got, want)
 
 
-@needs_kill
 def test_the_only_worker_is_replaced(tmp_path: Path) -> None:
     """One worker, a buffer of one, killed at the first and at the last sample: nothing is lost."""
     worker = lambda: Killing(tmp_path, (0, 29))  # noqa: E731
@@ -624,7 +621,6 @@ def test_the_only_worker_is_replaced(tmp_path: Path) -> None:
     assert [i for batch in got for i in batch["index"].tolist()] == list(range(30))
 
 
-@needs_kill
 def test_killed_in_an_epoch_that_was_left(tmp_path: Path) -> None:
     """A worker killed on a batch that nobody wants any more does not disturb the next epoch."""
     want = expected(lambda: Killing(tmp_path, ()), 40, batch_size=2, epochs=2)[20:]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ import pytest
 import cseq
 from cseq._memory import HAS_GIL
 from cseq.stats import Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
 
@@ -55,104 +61,159 @@ def test_copies_are_counted() -> None:
     assert sum(map(len, kept)) == 50 * 4096
 
 
-class Sleeps:
-    """Takes some seconds for every batch."""
+class Held:
+    """Batches at once; from one index on, or at one alone, only when there is a file."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        time.sleep(self.seconds)
-        return indices
-
-
-class Straggling:
-    """Takes 100 times as long for one batch in twenty."""
+    def __init__(self, gate: str, *, alone: bool) -> None:
+        self.gate, self.alone = gate, alone
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        time.sleep(0.2 if indices[0] % 20 == 0 else 0.002)
+        if indices[0] == FREE or (indices[0] > FREE and not self.alone):
+            while not os.path.exists(self.gate):
+                time.sleep(PAUSE)
         return indices
 
 
 class Computes:
-    """Computes in Python, with the GIL."""
+    """Computes in Python, and says how much CPU time that took."""
 
-    def __getitem__(self, indices: np.ndarray) -> int:
-        return sum(k * k for k in range(100_000))
-
-
-class SlowToMake(Sleeps):
-    """Takes long to be made."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-        time.sleep(1.5)
+    def __getitem__(self, indices: np.ndarray) -> float:
+        begun = time.thread_time()
+        sum(k * k for k in range(20_000))
+        return time.thread_time() - begun
 
 
-def run(kind: str, worker: Any, num_workers: int, batches: int, loop: float = 0.0) -> Stats:
-    """Run an epoch of batches of one index."""
-    m = cseq.MSequence(
+class SlowToMake:
+    """Is not made before there is a file."""
+
+    def __init__(self, gate: str) -> None:
+        while not os.path.exists(gate):
+            time.sleep(PAUSE)
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return indices
+
+
+FREE = 10  # batches that are made at once
+PAUSE = 0.01  # seconds between two looks at what nothing signals
+
+
+def make(kind: str, worker: Any, num_workers: int, batches: int) -> Any:
+    """Make a manager of batches of one index."""
+    return cseq.MSequence(
         worker, batches, num_workers=num_workers, batch_size=1, thread_type=kind, out_type="null",
         shuffle=False,
     )  # fmt: skip
-    with m.start() as taken:
-        for _ in taken:
-            if loop:
-                time.sleep(loop)
-        return m.stats()
+
+
+# No machine is as quick as a test might want. So these tests bring a state about and hold it until
+# the counts show it: what is counted wrongly, or not at all, hangs.
+
+
+def await_bottleneck(manager: Any, bottleneck: str) -> Stats:
+    """Wait until the counts tell what limits the rate of batches."""
+    while (stats := manager.stats()).bottleneck != bottleneck:
+        time.sleep(PAUSE)
+    return stats
+
+
+@contextlib.contextmanager
+def opened_at(bottleneck: str, manager: Any, gate: Path) -> Iterator[list[Stats]]:
+    """Open a gate when the counts tell what limits the rate of batches, and give the counts."""
+    found: list[Stats] = []
+
+    def wait() -> None:
+        found.append(await_bottleneck(manager, bottleneck))
+        gate.touch()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield found
+    thread.join()
 
 
 @both
-def test_too_few_workers(kind: str) -> None:
-    """The loop waits all the time, no worker ever does."""
-    stats = run(kind, partial(Sleeps, 0.02), 2, 40)
-    assert stats.bottleneck == "workers", stats
-    assert stats.loop_waiting > 0.5 > 2 * stats.workers_waiting
+def test_too_few_workers(kind: str, tmp_path: Path) -> None:
+    """While the loop waits, and all workers are busy, there are too few of them."""
+    gate = tmp_path / "gate"
+    m = make(kind, partial(Held, str(gate), alone=False), 2, 3 * FREE)
+    with m.start() as running:
+        batches = iter(running)
+        taken = [next(batches) for _ in range(FREE)]
+        with opened_at("workers", m, gate) as found:
+            assert len([*taken, *batches]) == 3 * FREE
+    assert found[0].loop_waiting > found[0].workers_waiting
+
+
+@pytest.mark.parametrize("num_workers", [1, 6])
+@both
+def test_a_slow_loop(kind: str, num_workers: int) -> None:
+    """While the loop does other things, all workers wait, also if there are many of them."""
+    with make(kind, Free, num_workers, 100).start() as running:
+        batches = iter(running)
+        taken = [next(batches) for _ in range(FREE)]
+        stats = await_bottleneck(running, "loop")
+        while (waits := running.stats().workers_waiting) <= 0.5:
+            time.sleep(PAUSE)
+        assert len([*taken, *batches]) == 100
+    assert stats.loop_waiting < 0.5 < waits
+
+
+class Free:
+    """Batches at once."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return indices
 
 
 @both
-def test_a_slow_loop(kind: str) -> None:
-    """The workers wait, also if there are many of them."""
-    for num_workers in (1, 6):
-        stats = run(kind, partial(Sleeps, 0.001), num_workers, 30, loop=0.02)
-        assert stats.bottleneck == "loop", stats
-        assert stats.workers_waiting > 0.3
+def test_stragglers(kind: str, tmp_path: Path) -> None:
+    """While one of eight workers is busy, the loop waits for it, and so do the others."""
+    gate = tmp_path / "gate"
+    m = make(kind, partial(Held, str(gate), alone=True), 8, 5 * FREE)
+    with m.start() as running:
+        batches = iter(running)
+        taken = [next(batches) for _ in range(FREE)]
+        with opened_at("stragglers", m, gate):
+            assert len([*taken, *batches]) == 5 * FREE
 
 
-@both
-def test_stragglers(kind: str) -> None:
-    """One slow batch in twenty, eight workers: the loop waits, and so do most workers."""
-    stats = run(kind, Straggling, 8, 100)
-    assert stats.bottleneck == "stragglers", stats
+def test_what_threads_compute() -> None:
+    """It is what the process computes, from the first batch on; of other pools it is not known."""
+    begun = time.process_time()
+    with make("thread", Computes, 4, 60).start() as batches:
+        took = list(batches)
+        stats = batches.stats()
+    used = time.process_time() - begun
+    if HAS_GIL:
+        # The last forty began when the first had been taken: fewer are made ahead.
+        assert 0.9 * sum(took[20:]) <= stats.computed <= used
+    with make("proc", Computes, 2, 20).start() as batches:
+        assert len(list(batches)) == 20
+        assert batches.stats().computed is None
 
 
 @pytest.mark.needs("worker processes")
-def test_threads_bound_by_the_gil() -> None:
-    """Threads that compute in Python are busy, and use one core; processes use several."""
-    wanted = "gil" if HAS_GIL and (os.cpu_count() or 1) > 1 else "workers"
-    for _ in range(20):  # until the machine has most of a core for this process
-        stats = run("thread", Computes, 4, 60)
-        if stats.bottleneck == wanted:
-            break
-    assert stats.bottleneck == wanted, stats
-    assert run("proc", Computes, 2, 60).bottleneck == "workers"
-    assert run("thread", partial(Sleeps, 0.01), 2, 40).bottleneck == "workers"
-
-
-@pytest.mark.needs("worker processes")
-def test_the_start_is_no_waiting() -> None:
-    """What passes until the first batch is counted apart, and so are pauses between epochs."""
-    m = cseq.MPSequence(SlowToMake, 30, num_workers=2, batch_size=1, out_type="null", shuffle=False)
+def test_the_start_is_no_waiting(tmp_path: Path) -> None:
+    """What passes until the first batch is counted apart, and pauses between epochs are not."""
+    gate = tmp_path / "gate"
+    m = make("proc", partial(SlowToMake, str(gate)), 2, 30)
+    opening = threading.Timer(0.3, gate.touch)
+    opening.start()
+    took = 0.0
     with m.start():
         for _ in range(2):
+            begun = time.perf_counter()
             for _ in m:
-                time.sleep(0.01)
-            time.sleep(0.5)
+                time.sleep(PAUSE)
+            took += time.perf_counter() - begun
+            time.sleep(0.3)
         stats = m.stats()
-    assert stats.start_waited > 1.4
-    assert stats.loop_waited < stats.elapsed / 2
-    assert stats.elapsed < 60 * 0.01 + 1.0
-    assert stats.bottleneck == "loop", stats
+    opening.join()
+    assert stats.start_waited > 0
+    assert stats.elapsed >= 50 * PAUSE
+    assert stats.elapsed + stats.start_waited <= took
+    assert stats.loop_waited <= stats.elapsed - 50 * PAUSE
     assert f"first batch after {stats.start_waited:.3f} s" in str(stats)
 
 

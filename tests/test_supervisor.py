@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from conftest import import_path
+from killing import CODE, kill
+from kinds import QUICKEST
 
 from cseq import supervisor as supervisor_module
 from cseq._core import Runner, now_ns
 from cseq.deaths import Deaths, Held
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.launcher import make_launcher
+from cseq.launcher.base import KILLED
 from cseq.stage import INDEXER
 from cseq.supervisor import Supervisor
 from cseq.worker import FAILED, HEADER, NO_STACK, READY, enter, send_state
@@ -23,10 +26,11 @@ from cseq.worker import FAILED, HEADER, NO_STACK, READY, enter, send_state
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from conftest import RunScript
 
     from cseq.launcher import Child
-
-pytestmark = pytest.mark.needs("fork")
 
 
 def obey(sock: socket.socket, local: Any = None) -> None:
@@ -42,7 +46,7 @@ def obey(sock: socket.socket, local: Any = None) -> None:
         elif order == ord("H"):  # a message in pieces, and never the last one
             sock.sendall(HEADER.pack(READY, 5)[:3])
         elif order == ord("K"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(os.getpid())
         elif order == ord("S"):
             threading.Event().wait()
         elif order == ord("C"):
@@ -110,7 +114,7 @@ class Pool:
         owners: int = 1,
         replace: bool = True,
         entry: str = "obey",
-        method: str = "fork",
+        method: str | None = QUICKEST.start_method,
         task: Callable[[int], Any] | None = None,
     ) -> None:
         self.tasks = list(tasks)
@@ -193,7 +197,7 @@ def test_the_dead_are_replaced(pool: Callable[..., Pool]) -> None:
     one.start()
     assert one.events.wait(7) == [
         ("task", 1),
-        ("died", 1, -signal.SIGKILL, True),
+        ("died", 1, CODE, True),
         ("task", 1),
         ("died", 1, 3, False),
         ("task", 1),
@@ -209,7 +213,7 @@ def test_a_death_too_many(pool: Callable[..., Pool]) -> None:
     one.await_failure()
     with pytest.raises(WorkerDied, match="one too many"):
         supervisor.check()
-    assert one.events.all == [("task", 1), ("died", 1, -signal.SIGKILL, False)]
+    assert one.events.all == [("task", 1), ("died", 1, CODE, False)]
     supervisor.kill(1)  # there is none: no matter
     assert supervisor.pid(1) is None
 
@@ -220,7 +224,7 @@ def test_one_that_is_killed(pool: Callable[..., Pool]) -> None:
     supervisor = one.start()
     one.await_ready(1)
     supervisor.kill(1)
-    assert one.events.wait(3)[1:] == [("died", 1, -signal.SIGKILL, True), ("task", 1)]
+    assert one.events.wait(3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
 
 
 def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) -> None:
@@ -246,7 +250,7 @@ def test_one_that_dies_while_it_speaks(pool: Callable[..., Pool]) -> None:
     """Half a message from a worker that dies is a death, and no message."""
     one = pool(b"HK", replace=False)
     one.start()
-    assert one.events.wait(2)[1:] == [("died", 1, -signal.SIGKILL, False)]
+    assert one.events.wait(2)[1:] == [("died", 1, CODE, False)]
 
 
 def test_one_that_dies_before_the_handshake(pool: Callable[..., Pool]) -> None:
@@ -273,6 +277,7 @@ def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -
 
     monkeypatch.setattr(two.launcher, "launch", note)
     supervisor = two.start()
+    two.await_failure()
     with pytest.raises(LookupError, match="clumsy"):
         supervisor.check()
     supervisor.close()
@@ -320,15 +325,52 @@ def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
     assert "worker 0 exited with code 3" in caplog.text
 
 
-def test_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """`close` right after the start leaves no worker, at whatever step of its start it was."""
-    monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     for _ in range(5):
         three = Pool(b"R", b"R", b"R", owners=3)
         three.start()
         three.close()  # raises if a process does not end
+    assert not caplog.messages
 
 
+# A worker's interpreter imports this before anything else, and does not come to the end of it.
+SLOW_START = """
+import sys, time
+if sys.orig_argv[-1].startswith("cseq-w"):
+    open(sys.orig_argv[-1], "w").close()
+    time.sleep(1000)
+"""
+
+UNUSED = """
+import os, sys, time
+import cseq
+
+class Indexer:
+    def __getitem__(self, indices): return indices
+
+if __name__ == "__main__":
+    manager = cseq.MPSequence(Indexer, 10, 2, out_type="null", start_method="spawn").start()
+    while not (os.path.exists("cseq-w0") and os.path.exists("cseq-w1")):
+        time.sleep(0.01)
+    if sys.argv[1] == "finish":
+        manager.finish()
+    if sys.argv[1] == "drop":
+        del manager
+    print("over")
+"""
+
+
+@pytest.mark.parametrize("what", ["finish", "drop", "end"])
+def test_the_end_waits_for_no_import(run_script: RunScript, tmp_path: Path, what: str) -> None:
+    """Workers that have not come to the user's code are killed at once, without a warning."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START, encoding="ascii")
+    path = os.pathsep.join([str(tmp_path), import_path()])
+    done = run_script(UNUSED, what, PYTHONPATH=path)
+    assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0)
+
+
+@pytest.mark.needs("POSIX")
 def test_what_takes_too_long(pool: Callable[..., Pool]) -> None:
     """It is raised with the worker's stack, or the worker is killed and replaced."""
     one = pool(b"RS", b"R")
@@ -339,7 +381,7 @@ def test_what_takes_too_long(pool: Callable[..., Pool]) -> None:
     with pytest.raises(WorkerTimeout, match=r"a ticket has taken 10(?s:.*)in obey"):
         supervisor.check_time(working, 1.0, restart=False)
     supervisor.check_time(working, 1.0, restart=True)
-    assert one.events.wait(3)[1:] == [("died", 1, -signal.SIGKILL, True), ("task", 1)]
+    assert one.events.wait(3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
 
 
 def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Pool]) -> None:

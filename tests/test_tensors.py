@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="tensors are torch's")
 
-TYPES = "?bBhHiIlLefdFD"
+TYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (3, 1, 4, 1), (1,) * 20]
 LARGE = 1 << 20  # bytes; more than anything else here allocates
 

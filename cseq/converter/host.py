@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -32,6 +33,8 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | Non
     no such type (text, dates, records).
     """
     target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
+    if target.kind in "biufc":
+        target = np.dtype(target.str)  # of types that numpy holds equal, the one that torch knows
     try:
         return target, torch_type(target)
     except TypeError:
@@ -61,6 +64,8 @@ class Host:
     def __init__(self, output: Output) -> None:
         self.torch = torch = importlib.import_module("torch")
         self.from_numpy: Callable[[Array], Tensor] = torch.from_numpy
+        if os.name == "nt":  # long doubles are doubles there, of a type that torch does not know
+            self.from_numpy = lambda array: torch.from_numpy(array.view(array.dtype.str))
         self.cast = output.dtype
         self.late = getattr(torch, output.torch_dtype) if output.torch_dtype else None
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import signal
 import threading
 import time
 from pathlib import Path
@@ -19,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from conftest import HAS_PROC
 from interrupting import first_hits, interrupted
+from killing import WORDS, await_death, kill
+from kinds import FIRST_PROCESS, QUICKEST
 
 import cseq
 from cseq import testing
@@ -33,15 +35,13 @@ from returnn.datasets.cached2 import CachedDataset2
 from returnn.datasets.map import MapDatasetBase
 
 from cseq.adapters.returnn import MultiProcDataset
+from cseq.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from conftest import RunScript
-
-pytestmark = pytest.mark.needs("fork")
-
-HAS_PROC = Path("/proc/self/comm").exists()
+    from kinds import Kind
 
 TASK = {"class": "Task12AXDataset", "num_seqs": 23, "seq_ordering": "random"}
 
@@ -229,14 +229,14 @@ def numbers(kind: Any = Numbers, *args: Any, **options: Any) -> dict[str, Any]:
 def make() -> Iterator[Any]:
     """Return what makes and initialises datasets, and ends their workers afterwards.
 
-    Workers are forked where nothing else is said: they start quickest.
+    Workers are started in the quickest way where nothing else is said.
     """
     made = []
 
     def make(
         plan: dict[str, Any], num_workers: int = 2, buffer_size: int = 3, **options: Any
     ) -> Any:
-        options = {"start_method": "fork"} | options
+        options = {"start_method": QUICKEST.start_method} | options
         options |= {"num_workers": num_workers, "buffer_size": buffer_size}
         made.append(init_dataset({"class": MultiProcDataset, "dataset": plan, **options}))
         return made[-1]
@@ -365,7 +365,7 @@ def test_workers_start_when_they_are_needed_and_have_names(make: Any) -> None:
     plan = numbers(Who, np.zeros(100_000))
     lazy = MultiProcDataset(plan, 2, 1, name="it")
     assert (lazy.pids(), lazy.stats()) == ([], None)
-    dataset = make(plan, name="it", start_method="forkserver")
+    dataset = make(plan, name="it", start_method=FIRST_PROCESS.start_method)
     assert len(dataset.pids()) == 2
     assert tags(dataset)[:2] == [f"it worker proc {n}/2, daemon=False, Mapping" for n in (1, 2)]
     if HAS_PROC:
@@ -391,11 +391,9 @@ class Mine(MapDatasetBase):
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", start_methods())
 def test_the_configuration_is_there_first(make: Any, start_method: str) -> None:
     """A class of the global configuration is found in workers, which have that configuration."""
-    if start_method not in multiprocessing.get_all_start_methods():
-        pytest.skip("not on this system")
     config = Config()
     config.load_file(io.StringIO(CONFIG))
     with global_config_ctx(config):
@@ -439,15 +437,15 @@ def test_answers_are_the_wrapped_dataset_s(make: Any, plan: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "start_method"), [(1, "fork"), (2, "forkserver"), (5, "fork")]
+    ("num_workers", "kind"), [(1, QUICKEST), (2, FIRST_PROCESS), (5, QUICKEST)]
 )
-def test_the_order_is_the_wrapped_dataset_s(make: Any, num_workers: int, start_method: str) -> None:
+def test_the_order_is_the_wrapped_dataset_s(make: Any, num_workers: int, kind: Kind) -> None:
     """Tags, types and values of every epoch are the wrapped dataset's, for any number of workers.
 
     Also with parts of epochs, with more workers than sequences, and begun anew in the middle.
     """
     plan = {**TASK, "partition_epoch": 6, "window": 3}
-    plain, dataset = init_dataset(plan), make(plan, num_workers, start_method=start_method)
+    plain, dataset = init_dataset(plan), make(plan, num_workers, start_method=kind.start_method)
     for epoch in (1, 2, 6, 7):
         assert_same(sequences(dataset, epoch), sequences(plain, epoch))
         assert dataset.num_seqs == plain.num_seqs
@@ -589,6 +587,7 @@ def test_the_buffer_is_bounded(make: Any, tmp_path: Path) -> None:
     assert tags(dataset) == [f"seq-{n}" for n in range(12)]
 
 
+@pytest.mark.needs("POSIX")
 def test_what_is_loaded_is_served_while_the_next_is_loading(make: Any, tmp_path: Path) -> None:
     """A sequence that is ready does not wait for one that is being loaded."""
     os.mkfifo(tmp_path / "gate")
@@ -774,7 +773,7 @@ def test_a_killed_worker_is_replaced(make: Any, method: str) -> None:
     dataset.init_seq_order(epoch=1)
     dataset.load_seqs(0, 8)
     for pid in dataset.pids():
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
     dataset.load_seqs(8, 9)
     rest = [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
     while dataset.is_less_than_num_seqs(8 + len(rest)):
@@ -802,13 +801,14 @@ def test_deaths_can_be_errors(make: Any) -> None:
     """With `max_restarts=0`, a killed worker is a WorkerDied that names it; then all is well."""
     dataset = make(TASK, 2, 1, max_restarts=0)
     dataset.init_seq_order(epoch=1)
-    os.kill(dataset.pids()[1], signal.SIGKILL)
-    with pytest.raises(cseq.WorkerDied, match="worker 1 was killed") as caught:
+    kill(dataset.pids()[1])
+    with pytest.raises(cseq.WorkerDied, match=f"worker 1 {WORDS}") as caught:
         dataset.load_seqs(0, 23)
     assert caught.value.worker == 1
     assert len(tags(dataset)) == 23
 
 
+@pytest.mark.needs("POSIX")
 def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     """`timeout` bounds a sequence: an error that shows where the worker is, or another attempt."""
     os.mkfifo(tmp_path / "gate")
@@ -924,13 +924,14 @@ def test_augmentation_does_not_depend_on_the_number_of_workers(
     dataset = make(plan, 2, 1)
     assert_same(sequences(dataset), expected)
     dataset.init_seq_order(epoch=1)
-    os.kill(dataset.pids()[0], signal.SIGKILL)
+    kill(dataset.pids()[0])
     assert_same(sequences(dataset, None), expected)
 
 
 # ── 15: in other processes ─────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.needs("fork")
 def test_in_a_worker_of_a_data_loader(make: Any) -> None:
     """A dataset works in torch's workers, which are daemonic: as a copy, or forked with them."""
     data = pytest.importorskip("torch.utils.data")
@@ -987,17 +988,16 @@ def test_a_dataset_that_is_dropped_ends_its_workers() -> None:
     dataset.load_seqs(0, 3)
     pids = dataset.pids()
     del dataset
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):  # another thread sees to it
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for pid in pids:  # another thread sees to it
+        await_death(pid)
 
 
-@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), KILL)", "os._exit(0)"])
 def test_no_process_outlives_the_trainer(run_script: RunScript, end: str) -> None:
     """At a normal end, at `os._exit` and at SIGKILL alike: who holds its output has gone."""
     script = f"""
-import os, signal
+import os
+from cseq.launcher.base import KILL
 from cseq.adapters.returnn import MultiProcDataset
 plan = {{"class": "Task12AXDataset", "num_seqs": 9}}
 inner = {{"class": MultiProcDataset, "dataset": plan, "num_workers": 1, "buffer_size": 1}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -10,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import signal
 import socket
 import sys
 import threading
@@ -20,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from interrupting import first_hits, interrupted
+from killing import CODE, WORDS, is_alive, kill
+from kinds import QUICKEST
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
@@ -42,17 +42,18 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 MULTI = SHARDING_PRIORITIES.MULTIPROCESSING
-METHODS = multiprocessing.get_all_start_methods()
-
+# Many loaders are started here, whose processes import torch: for minutes where they are spawned.
 pytestmark = pytest.mark.needs("fork")
 
+QUICK = QUICKEST.start_method
 
-def service(num_workers: int = 2, context: str | None = "fork", **options: Any) -> Any:
+
+def service(num_workers: int = 2, context: str | None = QUICK, **options: Any) -> Any:
     """Make a reading service that starts its processes fast."""
     return MultiProcessingReadingService(num_workers, context, **options)
 
 
-def loader(pipe: Any, num_workers: int = 2, context: str | None = "fork", **options: Any) -> Any:
+def loader(pipe: Any, num_workers: int = 2, context: str | None = QUICK, **options: Any) -> Any:
     """Make a DataLoader2 with it."""
     return DataLoader2(pipe, reading_service=service(num_workers, context, **options))
 
@@ -193,14 +194,6 @@ def test_one_service_for_several_loaders() -> None:
         assert [*one, *two] == [2, 3, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("context", [None, *METHODS])
-def test_start_methods(context: str | None) -> None:
-    """Every start method gives the same items, from the dispatching process, too."""
-    branches = dispatched(6).map(double).zip(numbers(6))
-    with loader(branches, 2, context) as loaded:
-        assert list(loaded) == [(2 * n, n) for n in range(6)]
-
-
 # -- 4, 5, 6: which part of the graph runs where
 
 
@@ -303,21 +296,6 @@ def test_dispatched_tensors_lie_in_slots(caplog: pytest.LogCaptureFixture) -> No
             expected = [(k, n * (k + 1), n * (1 - k), True) for k, n in enumerate(sizes)]
             assert got == expected
         assert "copied" not in caplog.text  # the first copy would be in the log
-
-
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_replaced_worker_of_large_dispatched_items(start_method: str) -> None:
-    """A worker that is replaced finds large items, too, and nobody sees a difference."""
-    pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
-    pipe = pipe.map(summed).map(with_pid)
-    with loader(pipe, max_restarts=5, context=start_method) as loaded:
-        got = []
-        for item, pid in loaded:
-            got.append(item[0])
-            if len(got) in (3, 30):
-                os.kill(pid, signal.SIGKILL)
-        assert got == list(range(60))
-        assert loaded.reading_service.stats().restarts == 2
 
 
 class Passed:
@@ -832,8 +810,8 @@ def test_killed_worker(make: Any) -> None:
     """Without `max_restarts`, the death of a worker is an error that says so."""
     with loader(make(1000).map(with_pid)) as loaded:
         items = iter(loaded)
-        os.kill(next(items)[1], signal.SIGKILL)
-        with pytest.raises(cseq.WorkerDied, match="SIGKILL"):
+        kill(next(items)[1])
+        with pytest.raises(cseq.WorkerDied, match=WORDS):
             list(items)
 
 
@@ -841,19 +819,9 @@ def test_killed_worker_that_was_idle() -> None:
     """A worker that dies between two epochs is an error as the next one begins."""
     with loader(numbers(4).map(with_pid)) as loaded:
         (_, pid), *_ = list(loaded)
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
         with pytest.raises(cseq.WorkerDied):
             list(loaded)
-
-
-def test_killed_dispatching_process() -> None:
-    """Without `max_restarts`, so is the death of the dispatching process."""
-    pipe = IterableWrapper(range(100_000)).map(with_pid).sharding_round_robin_dispatch(MULTI)
-    with loader(pipe) as loaded:
-        items = iter(loaded)
-        os.kill(next(items)[1], signal.SIGKILL)
-        with pytest.raises(cseq.WorkerDied, match="the dispatching process"):
-            list(items)
 
 
 @pytest.mark.parametrize("make", [random_graph, random_dispatched_graph])
@@ -869,8 +837,7 @@ def test_replaced_workers(make: Any) -> None:
             for item, pid in shaken:
                 got.append(item)
                 if len(got) in (1, 2, 5):
-                    with contextlib.suppress(ProcessLookupError):  # killed before it was taken
-                        os.kill(pid, signal.SIGKILL)
+                    kill(pid)  # it may have been killed before the item was taken
             assert got == expected
         assert shaken.reading_service.stats().restarts > 0
 
@@ -881,12 +848,13 @@ def test_replaced_dispatching_process() -> None:
     with loader(pipe.map(double), max_restarts=3, worker_prefetch_cnt=0) as loaded:
         items = iter(loaded)
         got = [next(items)]
-        os.kill(got[0][1], signal.SIGKILL)
+        kill(got[0][1])
         got += items
     assert [item[0] for item in got] == list(range(300))
     assert len({item[1] for item in got}) == 2
 
 
+@pytest.mark.needs("POSIX")
 @pytest.mark.usefixtures("impatient")
 def test_timeout() -> None:
     """An item that takes longer than `timeout` is an error that shows where its worker is."""
@@ -895,6 +863,7 @@ def test_timeout() -> None:
         list(loaded)
 
 
+@pytest.mark.needs("POSIX")
 def test_timeout_of_the_dispatching_process() -> None:
     """Where it hangs, the error names it, or shows the worker that waits for it."""
     pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
@@ -907,8 +876,9 @@ def test_timeout_of_the_dispatching_process() -> None:
 
 
 ORPHANS = """
-import os, signal
-from cseq import testing  # noqa: E402
+import os
+from cseq.launcher import start_methods
+from cseq.launcher.base import KILL
 from cseq.adapters.torchdata import MultiProcessingReadingService
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
@@ -920,45 +890,24 @@ def forever(item):
 
 multi = SHARDING_PRIORITIES.MULTIPROCESSING
 pipe = IterableWrapper(range(100)).sharding_round_robin_dispatch(multi)
-loader = DataLoader2(pipe.map(forever), reading_service=MultiProcessingReadingService(2, "fork"))
+service = MultiProcessingReadingService(2, start_methods()[-1])
+loader = DataLoader2(pipe.map(forever), reading_service=service)
 iter(loader)
-os.kill(os.getpid(), signal.SIGKILL)
+os.kill(os.getpid(), KILL)
 """
 
 
 def test_no_orphans(run_script: RunScript, tmp_path: Path) -> None:
     """When the main process is killed, all others go, even if they are busy; no file is left."""
     done = run_script(ORPHANS, TMPDIR=str(tmp_path))
-    assert done.returncode == -signal.SIGKILL  # and nobody holds its output
+    assert done.returncode == CODE  # and nobody holds its output
     if sys.platform == "linux":
         assert not [name for name in os.listdir(tmp_path) if name.startswith("cseq-")]
 
 
-AT_EXIT = """
-from cseq import testing  # noqa: E402
-from cseq.adapters.torchdata import MultiProcessingReadingService
-from torchdata.dataloader2 import DataLoader2
-from torchdata.datapipes.iter import IterableWrapper
-from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
-
-multi = SHARDING_PRIORITIES.MULTIPROCESSING
-pipe = IterableWrapper(range(100)).sharding_round_robin_dispatch(multi)
-loader = DataLoader2(pipe, reading_service=MultiProcessingReadingService(2, "fork"))
-for item in loader:
-    break
-print(item)
-"""
-
-
-def test_a_script_that_just_ends(run_script: RunScript) -> None:
-    """A script needs no `shutdown`, and no `if __name__ == "__main__"`."""
-    done = run_script(AT_EXIT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
-
-
 def in_a_process(item: int) -> int:
     """Have another process compute."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context(QUICK).Pool(1) as pool:
         return pool.apply(double, (item,))
 
 
@@ -972,7 +921,7 @@ def test_workers_may_have_children() -> None:
 
 
 def restored(state: dict[str, Any], num_workers: int = 2, **options: Any) -> Any:
-    return DataLoader2.from_state(state, service(num_workers, "fork", **options))
+    return DataLoader2.from_state(state, service(num_workers, **options))
 
 
 def long_graph() -> Any:
@@ -1105,8 +1054,8 @@ def test_state_when_epochs_repeat() -> None:
 
 DISTRIBUTED = """
 import torch.distributed as dist
-from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService
+from cseq.launcher import start_methods
 from torchdata.dataloader2 import DataLoader2, DistributedReadingService, SequentialReadingService
 from torchdata.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
@@ -1116,7 +1065,8 @@ for dispatch in (False, True):
     pipe = IterableWrapper(range(21)).shuffle().sharding_filter()
     if dispatch:
         pipe = pipe.sharding_round_robin_dispatch(SHARDING_PRIORITIES.MULTIPROCESSING)
-    services = DistributedReadingService(), MultiProcessingReadingService(2, "fork")
+    multi = MultiProcessingReadingService(2, start_methods()[-1])
+    services = DistributedReadingService(), multi
     loader = DataLoader2(pipe, reading_service=SequentialReadingService(*services))
     loader.seed(3)
     epochs = [list(loader), list(loader)]
@@ -1267,12 +1217,3 @@ def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch)
     with loader(numbers()) as made:
         assert next(iter(made)) == 0
     assert ended == [threading.current_thread().name]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

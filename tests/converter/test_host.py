@@ -95,11 +95,12 @@ def test_arrays(name: str, dtype: str | None) -> None:
     array = ARRAYS[name]
     before = array.tobytes()
     got = lone(parse("cpu", dtype))(array)
-    if name == "longdouble" and dtype is None:
+    if name == "longdouble" and dtype is None and array.itemsize > 8:
         assert got is array
         return
     assert isinstance(got, torch.Tensor)
-    assert same_bits(got, torch.from_numpy(expected(array, parse("cpu", dtype).dtype)))
+    want = expected(array, parse("cpu", dtype).dtype)
+    assert same_bits(got, torch.from_numpy(want.view(want.dtype.str)))
     got.fill_(1)
     if not array.flags.writeable:
         assert array.tobytes() == before

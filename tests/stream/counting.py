@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import select
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kinds import QUICKEST
 
+from cseq._memory import Mapping
+from cseq.launcher import start_methods
 from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-METHODS = ["fork", "forkserver", "spawn"]
+METHODS = start_methods()
 
 
 class Numbers:
@@ -57,8 +58,8 @@ class Numbers:
 def streams(
     producer: Callable[[int, int], Any] = Numbers, num_workers: int = 2, **options: Any
 ) -> Streams:
-    """Make streams of forked workers, which are started quickest."""
-    return Streams(producer, num_workers, **({"start_method": "fork"} | options))
+    """Make streams of workers that are started in the quickest way."""
+    return Streams(producer, num_workers, **({"start_method": QUICKEST.start_method} | options))
 
 
 def plain(items: Any) -> list[Any]:
@@ -75,16 +76,6 @@ def in_process(lengths: Sequence[int], producer: type[Numbers] = Numbers) -> lis
         one.begin(length)
     rounds = itertools.zip_longest(*(list(one.items(0)) for one in made))
     return plain(item for turn in rounds for item in turn if item is not None)
-
-
-def await_death(pid: int) -> None:
-    """Wait until a process, which its supervisor reaps, is gone."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        try:
-            assert select.select([descriptor], [], [], 60)[0], f"process {pid} still runs"
-        finally:
-            os.close(descriptor)
 
 
 def next_or_none(s: Streams, worker: int) -> Any:
@@ -151,5 +142,6 @@ def decoded(s: Streams, item: Any) -> Any:
         return item
     if item.slot >= 0:
         (fd, width), size = s.segment, item.memory.nbytes
-        assert os.pread(fd, size, width * item.slot) == item.memory.load_bytes(0, size)
+        there = Mapping(fd, width * item.slot, size)
+        assert there.load_bytes(0, size) == item.memory.load_bytes(0, size)
     return item.decode()

@@ -22,7 +22,6 @@ from counting import (
     Gated,
     Numbers,
     TwoArguments,
-    await_death,
     decoded,
     in_process,
     next_or_none,
@@ -32,6 +31,8 @@ from counting import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from killing import await_death, kill
+from kinds import QUICKEST
 from streaming import lost_slots
 
 import cseq
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from conftest import RunScript
-
-pytestmark = pytest.mark.needs("fork")
-
 
 # -- order
 
@@ -413,6 +411,7 @@ def test_close_from_any_state(tmp_path: Path, state: str) -> None:
     assert s.stats().restarts == 0
 
 
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("deed", ["close", "interrupt", "begin"])
 def test_who_waits_in_another_thread_is_interrupted(tmp_path: Path, deed: str) -> None:
     """A `next` that waits raises InterruptedError when the streams are closed or begun again."""
@@ -500,6 +499,7 @@ def test_scripts_without_ceremony(run_script: RunScript, method: str) -> None:
     assert (done.stdout, done.stderr) == ("[0, 0, 1, 1, 2] True\n0\n", "")
 
 
+@pytest.mark.needs("fork")
 def test_a_forked_child_takes_no_items() -> None:
     """In a process that the user forks off, the streams are of no use, and harm nothing."""
     with streams() as s:
@@ -532,6 +532,7 @@ class Pressing(Numbers):
         return super().item(k)
 
 
+@pytest.mark.needs("POSIX")
 def test_ctrl_c_loses_nothing() -> None:
     """A KeyboardInterrupt comes out of the call that waits; the next one goes on."""
     interrupts = 0
@@ -547,6 +548,7 @@ def test_ctrl_c_loses_nothing() -> None:
     assert interrupts > 0
 
 
+@pytest.mark.needs("POSIX")
 def test_a_signal_handler_may_take_items() -> None:
     """It gets those that the interrupted call was waiting for, and that call gets the next one."""
     with streams(Pressing, 1, prefetch=1) as s:
@@ -562,6 +564,7 @@ def test_a_signal_handler_may_take_items() -> None:
         assert got == list(range(40))
 
 
+@pytest.mark.needs("POSIX")
 def test_a_signal_handler_may_call() -> None:
     """A call that it makes in the middle of another one ends that."""
     with streams(Calling, 1) as s:
@@ -597,7 +600,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=3 if QUICKEST.start_method == "spawn" else 12)
 @given(
     epochs=LENGTHS.flatmap(
         lambda first: st.lists(
@@ -644,7 +647,7 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
     elif what == "ask":
         assert s.ask("add", argument, 1, worker=worker) == (worker, argument + 1)
     else:
-        os.kill(s.ask("pid", worker=worker), signal.SIGKILL)
+        kill(s.ask("pid", worker=worker))
 
 
 # -- several, and inside one another

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-pytestmark = pytest.mark.needs("fork")
-
-
 # -- assignments and calls
 
 
@@ -113,6 +110,7 @@ def test_a_call_carries_anything() -> None:
         assert s.ask("back", lambda x: x + 1, worker=1)[0](4) == 5
 
 
+@pytest.mark.needs("POSIX")
 def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
     """A call is answered between two items, not behind all that were asked for ahead."""
     gate = tmp_path / "gate"

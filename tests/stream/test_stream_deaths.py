@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -13,17 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from counting import METHODS, Numbers, await_death, in_process, plain, streams
+from counting import METHODS, Numbers, in_process, plain, streams
+from killing import CODE, WORDS, await_death, kill
+from kinds import QUICKEST
 
 import cseq
 import cseq.deaths
+from cseq.launcher.base import KILLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from conftest import RunScript
-
-pytestmark = pytest.mark.needs("fork")
+SPAWNED = QUICKEST.start_method == "spawn"  # to replace a worker then takes a second or two
 
 
 # -- workers die
@@ -43,7 +44,7 @@ class Fatal(Numbers):
             marks = len(list(self.folder.iterdir()))
             if marks < self.times:
                 (self.folder / str(marks)).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill(os.getpid())
 
     def begin(self, length: int) -> Any:
         self.reach("begin")
@@ -103,17 +104,16 @@ def test_workers_killed_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # chance may well strike one ticket three times
     rng = random.Random(5)
     with streams(num_workers=3, max_restarts=10_000, prefetch=6) as s:
-        for epoch in range(3):
-            lengths = [rng.randrange(200) for _ in range(3)]
+        for epoch in range(1 if SPAWNED else 3):
+            lengths = [rng.randrange(60 if SPAWNED else 200) for _ in range(3)]
             s.begin(lengths)
             got = []
             for item in s:
                 got.append(item)
                 if rng.random() < 0.04:
                     for pid in rng.sample(s.pids(), rng.randrange(1, 4)):
-                        with contextlib.suppress(ProcessLookupError):
-                            if pid:
-                                os.kill(pid, signal.SIGKILL)
+                        if pid:
+                            kill(pid)
             assert plain(got) == in_process(lengths), epoch
         assert s.stats().restarts > 3
 
@@ -173,7 +173,7 @@ def test_processes_can_be_asked_after_their_end() -> None:
         assert second is not None
         assert not first.gone
         first.kill()
-        assert first.status(10.0) == -signal.SIGKILL
+        assert first.status(10.0) == KILLED
         assert len(list(s)) == 4
     assert s.children() == [None, None]
     assert second.status(10.0) == 0
@@ -185,12 +185,12 @@ def test_idle_workers_may_die() -> None:
     """A worker that dies with nothing to do is replaced; what `begin` gave it is given again."""
     with streams() as s:
         for pid in s.ask("pid"):
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
             await_death(pid)
         s.begin([3, 3])
         assert plain(s) == in_process([3, 3])
         for pid in s.ask("pid"):
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
             await_death(pid)
         assert s.ask("count") == [0, 0]
         assert list(s) == []
@@ -201,11 +201,11 @@ def test_no_restarts_at_all(tmp_path: Path, wait: str) -> None:
     """With max_restarts=0 a death is WorkerDied, which names the worker, wherever one waits."""
     where = {"next": 5, "begin": "begin", "ask": "call"}[wait]
     with streams(fatal(tmp_path, where), max_restarts=0) as s:
-        with pytest.raises(cseq.WorkerDied, match="worker 0 was killed by SIGKILL") as caught:
+        with pytest.raises(cseq.WorkerDied, match=f"worker 0 {WORDS}") as caught:
             s.begin([9, 9])
             s.ask("call")
             list(s)
-        assert (caught.value.worker, caught.value.exitcode) == (0, -signal.SIGKILL)
+        assert (caught.value.worker, caught.value.exitcode) == (0, CODE)
         for again in (lambda: s.begin([1, 1]), lambda: s.ask("pid")):
             with pytest.raises(cseq.WorkerDied):
                 again()
@@ -250,6 +250,7 @@ def a_place_to_be_found() -> None:
         threading.Event().wait(1000)
 
 
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("where", [3, "begin", "call"])
 def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, where: Any) -> None:
     """WorkerTimeout has the stack of the worker that hangs, and says what it works on."""
@@ -260,7 +261,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, where: Any) -> None
             list(s)
         assert "worker 0" in str(caught.value)
         for pid in filter(None, s.pids()):  # else closing waits for the one that hangs
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
 
 
 def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
@@ -272,6 +273,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
         assert s.stats().restarts == 1
 
 
+@pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("on_timeout", ["raise", "restart"])
 def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
     """One that does not even take its ticket up meets the timeout, too."""
@@ -285,7 +287,7 @@ def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: 
         if on_timeout == "raise":
             with pytest.raises(cseq.WorkerTimeout, match=r"worker 1 is here:\n.*stopped"):
                 s.begin([3, 3])
-            os.kill(stopped, signal.SIGKILL)
+            kill(stopped)
         else:
             s.begin([3, 3])
             assert plain(s) == in_process([3, 3])

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from cseq.stream import Streams
 
 
-pytestmark = pytest.mark.needs("fork")
-
-
 # -- Ctrl-C between any two steps
 
 STEPS = (
@@ -295,6 +292,7 @@ class Pausing(Gated):
         os.read(self.gate, 1)
 
 
+@pytest.mark.needs("POSIX")
 def test_an_interrupted_call_keeps_its_request(tmp_path: Path) -> None:
     """The arguments of a call whose answer is not waited for any more stay until it is over."""
     gate = tmp_path / "gate"

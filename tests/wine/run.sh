@@ -10,9 +10,12 @@ wine=$(PATH="$PATH:/usr/lib/wine" && { command -v wine64 || command -v wine; }) 
     exit 1
 }
 mkdir -p "$1/prefix"
-# Without Wine's menus and its offers to download .NET and a browser; quiet about what it lacks.
+# Without Wine's menus, its offers to download .NET and a browser, and its debugger, which holds up who
+# waits for a process that has crashed; quiet about what it lacks. KMP_TOPOLOGY_METHOD: torch's OpenMP
+# would ask for NUMA nodes otherwise, which Wine 8 does not know of. msvcp140: see setup.sh.
 export WINEPREFIX=$(cd "$1/prefix" && pwd) WINEARCH=win64 WINEDEBUG=${WINEDEBUG:--all} \
-    WINEDLLOVERRIDES='winemenubuilder.exe,mscoree,mshtml='
+    WINEDLLOVERRIDES='winemenubuilder.exe,winedbg.exe,mscoree,mshtml=;msvcp140=n,b' \
+    KMP_TOPOLOGY_METHOD=flat
 program=$2
 shift 2
 if [ "$program" = python ]; then program='C:\python\python.exe'; fi

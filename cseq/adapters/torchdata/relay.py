@@ -2,13 +2,18 @@
 
 Items are not decoded on their way. A large one stays in its slot of shared memory, which the main
 process holds until the worker asks for what follows; small ones are sent.
+
+Workers connect to a local socket: with an abstract name on Linux, in a folder of ours on macOS. On
+Windows it is a port of this machine, and a worker proves by a secret that it was told of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import pickle
+import selectors
 import shutil
 import socket
 import struct
@@ -18,7 +23,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from cseq import codec, descriptors, failure
@@ -29,7 +34,7 @@ from cseq.adapters.torchdata.library import (
 )
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.producer import EncodedItem
-from cseq.threads import Threads
+from cseq.threads import Threads, imported
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
 
     from cseq.adapters.torchdata.library import GraphFn
     from cseq.stream import Streams
+
+    Address = str | tuple[int, bytes]  # on Windows, a port and a secret
 
     # How an item is sent: its record; its bytes, or its slot and how many bytes of that to map.
     Sent = tuple[tuple[int, ...], bytes | tuple[int, int]]
@@ -48,6 +55,15 @@ MOST_TOGETHER = 64  # items that a relay sends in one message
 DISPATCHING = "in dispatching process"
 WIDTH = struct.Struct("=Q")  # bytes from one slot to the next
 
+WINDOWS = os.name == "nt"
+LOCALHOST = "127.0.0.1"
+HELLO = struct.Struct("=16sQ")  # what a worker says first, on Windows: the secret, its process id
+PROCESS_DUP_HANDLE = 0x40  # Windows' right to put a handle into a process
+
+
+# The one that multiprocessing uses: without a descriptor of its own, which a fork would copy.
+Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
+
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
     """In a worker: the items that the dispatching process makes for it."""
@@ -58,7 +74,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
         self._slots: Writer | None = None
         self._lock: threading.Lock | None = None
 
-    def connect(self, address: str, worker: int) -> None:
+    def connect(self, address: Address, worker: int) -> None:
         """Connect to the relay in the main process."""
         self._lock = threading.Lock()
         self._connection, self._slots = _call(address)
@@ -121,24 +137,26 @@ class Relay:
         self._held: list[list[EncodedItem]] = [[] for _ in range(num_workers)]
         self._rewind()
         self._folder: str | None = None
+        self._secret = os.urandom(16) if WINDOWS else b""
         self._sockets: list[socket.socket] = []
         self._callers: list[socket.socket] = []
         self._accepting = Threads()
         self._serving: list[threading.Thread] = []
 
-    def open(self) -> str:
+    def open(self) -> Address:
         """Listen for workers, and return the address; if anything is raised, call `close`."""
-        address = self._make_address()
-        self._sockets += (socket.socket(socket.AF_UNIX), *socket.socketpair())
+        name = None if WINDOWS else self._make_name()
+        family = socket.AF_INET if name is None else socket.AF_UNIX
+        self._sockets += (socket.socket(family), *socket.socketpair())
         listener, _, hung_up = self._sockets
-        listener.bind(address)
+        listener.bind(name or (LOCALHOST, 0))
         listener.listen(self._num_workers)
         self._accepting.add("cseq-relay", partial(self._accept, listener, hung_up))
         self._accepting.start()
-        return address
+        return name or (listener.getsockname()[1], self._secret)
 
-    def _make_address(self) -> str:
-        """Make an address for a socket: on Linux an abstract one, so that no file is left."""
+    def _make_name(self) -> str:
+        """Make a name for a socket: on Linux an abstract one, so that no file is left."""
         if sys.platform == "linux":
             return f"\0cseq-{os.urandom(16).hex()}"
         self._folder = tempfile.mkdtemp(prefix="cseq-", dir=_short_folder())  # of mode 0700
@@ -146,24 +164,28 @@ class Relay:
 
     def _accept(self, listener: socket.socket, hung_up: socket.socket) -> None:
         """Accept the workers' connections."""
-        while hung_up not in wait([listener, hung_up]):
-            caller, _ = listener.accept()
-            if not is_ours(caller):
-                caller.close()
-                continue
-            self._callers.append(caller)
-            thread = threading.Thread(
-                target=self._serve, args=(caller,), name="cseq-relay", daemon=True
-            )
-            self._serving.append(thread)
-            thread.start()
+        with Selector() as selector:
+            for each in (listener, hung_up):
+                selector.register(each, selectors.EVENT_READ)
+            while all(key.fileobj is listener for key, _ in selector.select()):
+                caller, _ = listener.accept()
+                if not is_ours(caller):
+                    caller.close()
+                    continue
+                self._callers.append(caller)
+                thread = threading.Thread(
+                    target=self._serve, args=(caller,), name="cseq-relay", daemon=True
+                )
+                self._serving.append(thread)
+                thread.start()
 
     def _serve(self, caller: socket.socket) -> None:
         """Answer one worker until it is gone."""
-        connection = Connection(os.dup(caller.fileno()))
+        connection: Connection[Any, Any] = Connection(caller.dup().detach())
         with connection, contextlib.suppress(EOFError, ConnectionError):
             fd, width = self._streams.segment
-            socket.send_fds(caller, [WIDTH.pack(width)], [fd])
+            with process_of(caller, self._secret) as process:
+                descriptors.send(caller, WIDTH.pack(width), [fd], process)
             worker = connection.recv()
             while True:
                 epoch, position = connection.recv()
@@ -294,6 +316,27 @@ def is_ours(caller: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
+@contextlib.contextmanager
+def process_of(caller: socket.socket, secret: bytes) -> Iterator[int | None]:
+    """Open the caller's process, on Windows: it gets a handle of its own there."""
+    if not WINDOWS:
+        yield None
+        return
+    hello = descriptors.receive_exactly(caller, HELLO.size)
+    given, pid = HELLO.unpack(hello or bytes(HELLO.size))
+    if not hmac.compare_digest(given, secret):
+        raise ConnectionRefusedError("the caller does not know the secret")
+    winapi = imported("_winapi")
+    try:
+        process: int = winapi.OpenProcess(PROCESS_DUP_HANDLE, False, pid)  # noqa: FBT003
+    except OSError as error:  # it has ended
+        raise ConnectionResetError(error.errno, error.strerror) from error
+    try:
+        yield process
+    finally:
+        winapi.CloseHandle(process)
+
+
 def _sent(item: EncodedItem) -> Sent:
     """Return an item as it is sent to a worker."""
     record = item.record[:4]
@@ -302,11 +345,16 @@ def _sent(item: EncodedItem) -> Sent:
     return record, item.memory.load_bytes(0, codec.used(record))
 
 
-def _call(address: str) -> tuple[Connection[Any, Any], Writer]:
+def _call(address: Address) -> tuple[Connection[Any, Any], Writer]:
     """Connect to a relay; it sends the file of the dispatching process's slots."""
-    caller = socket.socket(socket.AF_UNIX)
+    caller = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     try:
-        caller.connect(address)
+        if isinstance(address, str):
+            caller.connect(address)
+        else:
+            port, secret = address
+            caller.connect((LOCALHOST, port))
+            caller.sendall(HELLO.pack(secret, os.getpid()))
         width, (fd,) = descriptors.receive(caller, WIDTH.size, 1)
     except BaseException:
         caller.close()

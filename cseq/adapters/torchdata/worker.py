@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.adapters.torchdata.relay import Address
 
 
 class _Pipeline:
@@ -107,7 +108,7 @@ class Worker(_Pipeline):
         pipe: DataPipe,
         init_fn: InitFn | None,
         reset_fn: ResetFn | None,
-        address: str | None,
+        address: Address | None,
         number: int,
         num_workers: int,
     ) -> None:

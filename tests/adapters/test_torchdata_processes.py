@@ -1,0 +1,105 @@
+"""Processes of `cseq.adapters.torchdata` on every system: starts, deaths, the relay's callers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
+
+from killing import kill
+from test_torchdata import (
+    MULTI,
+    QUICK,
+    dispatched,
+    double,
+    loader,
+    numbers,
+    of_some_size,
+    summed,
+    with_pid,
+)
+from torchdata.datapipes.iter import IterableWrapper
+
+import cseq
+from cseq.adapters.torchdata import relay
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+METHODS = multiprocessing.get_all_start_methods()
+
+
+@pytest.mark.parametrize("context", [None, *METHODS])
+def test_start_methods(context: str | None) -> None:
+    """Every start method gives the same items, from the dispatching process, too."""
+    branches = dispatched(6).map(double).zip(numbers(6))
+    with loader(branches, 2, context) as loaded:
+        assert list(loaded) == [(2 * n, n) for n in range(6)]
+
+
+@pytest.mark.parametrize("start_method", sorted({QUICK, "spawn"}))
+def test_replaced_worker_of_large_dispatched_items(start_method: str) -> None:
+    """A worker that is replaced finds large items, too, and nobody sees a difference."""
+    pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
+    pipe = pipe.map(summed).map(with_pid)
+    with loader(pipe, max_restarts=5, context=start_method) as loaded:
+        got = []
+        for item, pid in loaded:
+            got.append(item[0])
+            if len(got) in (3, 30):
+                kill(pid)
+        assert got == list(range(60))
+        assert loaded.reading_service.stats().restarts == 2
+
+
+def test_killed_dispatching_process() -> None:
+    """Without `max_restarts`, so is the death of the dispatching process."""
+    pipe = IterableWrapper(range(100_000)).map(with_pid).sharding_round_robin_dispatch(MULTI)
+    with loader(pipe) as loaded:
+        items = iter(loaded)
+        kill(next(items)[1])
+        with pytest.raises(cseq.WorkerDied, match="the dispatching process"):
+            list(items)
+
+
+AT_EXIT = """
+from cseq.adapters.torchdata import MultiProcessingReadingService
+from cseq.launcher import start_methods
+from torchdata.dataloader2 import DataLoader2
+from torchdata.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+multi = SHARDING_PRIORITIES.MULTIPROCESSING
+pipe = IterableWrapper(range(100)).sharding_round_robin_dispatch(multi)
+service = MultiProcessingReadingService(2, start_methods()[-1])
+loader = DataLoader2(pipe, reading_service=service)
+for item in loader:
+    break
+print(item)
+"""
+
+
+def test_a_script_that_just_ends(run_script: RunScript) -> None:
+    """A script needs no `shutdown`, and no `if __name__ == "__main__"`."""
+    done = run_script(AT_EXIT)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("no worker is ready")]
+    assert (done.returncode, done.stdout, said) == (0, "0\n", [])  # the machine may be busy
+
+
+def test_a_caller_that_does_not_know_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows, where anybody can connect to the relay's port, it is turned away."""
+    monkeypatch.setattr(relay, "WINDOWS", True)
+    secret = os.urandom(16)
+    for said in (relay.HELLO.pack(os.urandom(16), os.getpid()), b"GET /"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(said)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(ConnectionRefusedError), relay.process_of(ours, secret):
+                pass

@@ -1,0 +1,73 @@
+"""How a test kills a process, and what its exit code is then, on every system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import select
+import time
+from typing import Any
+
+from cseq.launcher import describe_exit
+from cseq.launcher.base import KILL
+
+# What becomes of a process that `kill` has ended; on Windows its exit code is the signal's number.
+CODE = KILL if os.name == "nt" else -KILL
+WORDS = describe_exit(CODE)
+
+PATIENCE = 60.0  # seconds
+# What `os.kill` answers for a process that has ended: on Windows as an argument that is wrong, or,
+# while somebody has a handle of it, as a process that is not to be touched.
+GONE = (errno.EINVAL, errno.EACCES) if os.name == "nt" else (errno.ESRCH,)
+
+SYNCHRONIZE = 0x100000  # Windows' right to wait for a process
+
+
+def kill(pid: int) -> None:
+    """Kill a process, perhaps this one, unless it has ended already."""
+    try:
+        os.kill(pid, KILL)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+
+
+def await_death(pid: int) -> None:
+    """Wait until a process, which its supervisor reaps, is gone."""
+    assert _ended(pid), f"process {pid} still runs"
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended."""
+    return not _ended(pid, 0.0)
+
+
+def _ended(pid: int, patience: float = PATIENCE) -> bool:
+    """Wait for the end of a process, in the way that the system has."""
+    if os.name == "nt":
+        winapi: Any = importlib.import_module("_winapi")
+        try:
+            handle = winapi.OpenProcess(SYNCHRONIZE, False, pid)
+        except OSError:  # it is gone
+            return True
+        try:
+            waited: int = winapi.WaitForSingleObject(handle, int(patience * 1000))
+        finally:
+            winapi.CloseHandle(handle)
+        return waited == winapi.WAIT_OBJECT_0
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "pidfd_open"):
+            descriptor = os.pidfd_open(pid)
+            try:
+                return bool(select.select([descriptor], [], [], patience)[0])
+            finally:
+                os.close(descriptor)
+        deadline = time.monotonic() + patience
+        os.kill(pid, 0)
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+            os.kill(pid, 0)
+        return False
+    return True
