@@ -14,6 +14,8 @@
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
 # make wine     the tests with a Windows CPython, under Wine; ARGS for pytest; tests/wine/README.md
+# make freethreaded  the tests with a CPython without a GIL, built from source, then measured beside the
+#                same CPython with one; ARGS for pytest, CASES; tests/freethreaded/README.md
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
@@ -37,6 +39,8 @@ FORMATS ?=
 FRAMEWORKS_VENV ?= .frameworks-venv
 COVERAGE_VENV ?= .coverage-venv
 WINE_ENV ?= .wine-env
+FREE_ENV ?= .freethreaded-env
+FREE_TORCH ?=
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
@@ -50,7 +54,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo dist clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -167,6 +171,45 @@ wine: $(WINE_ENV)/.made
 	$(PY) tests/wine/build.py $(WINE_ENV)
 	tests/wine/run.sh $(WINE_ENV) python -m pytest -n $(JOBS) $(ARGS)
 
+# What is in the checkout now, without what was built there; what was built in the copy stays.
+define copy
+	mkdir -p $1
+	find $1 -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
+	git ls-files -z --cached --others --exclude-standard | \
+		tar --null --files-from=- -cf - | tar -xf - -C $1
+endef
+
+# The same source twice: without a GIL, and with one to compare with.
+$(FREE_ENV)/%/.python: tests/freethreaded/setup.sh
+	tests/freethreaded/setup.sh $(PYTHON) $(@D)/python $(if $(filter free,$*),--disable-gil)
+	touch $@
+
+# Each made once, also where make got there by way of a pattern only.
+.PRECIOUS: $(FREE_ENV)/%/.python $(FREE_ENV)/%/.test
+
+# Without torch, unless FREE_TORCH names a release that has wheels for a CPython 3.13 without a GIL.
+$(FREE_ENV)/%/.test: pyproject.toml | $(FREE_ENV)/%/.python
+	$(call copy,$(@D)/checkout)
+	$(@D)/python/bin/python3 -m venv $(@D)/venv
+	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_TORCH)
+	$(@D)/venv/bin/pip --quiet install --prefer-binary --no-build-isolation \
+		--editable '$(@D)/checkout[test]'
+	touch $@
+
+FREE_PYTHON := env -u PYTHON_GIL ../venv/bin/python
+freethreaded: CASES := $(or $(CASES),interpreted small_threads small_processes)
+freethreaded: $(FREE_ENV)/free/.test $(FREE_ENV)/gil/.test
+	$(call copy,$(FREE_ENV)/free/checkout)
+	$(call copy,$(FREE_ENV)/gil/checkout)
+	for folder in $(FREE_ENV)/free $(FREE_ENV)/gil; do \
+		(cd $$folder/checkout && ../venv/bin/python setup.py --quiet build_ext --inplace) || exit 1; \
+	done
+	cd $(FREE_ENV)/free/checkout && $(FREE_PYTHON) -m pytest -n $(JOBS) $(ARGS)
+	for folder in $(FREE_ENV)/free $(FREE_ENV)/gil; do \
+		(cd $$folder/checkout && $(FREE_PYTHON) benchmarks/run.py --no-peers --rounds $(ROUNDS) \
+			--output build/benchmarks $(CASES)) || exit 1; \
+	done
+
 # The model needs spin; without it that part is left out, and says so.
 sanitize:
 	tests/c/run.sh $(SECONDS)
@@ -228,4 +271,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV) $(FREE_ENV)

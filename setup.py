@@ -36,6 +36,19 @@ def mode_file() -> str:
     return str(path)
 
 
+def c_folder() -> str | None:
+    """Return where Cython's C files go; those made with another numpy's declarations are removed."""
+    if TRACE:
+        return None  # Cython.Coverage looks beside the source
+    folder = Path("build", MODE)
+    numpy = folder / "numpy"
+    if not numpy.exists() or numpy.read_text(encoding="ascii") != np.__version__:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        numpy.write_text(np.__version__, encoding="ascii")
+    return folder.as_posix()
+
+
 class BuildCore(build_ext):
     """Compiles the core; if a tool for that is missing, one sentence names it."""
 
@@ -91,7 +104,7 @@ core = [
 
 modules = cythonize(
     core,
-    build_dir=None if TRACE else f"build/{MODE}",  # Cython.Coverage looks beside the source
+    build_dir=c_folder(),
     compiler_directives={
         "language_level": 3,
         "freethreading_compatible": True,
