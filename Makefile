@@ -20,6 +20,8 @@
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, and the C headers for other systems
 # make dist     sdist and wheel, built from one another and tested without torch
+# make wheels   the same for all of PYTHONS (those of pyenv and of make freethreaded), each built twice:
+#                the same commit gives the same bytes; ARGS for pytest
 # make clean    remove what was built; `make distclean` the environment too
 #
 # The Python that .venv is made with:  make test PYTHON=python3.13
@@ -45,6 +47,8 @@ GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
 KINDS ?=
+PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1?.*/bin/python3.1? \
+	$(FREE_ENV)/free/python/bin/python3.1?t),$(PYTHON))
 CASES ?=
 ROUNDS ?= 5
 
@@ -54,7 +58,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo dist wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -251,6 +255,9 @@ cross: $(VENV)/.dev
 
 # -- what is published
 
+# The time of all files in there: that of the commit.
+dist wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
 # build makes the wheel from the unpacked sdist, in an empty folder.
 dist: $(VENV)/.dev
 	rm -rf dist wheelhouse build/installed
@@ -264,6 +271,11 @@ endif
 	$(PYTHON) -m venv build/installed
 	build/installed/bin/python -m pip --quiet install "$$(echo wheelhouse/*.whl)[test]"
 	cd build/installed && bin/pytest -p no:cacheprovider $(CURDIR)/tests $(ARGS)
+
+wheels: $(VENV)/.dev
+	rm -rf dist wheelhouse
+	$(PY) -m build --sdist --outdir dist .
+	PATH="$(abspath $(BIN)):$$PATH" $(PY) tests/wheels.py dist/*.tar.gz wheelhouse $(PYTHONS) -- $(ARGS)
 
 clean:
 	rm -rf build dist wheelhouse *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import shutil
 import sys
 import sysconfig
+import tarfile
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import PlatformError
 
 # CSEQ_DEBUG=1 checks bounds and invariants; each mode has its own C file, and a switch rebuilds.
@@ -37,7 +43,7 @@ def mode_file() -> str:
 
 
 def c_folder() -> str | None:
-    """Return where Cython's C files go; those made with another numpy's declarations are removed."""
+    """Return where Cython's C files go; those made with another numpy are removed."""
     if TRACE:
         return None  # Cython.Coverage looks beside the source
     folder = Path("build", MODE)
@@ -70,6 +76,34 @@ class BuildCore(build_ext):
                 "Fedora: dnf install python3-devel)"
             )
         super().build_extensions()
+
+
+class WriteSources(sdist):
+    """Writes the same bytes for the same files, if SOURCE_DATE_EPOCH says the time."""
+
+    def make_archive(self, base_name: str, *arguments: Any, **options: Any) -> str:
+        """Write the archive as usual, then without what differs between two checkouts."""
+        name = super().make_archive(base_name, *arguments, **options)
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is not None and name.endswith(".tar.gz"):
+            normalise(Path(name), int(epoch))
+        return name
+
+
+def normalise(archive: Path, epoch: int) -> None:
+    """Rewrite a compressed archive: its files in order, of one time, of no one's."""
+    with tarfile.open(archive) as old:
+        members = [(one, old.extractfile(one)) for one in sorted(old, key=attrgetter("name"))]
+        with io.BytesIO() as plain:
+            with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as new:
+                for member, content in members:
+                    member.mtime, member.uid, member.gid = epoch, 0, 0
+                    member.uname = member.gname = ""
+                    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                    member.pax_headers = {}
+                    new.addfile(member, content)
+            packed = gzip.compress(plain.getvalue(), mtime=epoch)
+    archive.write_bytes(packed)
 
 
 def of_this_project(extensions: list[Extension]) -> list[Extension]:
@@ -117,4 +151,6 @@ modules = cythonize(
         "linetrace": TRACE,
     },
 )
-setup(cmdclass={"build_ext": BuildCore}, ext_modules=of_this_project(modules))
+setup(
+    cmdclass={"build_ext": BuildCore, "sdist": WriteSources}, ext_modules=of_this_project(modules)
+)
