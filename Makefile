@@ -18,7 +18,7 @@
 #                same CPython with one; ARGS for pytest, CASES; tests/freethreaded/README.md
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
-# make lint     ruff, mypy, the stubs, and the C headers for other systems
+# make lint     ruff, mypy, the stubs, which wheels are built, and the C headers for other systems
 # make dist     sdist and wheel, built from one another and tested without torch
 # make wheels   the same for all of PYTHONS (those of pyenv and of make freethreaded), each built twice:
 #                the same commit gives the same bytes; ARGS for pytest
@@ -228,7 +228,7 @@ lint: build cross $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
-	$(PY) -m pytest tests/test_typing.py
+	$(PY) -m pytest tests/test_typing.py tests/test_packaging.py
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest.txt --ignore-unused-allowlist $(CORE)
 
