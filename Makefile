@@ -15,10 +15,14 @@
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
 # make wine     the tests with a Windows CPython and torch, under Wine; ARGS for pytest; tests/wine/README.md
+# make freethreaded  the tests with a CPython without a GIL, built from source, then measured beside the
+#                same CPython with one; ARGS for pytest, CASES; tests/freethreaded/README.md
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
-# make lint     ruff, mypy, the stubs, and the C headers for other systems
+# make lint     ruff, mypy, the stubs, which wheels are built, and the C headers for other systems
 # make dist     sdist and wheel, built from one another and tested without torch
+# make wheels   the same for all of PYTHONS (those of pyenv and of make freethreaded), each built twice:
+#                the same commit gives the same bytes; ARGS for pytest
 # make clean    remove what was built; `make distclean` the environment too
 #
 # The Python that .venv is made with:  make test PYTHON=python3.13
@@ -38,10 +42,14 @@ FORMATS ?=
 FRAMEWORKS_VENV ?= .frameworks-venv
 COVERAGE_VENV ?= .coverage-venv
 WINE_ENV ?= .wine-env
+FREE_ENV ?= .freethreaded-env
+FREE_TORCH ?=
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
 KINDS ?=
+PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1?.*/bin/python3.1? \
+	$(FREE_ENV)/free/python/bin/python3.1?t),$(PYTHON))
 CASES ?=
 ROUNDS ?= 5
 
@@ -51,7 +59,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine sanitize lint cross demo dist clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo dist wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -168,6 +176,45 @@ wine: $(WINE_ENV)/.made
 	$(PY) tests/wine/build.py $(WINE_ENV)
 	tests/wine/run.sh $(WINE_ENV) python -m pytest -n $(JOBS) $(ARGS)
 
+# What is in the checkout now, without what was built there; what was built in the copy stays.
+define copy
+	mkdir -p $1
+	find $1 -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
+	git ls-files -z --cached --others --exclude-standard | \
+		tar --null --files-from=- -cf - | tar -xf - -C $1
+endef
+
+# The same source twice: without a GIL, and with one to compare with.
+$(FREE_ENV)/%/.python: tests/freethreaded/setup.sh
+	tests/freethreaded/setup.sh $(PYTHON) $(@D)/python $(if $(filter free,$*),--disable-gil)
+	touch $@
+
+# Each made once, also where make got there by way of a pattern only.
+.PRECIOUS: $(FREE_ENV)/%/.python $(FREE_ENV)/%/.test
+
+# Without torch, unless FREE_TORCH names a release that has wheels for a CPython 3.13 without a GIL.
+$(FREE_ENV)/%/.test: pyproject.toml | $(FREE_ENV)/%/.python
+	$(call copy,$(@D)/checkout)
+	$(@D)/python/bin/python3 -m venv $(@D)/venv
+	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_TORCH)
+	$(@D)/venv/bin/pip --quiet install --prefer-binary --no-build-isolation \
+		--editable '$(@D)/checkout[test]'
+	touch $@
+
+FREE_PYTHON := env -u PYTHON_GIL ../venv/bin/python
+freethreaded: CASES := $(or $(CASES),interpreted small_threads small_processes)
+freethreaded: $(FREE_ENV)/free/.test $(FREE_ENV)/gil/.test
+	$(call copy,$(FREE_ENV)/free/checkout)
+	$(call copy,$(FREE_ENV)/gil/checkout)
+	for folder in $(FREE_ENV)/free $(FREE_ENV)/gil; do \
+		(cd $$folder/checkout && ../venv/bin/python setup.py --quiet build_ext --inplace) || exit 1; \
+	done
+	cd $(FREE_ENV)/free/checkout && $(FREE_PYTHON) -m pytest -n $(JOBS) $(ARGS)
+	for folder in $(FREE_ENV)/free $(FREE_ENV)/gil; do \
+		(cd $$folder/checkout && $(FREE_PYTHON) benchmarks/run.py --no-peers --rounds $(ROUNDS) \
+			--output build/benchmarks $(CASES)) || exit 1; \
+	done
+
 # The model needs spin; without it that part is left out, and says so.
 sanitize:
 	tests/c/run.sh $(SECONDS)
@@ -182,7 +229,7 @@ lint: build cross $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
-	$(PY) -m pytest tests/test_typing.py
+	$(PY) -m pytest tests/test_typing.py tests/test_packaging.py
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest.txt --ignore-unused-allowlist $(CORE)
 
@@ -209,6 +256,9 @@ cross: $(VENV)/.dev
 
 # -- what is published
 
+# The time of all files in there: that of the commit.
+dist wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
 # build makes the wheel from the unpacked sdist, in an empty folder.
 dist: $(VENV)/.dev
 	rm -rf dist wheelhouse build/installed
@@ -223,10 +273,15 @@ endif
 	build/installed/bin/python -m pip --quiet install "$$(echo wheelhouse/*.whl)[test]"
 	cd build/installed && bin/pytest -p no:cacheprovider $(CURDIR)/tests $(ARGS)
 
+wheels: $(VENV)/.dev
+	rm -rf dist wheelhouse
+	$(PY) -m build --sdist --outdir dist .
+	PATH="$(abspath $(BIN)):$$PATH" $(PY) tests/wheels.py dist/*.tar.gz wheelhouse $(PYTHONS) -- $(ARGS)
+
 clean:
 	rm -rf build dist wheelhouse *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f cseq/*.so cseq/*.pyd cseq/*.c cseq/*.html
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV) $(FREE_ENV)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import shutil
 import sys
 import sysconfig
+import tarfile
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import PlatformError
 
 # CSEQ_DEBUG=1 checks bounds and invariants; each mode has its own C file, and a switch rebuilds.
@@ -36,6 +42,19 @@ def mode_file() -> str:
     return str(path)
 
 
+def c_folder() -> str | None:
+    """Return where Cython's C files go; those made with another numpy are removed."""
+    if TRACE:
+        return None  # Cython.Coverage looks beside the source
+    folder = Path("build", MODE)
+    numpy = folder / "numpy"
+    if not numpy.exists() or numpy.read_text(encoding="ascii") != np.__version__:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        numpy.write_text(np.__version__, encoding="ascii")
+    return folder.as_posix()
+
+
 class BuildCore(build_ext):
     """Compiles the core; if a tool for that is missing, one sentence names it."""
 
@@ -57,6 +76,34 @@ class BuildCore(build_ext):
                 "Fedora: dnf install python3-devel)"
             )
         super().build_extensions()
+
+
+class WriteSources(sdist):
+    """Writes the same bytes for the same files, if SOURCE_DATE_EPOCH says the time."""
+
+    def make_archive(self, base_name: str, *arguments: Any, **options: Any) -> str:
+        """Write the archive as usual, then without what differs between two checkouts."""
+        name = super().make_archive(base_name, *arguments, **options)
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is not None and name.endswith(".tar.gz"):
+            normalise(Path(name), int(epoch))
+        return name
+
+
+def normalise(archive: Path, epoch: int) -> None:
+    """Rewrite a compressed archive: its files in order, of one time, of no one's."""
+    with tarfile.open(archive) as old:
+        members = [(one, old.extractfile(one)) for one in sorted(old, key=attrgetter("name"))]
+        with io.BytesIO() as plain:
+            with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as new:
+                for member, content in members:
+                    member.mtime, member.uid, member.gid = epoch, 0, 0
+                    member.uname = member.gname = ""
+                    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                    member.pax_headers = {}
+                    new.addfile(member, content)
+            packed = gzip.compress(plain.getvalue(), mtime=epoch)
+    archive.write_bytes(packed)
 
 
 def of_this_project(extensions: list[Extension]) -> list[Extension]:
@@ -91,7 +138,7 @@ core = [
 
 modules = cythonize(
     core,
-    build_dir=None if TRACE else f"build/{MODE}",  # Cython.Coverage looks beside the source
+    build_dir=c_folder(),
     compiler_directives={
         "language_level": 3,
         "freethreading_compatible": True,
@@ -104,4 +151,6 @@ modules = cythonize(
         "linetrace": TRACE,
     },
 )
-setup(cmdclass={"build_ext": BuildCore}, ext_modules=of_this_project(modules))
+setup(
+    cmdclass={"build_ext": BuildCore, "sdist": WriteSources}, ext_modules=of_this_project(modules)
+)

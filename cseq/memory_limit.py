@@ -110,8 +110,10 @@ def oom_kills(root: Folder = ROOT) -> int | None:
     root : str or path
         Where ``proc`` and ``sys`` are.
     """
-    counts = (_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root))
-    return next((count for count in counts if count is not None), None)
+    # No generator is left in its middle: what a signal handler raises while it is closed is lost.
+    counts = [_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
+    known = [count for count in counts if count is not None]
+    return known[0] if known else None
 
 
 def check_available(nbytes: int) -> None:

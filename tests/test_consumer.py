@@ -625,17 +625,23 @@ class Going:
 
 
 def test_the_iterator() -> None:
-    """A step in C if that can be, else the next batch, with the lock held; then the end."""
+    """A step in C if that can be, else the next batch, with the lock held; then the end.
+
+    Without a GIL, a step needs the lock, too.
+    """
     run, counter = Going(), Counter()
     following = iter(["next"])
+    locked = []
 
     def go() -> Any:
-        assert run.lock._is_owned()  # type: ignore[attr-defined]
-        return next(following)
+        locked.append(run.lock._is_owned())  # type: ignore[attr-defined]
+        batch = counter.consumer.step()
+        return next(following) if batch is None else batch
 
     batches = BatchIterator(run, counter.consumer, go)
     counter.work("step")
     assert [next(batches), next(batches)] == ["step", "next"]
+    assert locked == ([True] if HAS_GIL else [True, True])
     with pytest.raises(StopIteration):
         next(batches)
     assert iter(batches) is batches

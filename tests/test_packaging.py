@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -101,6 +102,78 @@ def test_a_missing_compiler_is_named_in_one_sentence(
     assert last.startswith("error: cseq-loader is compiled when it is installed from source")
     assert f"the C compiler {compiler!r} was not found: install one" in last
     assert "Traceback" not in done.stderr
+
+
+@needs_sources
+@needs_build_tools
+@pytest.mark.skipif(sys.platform == "win32", reason="MSVC is not found by way of PATH")
+@pytest.mark.skipif(find_spec("pip") is None, reason="no pip")
+def test_pip_shows_the_sentence(sources: Path, tmp_path: Path) -> None:
+    """Without a C compiler, what pip prints of the build ends with that sentence, too."""
+    install = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+    done = subprocess.run(
+        [sys.executable, *install, "--target", str(tmp_path), str(sources)],
+        env=os.environ | {"CC": "/no/such/compiler"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    printed = done.stdout + done.stderr
+    said = [line.strip() for line in printed.splitlines() if "cseq-loader is compiled" in line]
+    assert len(said) == 1, printed
+    assert "'/no/such/compiler' was not found: install one" in said[0]
+    assert "Traceback" not in printed
+    assert not any(tmp_path.iterdir())
+
+
+@needs_sources
+@needs_build_tools
+def test_an_sdist_is_the_same_each_time(sources: Path, tmp_path: Path) -> None:
+    """With SOURCE_DATE_EPOCH, neither times nor permissions of a checkout are in the archive."""
+    archives = []
+    for number, (age, mode) in enumerate([(0, 0o644), (86_400, 0o664)]):
+        time = 1_700_000_000 - age
+        os.utime(sources / "cseq" / "run.py", (time, time))
+        (sources / "cseq" / "run.py").chmod(mode)
+        folder = tmp_path / str(number)
+        done = setup(
+            sources, "--quiet", "sdist", "--dist-dir", str(folder), SOURCE_DATE_EPOCH="1700000001"
+        )
+        assert done.returncode == 0, done.stderr
+        archives.append(next(folder.iterdir()))
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+    with tarfile.open(archives[0]) as archive:
+        assert {one.mtime for one in archive} == {1_700_000_001}
+        text = archive.extractfile(f"{archives[0].name.removesuffix('.tar.gz')}/cseq/run.py")
+        assert text is not None
+        assert text.read() == (sources / "cseq" / "run.py").read_bytes()
+
+
+PYTHONS = ["cp310", "cp311", "cp312", "cp313", "cp314", "cp314t"]
+PLATFORMS = [
+    ("linux", "x86_64", ["manylinux_x86_64", "musllinux_x86_64"]),
+    ("linux", "aarch64", ["manylinux_aarch64", "musllinux_aarch64"]),
+    ("macos", "x86_64", ["macosx_x86_64"]),
+    ("macos", "arm64", ["macosx_arm64"]),
+    ("windows", "AMD64", ["win_amd64"]),
+]
+
+
+@needs_sources
+@pytest.mark.skipif(find_spec("cibuildwheel") is None, reason="no cibuildwheel (`make lint`)")
+@pytest.mark.parametrize(("system", "machine", "names"), PLATFORMS)
+def test_which_wheels_are_published(system: str, machine: str, names: list[str]) -> None:
+    """On each system, cibuildwheel selects the Pythons of the classifiers, and no other one."""
+    ask = ["-m", "cibuildwheel", "--print-build-identifiers", "--platform", system]
+    done = subprocess.run(
+        [sys.executable, *ask, "--archs", machine, str(ROOT)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {f"{python}-{name}" for python in PYTHONS for name in names}
 
 
 @needs_sources

@@ -541,13 +541,14 @@ deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 
 class Worker:
     def __init__(self):
-        self.kept = []
+        self.kept, self.count = [], 0
     def __getitem__(self, indices):
         for array, number in self.kept:
             assert array.min() == array.max() == number
         made = np.full(30_000, indices[0]), cseq.empty(20_000)
         made[1][:] = indices[0]
-        self.kept = [*self.kept[-1:], (made[len(self.kept) % 2], indices[0])]
+        self.kept = [*self.kept[-1:], (made[self.count % 2], indices[0])]
+        self.count += 1
         return made
 
 assert _memory.DEBUG

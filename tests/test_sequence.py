@@ -1023,6 +1023,8 @@ def test_labels_that_become_floats(kind: str, start: str, caplog: pytest.LogCapt
             for _ in range(2):
                 assert len(list(m)) == 4
         messages = [record.getMessage() for record in caplog.records]
-        told = [text for text in messages if "torch is not installed" not in text]
+        # What a machine without torch, or a busy one, is told is not what this is about.
+        others = ("torch is not installed", "no worker is ready")
+        told = [text for text in messages if not text.startswith(others)]
         assert len(told) == hinted, (worker, options, told)
         assert all("dtype=None" in text and "shape (2,)" in text for text in told)

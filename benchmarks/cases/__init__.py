@@ -14,6 +14,7 @@ MODULES = (
     "structure",
     "tensors",
     "computing",
+    "interpreted",
     "starting",
     "epochs",
     "permutation",

@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite, nan
@@ -54,9 +55,15 @@ def memory_gib() -> float | None:
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
 
 
+def python_version() -> str:
+    """Version of Python, and whether it runs without a GIL."""
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return platform.python_version() + ("" if has_gil else " without a GIL")
+
+
 def versions(distributions: tuple[str, ...]) -> dict[str, str]:
     """Versions of Python, of cseq and of those distributions that are installed."""
-    found = {"python": platform.python_version(), "cseq": cseq.__version__}
+    found = {"python": python_version(), "cseq": cseq.__version__}
     for name in distributions:
         try:
             found[name] = version(name)

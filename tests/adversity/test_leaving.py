@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sysconfig
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,10 @@ print(*(go(500) for _ in range(3)))
 """
 
 
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    reason="a Python without a GIL refuses PYTHONMALLOC=malloc, and keeps memory of its own",
+)
 @pytest.mark.parametrize("width", ["1", "4096"])
 def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, width: str) -> None:
     """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.

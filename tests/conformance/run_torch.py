@@ -22,6 +22,7 @@ from stand_in import ENTERED, STAND_IN
 from suite import BUILD, HERE, run, torchdata
 
 # torch's packages come without its tests; Debian's source package has the whole repository.
+DEBIAN = HERE.parent / "debian.py"
 RELEASE = "trixie"
 SOURCE = "pytorch"
 VERSION = "2.6.0"
@@ -35,35 +36,9 @@ STATEFUL = ["test_state_dict.py", "test_sampler.py", "test_incremental_state.py"
 SECONDS = 900  # that one test may take: test_proper_exit starts 24 programs
 
 
-def apt(folder: Path, *arguments: str, cwd: Path | None = None) -> None:
-    """Run apt-get with a list of sources of its own: the system's lists stay as they are."""
-    options = {
-        "Dir::Etc::SourceList": folder / "sources.list",
-        "Dir::Etc::SourceParts": os.devnull,
-        "Dir::State::Lists": folder / "lists",
-        "Dir::Cache": folder / "cache",
-        "APT::Sandbox::User": "",  # the folder is this user's
-    }
-    command = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
-    subprocess.run([*command, *arguments], cwd=cwd, check=True)
-
-
 def download(folder: Path) -> bytes:
-    """Return torch's test file out of Debian's source package, by the mirror that apt uses here."""
-    targets = ["--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
-    asked = subprocess.run(
-        ["apt-get", "indextargets", *targets], stdout=subprocess.PIPE, text=True, check=True
-    )
-    if not asked.stdout.strip():
-        raise FileNotFoundError(
-            "apt-get knows no mirror of Debian; `apt-get update` may be missing"
-        )
-    mirror = asked.stdout.split()[0]
-    (folder / "sources.list").write_text(f"deb-src {mirror} {RELEASE} main\n")
-    for name in ("lists/partial", "cache/archives/partial"):
-        (folder / name).mkdir(parents=True)
-    apt(folder, "update")
-    apt(folder, "source", "--download-only", "--tar-only", SOURCE, cwd=folder)
+    """Return torch's test file out of Debian's source package."""
+    subprocess.run([sys.executable, DEBIAN, RELEASE, SOURCE, folder], check=True)
     with tarfile.open(next(folder.glob(f"{SOURCE}_*.orig.tar.*"))) as archive:
         for member in archive:
             if member.name.endswith(f"/test/{TEST}"):

@@ -1,0 +1,58 @@
+"""Download the original archive of one of Debian's source packages, by the mirror apt uses here.
+
+python tests/debian.py RELEASE PACKAGE FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def apt(folder: Path, *arguments: str, cwd: Path) -> None:
+    """Run apt-get with a list of sources of its own: the system's lists stay as they are."""
+    options = {
+        "Dir::Etc::SourceList": folder / "sources.list",
+        "Dir::Etc::SourceParts": os.devnull,
+        "Dir::State::Lists": folder / "lists",
+        "Dir::Cache": folder / "cache",
+        "APT::Sandbox::User": "",  # the folder is this user's
+    }
+    command = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    subprocess.run([*command, *arguments], cwd=cwd, check=True)
+
+
+def mirror() -> str:
+    """Return the mirror of Debian that apt uses here."""
+    targets = ["--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
+    asked = subprocess.run(
+        ["apt-get", "indextargets", *targets], stdout=subprocess.PIPE, text=True, check=True
+    )
+    if not asked.stdout.strip():
+        raise FileNotFoundError(
+            "apt-get knows no mirror of Debian; `apt-get update` may be missing"
+        )
+    return asked.stdout.split()[0]
+
+
+def download(release: str, package: str, folder: Path) -> Path:
+    """Put the original archive of a source package into a folder; apt checks its signature."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        scratch = Path(name)
+        (scratch / "sources.list").write_text(f"deb-src {mirror()} {release} main\n")
+        for needed in ("lists/partial", "cache/archives/partial"):
+            (scratch / needed).mkdir(parents=True)
+        apt(scratch, "update", cwd=scratch)
+        apt(scratch, "source", "--download-only", "--tar-only", package, cwd=scratch)
+        archive = next(scratch.glob(f"{package}_*.orig.tar.*"))
+        return archive.rename(folder / archive.name)
+
+
+if __name__ == "__main__":
+    try:
+        print(download(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"{sys.argv[2]} cannot be had: {error}")

@@ -1,0 +1,105 @@
+"""Wheels of an sdist, for each of several Pythons: built twice, compared, repaired, tested.
+
+    python tests/wheels.py SDIST FOLDER PYTHON... [-- ARGUMENTS OF PYTEST]
+
+The two builds take place in different folders, with the environment variable SOURCE_DATE_EPOCH, and
+their wheels must be the same, byte for byte. auditwheel (on Linux) puts what it makes of each into
+FOLDER. That is installed into an empty environment, and the tests of this checkout run there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+NAME = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
+
+
+def run(*command: object, cwd: Path | None = None) -> None:
+    """Run a command; an exception if it fails."""
+    subprocess.run([str(word) for word in command], cwd=cwd, check=True)
+
+
+def build(python: str, sdist: Path, folder: Path) -> Path:
+    """Build a wheel: pip unpacks the sdist into a new folder each time."""
+    quiet = ("--quiet", "--disable-pip-version-check")
+    run(python, "-m", "pip", "wheel", *quiet, "--no-deps", "--no-cache-dir", "-w", folder, sdist)
+    return next(folder.glob("*.whl"))
+
+
+def repaired(wheel: Path, folder: Path) -> Path:
+    """Return the wheel as auditwheel passes it; elsewhere than on Linux, the wheel."""
+    if sys.platform == "linux":
+        run("auditwheel", "repair", "--wheel-dir", folder, wheel)
+        return next(folder.glob("*.whl"))
+    return wheel
+
+
+def difference(one: Path, other: Path) -> list[str]:
+    """Name the files that are not the same in two wheels, or not in both."""
+    with zipfile.ZipFile(one) as first, zipfile.ZipFile(other) as second:
+        entries = [
+            {entry.filename: entry for entry in wheel.infolist()} for wheel in (first, second)
+        ]
+        names = {*entries[0], *entries[1]}
+        same = {
+            name
+            for name in entries[0].keys() & entries[1].keys()
+            if first.read(name) == second.read(name)
+            and entries[0][name].date_time == entries[1][name].date_time
+            and entries[0][name].external_attr == entries[1][name].external_attr
+        }
+    return sorted(names - same) or ["the order of the files, or how they are packed"]
+
+
+def reproduced(python: str, sdist: Path, scratch: Path) -> Path:
+    """Build twice, and return one of the wheels.
+
+    Raises
+    ------
+    SystemExit
+        They are not the same.
+    """
+    wheels = []
+    for attempt in ("one", "another"):
+        (scratch / attempt / "repaired").mkdir(parents=True)
+        wheel = build(python, sdist, scratch / attempt)
+        wheels.append(repaired(wheel, scratch / attempt / "repaired"))
+    if wheels[0].read_bytes() != wheels[1].read_bytes():
+        sys.exit(f"{wheels[0].name} is another one each time: {', '.join(difference(*wheels))}")
+    return wheels[0]
+
+
+def try_wheel(python: str, wheel: Path, scratch: Path, arguments: list[str]) -> None:
+    """Run the tests with the wheel in an empty environment."""
+    run(python, "-m", "venv", scratch / "venv")
+    binaries = scratch / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    install = [binaries / "python", "-m", "pip", "--quiet", "install", "--prefer-binary"]
+    run(*install, f"{wheel}[test]")
+    run(binaries / "pytest", "-p", "no:cacheprovider", TESTS, *arguments, cwd=scratch)
+
+
+def main() -> None:
+    """Do it for each Python."""
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    sdist, folder, *pythons = words[:end]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for python in pythons:
+        named = subprocess.run([python, "-c", NAME], stdout=subprocess.PIPE, text=True, check=True)
+        print(f"== {named.stdout.strip()}: {python}", flush=True)
+        with tempfile.TemporaryDirectory() as name:
+            wheel = reproduced(python, Path(sdist).resolve(), Path(name))
+            kept = Path(shutil.move(wheel, Path(folder).resolve()))
+            print(f"{kept.name}: the same bytes twice", flush=True)
+            try_wheel(python, kept, Path(name), words[end + 1 :])
+
+
+if __name__ == "__main__":
+    main()
