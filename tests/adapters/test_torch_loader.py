@@ -416,7 +416,7 @@ def test_the_end_of_the_workers() -> None:
     "options", [{}, {"in_order": False}, {"persistent_workers": True}, {"rng": "batch"}], ids=str
 )
 def test_the_workers_of_a_dropped_iterator_end(dataset: Any, options: Any) -> None:
-    """At once: nothing is left for the garbage collector."""
+    """At once: nothing is left for the garbage collector. One that has not begun is killed."""
     gc.disable()
     try:
         iterator = iter(loader(dataset, batch_size=None, **options))
@@ -425,7 +425,7 @@ def test_the_workers_of_a_dropped_iterator_end(dataset: Any, options: Any) -> No
         del iterator
         for worker in workers:
             worker.join(10)
-            assert worker.exitcode == 0
+            assert worker.exitcode in (0, -signal.SIGKILL)
     finally:
         gc.enable()
 
