@@ -162,6 +162,7 @@ ALLOWED = {
     **dict.fromkeys(
         ["_exit", "_current_frames", "_is_gil_enabled", "_base_executable"], "Python's"
     ),
+    "_thread.start_new_thread": "Python's",
     **dict.fromkeys(["_DummyThread", "_is_owned"], "threading's"),
     **dict.fromkeys(["_replace", "_fields", "_asdict"], "named tuples': public"),
     **dict.fromkeys(["_repr_html_", "_sleep"], "notebooks' protocol; torch.cuda's"),
