@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 LARGE = 2100  # int64 of an item that is handed out where it lies; others are copied
 EPOCHS = 20  # of what is started once
+PATIENCE = 10.0  # seconds that a worker may take for a batch that nobody waits for
 WRONG = ("lost", "doubled", "misplaced", "slots left")
 COLUMNS = ("interrupts", "epochs", "items", *WRONG)
 
@@ -153,6 +154,12 @@ class Sequence(Loop):
         slots = testing.slots(self.m)
         if slots.leased:  # an interrupted frame may be in a circle with its exception
             gc.collect()
+            slots = testing.slots(self.m)
+        # A worker may still be at a batch of an epoch before, which was broken off: until it is done.
+        deadline = time.monotonic() + PATIENCE
+        while slots.taken and time.monotonic() < deadline:
+            next(self.items, None)  # frees what is done; there are no more batches
+            time.sleep(1e-3)
             slots = testing.slots(self.m)
         return slots.leased + slots.taken
 
