@@ -155,7 +155,7 @@ class Sequence(Loop):
         if slots.leased:  # an interrupted frame may be in a circle with its exception
             gc.collect()
             slots = testing.slots(self.m)
-        # A worker may still be at a batch of an epoch before, which was broken off: until it is done.
+        # A worker may still be at a batch of an epoch that was broken off: until it is done.
         deadline = time.monotonic() + PATIENCE
         while slots.taken and time.monotonic() < deadline:
             next(self.items, None)  # frees what is done; there are no more batches
