@@ -21,8 +21,13 @@ IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
 needs_proc = pytest.mark.needs("Linux")
 
 LEAKS = """
-import mmap, os, pathlib, subprocess, sys, tempfile, threading
+import mmap, os, pathlib, subprocess, sys, tempfile, threading, time
 keep = []
+
+def await_command(pid):
+    # In the middle of an exec a process has none, like a zombie.
+    while b"sleep" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+        time.sleep(0.001)
 
 def test_thread():
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -35,6 +40,7 @@ def test_pipe():
 
 def test_child():
     keep.append(subprocess.Popen(["sleep", "1000"]))
+    await_command(keep[-1].pid)
 
 def test_zombie():
     pid = os.fork()
@@ -43,8 +49,9 @@ def test_zombie():
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 def test_orphan():
-    script = "import os; os.fork() == 0 and os.execvp('sleep', ['sleep', '1000'])"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    script = "import os; print(os.fork() or (os.close(1), os.execvp('sleep', ['sleep', '1000'])))"
+    done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE)
+    await_command(int(done.stdout))
 
 def test_mapping():
     descriptor = os.memfd_create("slots")
