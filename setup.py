@@ -91,7 +91,7 @@ class WriteSources(sdist):
 
 
 def normalise(archive: Path, epoch: int) -> None:
-    """Rewrite a compressed archive: its files in order, of one time, of no one's."""
+    """Rewrite a compressed archive: its files in order, with one time, without owners."""
     with tarfile.open(archive) as old:
         members = [(one, old.extractfile(one)) for one in sorted(old, key=attrgetter("name"))]
         with io.BytesIO() as plain:

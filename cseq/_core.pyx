@@ -1236,7 +1236,8 @@ cdef class Consumer:
         PyErr_CheckSignals()
         # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
         k = self.ring.place(cell)
-        if (self.interrupts != interrupts or k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
+        if (self.interrupts != interrupts or k < 0
+                or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
                 or not self.is_prepared()):
             return None
         self.commit(<uint32_t>k)

@@ -125,10 +125,7 @@ def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
     """Read the setup and the descriptors that come with it."""
     head, fds = descriptors.receive(sock, LENGTH.size, 8)
     (length,) = LENGTH.unpack(head or _leave())
-    body = bytearray()
-    while len(body) < length:
-        body += sock.recv(length - len(body)) or _leave()
-    setup: Setup = pickle.loads(body)
+    setup: Setup = pickle.loads(descriptors.receive_exactly(sock, length) or _leave())
     return setup, fds
 
 

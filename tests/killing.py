@@ -19,7 +19,7 @@ WORDS = describe_exit(CODE)
 
 PATIENCE = 60.0  # seconds
 # What `os.kill` answers for a process that has ended: on Windows as an argument that is wrong, or,
-# while somebody has a handle of it, as a process that is not to be touched.
+# while a handle of it is open, as a process that is not to be touched.
 GONE = (errno.EINVAL, errno.EACCES) if os.name == "nt" else (errno.ESRCH,)
 
 SYNCHRONIZE = 0x100000  # Windows' right to wait for a process

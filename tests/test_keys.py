@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from conftest import RunScript
+
 SPAWNED = QUICKEST.start_method == "spawn"  # to replace a worker then takes a second or two
 PAUSE = 0.0005  # seconds between two looks at what nothing signals
 

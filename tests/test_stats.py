@@ -132,17 +132,23 @@ def opened_at(bottleneck: str, manager: Any, gate: Path) -> Iterator[list[Stats]
     thread.join()
 
 
+def held_until(bottleneck: str, kind: str, folder: Path, num_workers: int, count: int) -> Stats:
+    """Take `count` batches, some of which are held until the counts show what limits the rate."""
+    gate = folder / "gate"
+    worker = partial(Held, str(gate), alone=bottleneck == "stragglers")
+    with make(kind, worker, num_workers, count).start() as running:
+        batches = iter(running)
+        taken = [next(batches) for _ in range(FREE)]
+        with opened_at(bottleneck, running, gate) as found:
+            assert len([*taken, *batches]) == count
+    return found[0]
+
+
 @both
 def test_too_few_workers(kind: str, tmp_path: Path) -> None:
     """While the loop waits, and all workers are busy, there are too few of them."""
-    gate = tmp_path / "gate"
-    m = make(kind, partial(Held, str(gate), alone=False), 2, 3 * FREE)
-    with m.start() as running:
-        batches = iter(running)
-        taken = [next(batches) for _ in range(FREE)]
-        with opened_at("workers", m, gate) as found:
-            assert len([*taken, *batches]) == 3 * FREE
-    assert found[0].loop_waiting > found[0].workers_waiting
+    stats = held_until("workers", kind, tmp_path, 2, 3 * FREE)
+    assert stats.loop_waiting > stats.workers_waiting
 
 
 @pytest.mark.parametrize("num_workers", [1, 6])
@@ -169,13 +175,7 @@ class Free:
 @both
 def test_stragglers(kind: str, tmp_path: Path) -> None:
     """While one of eight workers is busy, the loop waits for it, and so do the others."""
-    gate = tmp_path / "gate"
-    m = make(kind, partial(Held, str(gate), alone=True), 8, 5 * FREE)
-    with m.start() as running:
-        batches = iter(running)
-        taken = [next(batches) for _ in range(FREE)]
-        with opened_at("stragglers", m, gate):
-            assert len([*taken, *batches]) == 5 * FREE
+    held_until("stragglers", kind, tmp_path, 8, 5 * FREE)
 
 
 def test_what_threads_compute() -> None:

@@ -137,7 +137,7 @@ def first_batch(load: Load, name: str) -> Iterator[Callable[[], float]]:
     """Time from `iter` to the first batch, all imports done."""
     loader = load.loader(name)
     kept: list[Any] = []
-    gc.collect()  # what imports have left, which takes 50 ms: not in the middle of somebody's start
+    gc.collect()  # what imports have left, which takes 50 ms: not within the time that is measured
 
     def run() -> float:
         start = time.perf_counter()

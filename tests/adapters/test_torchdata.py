@@ -826,7 +826,7 @@ def test_killed_worker_that_was_idle() -> None:
 
 @pytest.mark.parametrize("make", [random_graph, random_dispatched_graph])
 def test_replaced_workers(make: Any) -> None:
-    """With `max_restarts`, workers and dispatcher are replaced and nobody sees a difference."""
+    """With `max_restarts`, workers and dispatcher are replaced, and the items are the same."""
     first, second = make().map(with_pid), make().map(with_pid)
     with loader(first) as calm, loader(second, max_restarts=10) as shaken:
         for loaded in (calm, shaken):
@@ -900,7 +900,7 @@ os.kill(os.getpid(), KILL)
 def test_no_orphans(run_script: RunScript, tmp_path: Path) -> None:
     """When the main process is killed, all others go, even if they are busy; no file is left."""
     done = run_script(ORPHANS, TMPDIR=str(tmp_path))
-    assert done.returncode == CODE  # and nobody holds its output
+    assert done.returncode == CODE  # and no process holds its output
     if sys.platform == "linux":
         assert not [name for name in os.listdir(tmp_path) if name.startswith("cseq-")]
 

@@ -45,7 +45,7 @@ def test_start_methods(context: str | None) -> None:
 
 @pytest.mark.parametrize("start_method", sorted({QUICK, "spawn"}))
 def test_replaced_worker_of_large_dispatched_items(start_method: str) -> None:
-    """A worker that is replaced finds large items, too, and nobody sees a difference."""
+    """A worker that is replaced finds large items, too: the items are the same."""
     pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
     pipe = pipe.map(summed).map(with_pid)
     with loader(pipe, max_restarts=5, context=start_method) as loaded:
@@ -93,7 +93,7 @@ def test_a_script_that_just_ends(run_script: RunScript) -> None:
 
 
 def test_a_caller_that_does_not_know_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows, where anybody can connect to the relay's port, it is turned away."""
+    """On Windows, where any process can connect to the relay's port, it is turned away."""
     monkeypatch.setattr(relay, "WINDOWS", True)
     secret = os.urandom(16)
     for said in (relay.HELLO.pack(os.urandom(16), os.getpid()), b"GET /"):

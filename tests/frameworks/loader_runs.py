@@ -66,7 +66,7 @@ def iterators_of_torch(counts: dict[str, int]) -> None:
 def batches_of_workers(counts: dict[str, int]) -> None:
     """Count the batches that come from cseq's workers, which are other processes.
 
-    And how often somebody who has persistent workers ends them.
+    And how often persistent workers are ended by the framework.
     """
     take: Any = WorkersIterator.__next__
     shut: Any = WorkersIterator._shutdown_workers

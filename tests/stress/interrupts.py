@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LARGE = 2100  # int64 of an item that is handed out where it lies; others are copied
 EPOCHS = 20  # of what is started once
-PATIENCE = 10.0  # seconds that a worker may take for a batch that nobody waits for
+PATIENCE = 10.0  # seconds that a worker may take for a batch of an epoch that was left
 WRONG = ("lost", "doubled", "misplaced", "slots left")
 COLUMNS = ("interrupts", "epochs", "items", *WRONG)
 

@@ -10,8 +10,8 @@ wine=$(PATH="$PATH:/usr/lib/wine" && { command -v wine64 || command -v wine; }) 
     exit 1
 }
 mkdir -p "$1/prefix"
-# Without Wine's menus, its offers to download .NET and a browser, and its debugger, which holds up who
-# waits for a process that has crashed; quiet about what it lacks. KMP_TOPOLOGY_METHOD: torch's OpenMP
+# Without Wine's menus, its offers to download .NET and a browser, and its debugger, which lets a wait
+# for a process that has crashed not end; quiet about what it lacks. KMP_TOPOLOGY_METHOD: torch's OpenMP
 # would ask for NUMA nodes otherwise, which Wine 8 does not know of. msvcp140: see setup.sh.
 export WINEPREFIX=$(cd "$1/prefix" && pwd) WINEARCH=win64 WINEDEBUG=${WINEDEBUG:--all} \
     WINEDLLOVERRIDES='winemenubuilder.exe,winedbg.exe,mscoree,mshtml=;msvcp140=n,b' \

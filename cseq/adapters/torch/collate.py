@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["collating", "stack_in_slots"]
 
 IN_PLACE = 16384  # bytes from which it is worth while: a smaller batch is copied in one go
-COPIED = (
-    1 << 20
-)  # bytes from which a copy takes longer than to watch the calls of a collate function
+WATCHED = 1 << 20  # bytes from which a copy takes longer than to watch a collate function's calls
 EVERY = 32  # batches: of so many, one is watched if nothing is gained
 
 
@@ -47,12 +45,18 @@ def empty(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return room.view(dtype).view(shape)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own class with strides, on the CPU."""
+    return (
+        type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    )
+
+
 def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
     """Stack tensors, as torch's own function for them does: that raises what is to be raised."""
     first = batch[0]
-    if type(first) is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu":
-        nbytes = first.element_size() * first.numel() * len(batch)
-        if nbytes >= IN_PLACE and not first.is_quantized:
+    if is_plain(first):
+        if first.nbytes * len(batch) >= IN_PLACE and not first.is_quantized:
             return torch.stack(batch, 0, out=empty(first.dtype, (len(batch), *first.shape)))
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
@@ -134,25 +138,23 @@ class _Watch(TorchFunctionMode):
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
     """Return the shape of these tensors together, if they are large and alike; else None."""
-    if type(tensors) not in (list, tuple) or not tensors or type(tensors[0]) is not torch.Tensor:
+    if type(tensors) not in (list, tuple) or not tensors or not is_plain(tensors[0]):
         return None
     first = tensors[0]
-    dtype, shape = first.dtype, first.shape[0 if stacked else 1 :]
-    if not (stacked or first.dim()) or first.nbytes * len(tensors) < IN_PLACE:
-        return None
+    joined = 0 if stacked else 1  # dimensions that may differ
+    shape = first.shape[joined:]
     for tensor in tensors:
         if (
-            type(tensor) is not torch.Tensor
-            or tensor.dtype != dtype
+            not is_plain(tensor)
+            or tensor.dtype != first.dtype
             or tensor.dim() != first.dim()
-            or tensor.shape[0 if stacked else 1 :] != shape
-            or tensor.layout is not torch.strided
-            or tensor.device.type != "cpu"
+            or tensor.dim() < joined
+            or tensor.shape[joined:] != shape
             or tensor.requires_grad
             or tensor.is_quantized
             or not tensor.is_contiguous()
         ):
             return None
-    count = len(tensors) if stacked else sum(len(tensor) for tensor in tensors)
-    size = (count, *shape)
-    return size if math.prod(size) * dtype.itemsize >= COPIED else None
+    if sum(tensor.nbytes for tensor in tensors) < WATCHED:
+        return None
+    return (len(tensors) if stacked else sum(map(len, tensors)), *shape)

@@ -81,7 +81,7 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         """Return the next batch."""
         progress = self.progress
         try:
-            batch = self._make(self._next_index())
+            batch = LEFT_OUT
             while batch is LEFT_OUT:
                 batch = self._make(self._next_index())
         except StopIteration:

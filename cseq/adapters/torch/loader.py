@@ -67,10 +67,10 @@ class DataLoader(data.DataLoader[T_co]):
         """Make an iterator, or go on where the state that was loaded says."""
         generator, before = self.generator, None
         if generator is not None:
-            before = (self._loaded or {}).get("generator")
-            if before is None:
-                before = generator.get_state()
-            generator.set_state(before)
+            loaded = (self._loaded or {}).get("generator")
+            if loaded is not None:
+                generator.set_state(loaded)
+            before = generator.get_state()
         iterator = make_iterator(
             self,
             super()._get_iterator,

@@ -27,27 +27,16 @@ class Defaults:
         See `DataLoader`; at first the environment's ``CSEQ_LOADER_ON_ERROR``.
     """
 
+    rng: str
+    on_error: str
+
     def __init__(self) -> None:
         self.rng = os.environ.get("CSEQ_LOADER_RNG", "worker")
         self.on_error = os.environ.get("CSEQ_LOADER_ON_ERROR", "raise")
 
-    @property
-    def rng(self) -> str:
-        """Which generators a batch draws from."""
-        return self._rng
-
-    @rng.setter
-    def rng(self, value: str) -> None:
-        self._rng: str = choice("rng", value, RNGS)
-
-    @property
-    def on_error(self) -> str:
-        """What an exception of the data set does."""
-        return self._on_error
-
-    @on_error.setter
-    def on_error(self, value: str) -> None:
-        self._on_error: str = choice("on_error", value, ON_ERRORS)
+    def __setattr__(self, name: str, value: str) -> None:
+        values = {"rng": RNGS, "on_error": ON_ERRORS}.get(name)
+        super().__setattr__(name, value if values is None else choice(name, value, values))
 
 
 defaults = Defaults()
