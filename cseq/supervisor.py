@@ -203,15 +203,20 @@ class Supervisor:
         """Start the workers, unless they are started, and do not wait for them to get ready.
 
         A signal handler may raise here, or call it: whoever calls it next goes on.
+
+        Raises
+        ------
+        OSError
+            A worker cannot be forked. Those that are started in other ways are not waited for.
         """
         if not self._wanted.wait(0):
             self._begun = time.monotonic()
             self._wanted.set()
-        self.check()
         if self.takes_objects:
             # This process must not be forked while this thread is importing something: the child
             # would wait for ever for the import to finish.
             self._launched.wait()
+        self.check()
 
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file of its own, as requests are written to slots."""

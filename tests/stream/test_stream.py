@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -829,3 +830,25 @@ def test_keys_that_raise_before_workers_are_started() -> None:
         assert s.pids() == [None, None]
         s.begin([0, 0], iter(range(5)))
         assert [key for key, _ in s] == list(range(5))
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("launch", ["now", "begin"])
+def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts the workers raises the error, also if the first of them was forked."""
+    fork, forked = os.fork, []
+
+    def full() -> int:
+        if forked:
+            raise OSError(errno.EAGAIN, "full")
+        forked.append(True)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", full)
+    with (
+        pytest.raises(OSError, match="full"),
+        streams(Level, start_method="fork", launch=launch) as s,
+    ):
+        assert launch == "begin"
+        s.begin([0, 0], iter(range(5)))
+    assert forked
