@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.path[0] = os.getcwd()
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(given.script))
-        runpy.run_path(given.script, run_name="__main__")
+        path = os.path.abspath(given.script)  # as ``__file__`` is, also where the script goes
+        sys.path[0] = os.path.dirname(path)
+        runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":

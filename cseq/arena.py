@@ -175,7 +175,7 @@ class Arena:
             if self._may_lease(capacity):
                 lease = self.slots.lend(slot, mapping, used)
             else:
-                self._count_copy()
+                self._count_copy(capacity)
         return copy_of(mapping, used) if lease is None else lease
 
     def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
@@ -268,10 +268,16 @@ class Arena:
         """Return how many slots may be leased at a time."""
         return min(MAX_LEASED, self.segment.slots // 2)
 
-    def _count_copy(self) -> None:
-        """Count a copy; the first one is logged."""
+    def _count_copy(self, nbytes: int) -> None:
+        """Count a copy, of a slot of so many bytes; the first one is logged."""
         self.copies += 1
-        if self.copies == 1:
+        if self.copies == 1 and nbytes > self.memory_limit:
+            logger.warning(
+                "a batch takes %d bytes of shared memory, and memory_limit is %d: all are copied",
+                nbytes,
+                self.memory_limit,
+            )
+        elif self.copies == 1:
             logger.warning(
                 "%d batches are held in %d bytes of shared memory (at most %d batches and "
                 "memory_limit=%d bytes): until some are dropped, further batches are copied. "

@@ -42,9 +42,13 @@ def check(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[i
 
     Raises
     ------
+    TypeError
+        The state is no dict.
     ValueError
         The state is of another order, or of another seed, unless `any_seed`.
     """
+    if not isinstance(state, dict):
+        raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
     ours = _order(sampler)
     if not any_seed:
         ours["seed"] = sampler.seed

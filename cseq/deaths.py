@@ -54,9 +54,18 @@ class Deaths:
         self._by_place.clear()
 
     def count(
-        self, worker: int, exitcode: int | None, held: Sequence[Held], *, was_ready: bool
+        self,
+        worker: int,
+        exitcode: int | None,
+        held: Sequence[Held],
+        *,
+        was_ready: bool,
+        is_overdue: bool = False,
     ) -> WorkerDied | None:
-        """Count a death; return the error if it is one too many."""
+        """Count a death; return the error if it is one too many.
+
+        `is_overdue`: the worker was killed because it took longer than its timeout.
+        """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
         epoch, batch, indices, place = held[0] if held else (None, None, [], "")
@@ -67,9 +76,11 @@ class Deaths:
             self.restarts += 1
             self.retries += len(held)
             return None
+        how = f"{describe_exit(exitcode)}{self._oom(exitcode)}"
+        if is_overdue:
+            how = "took longer than its timeout and was killed"
         return WorkerDied(
-            f"worker {worker} {describe_exit(exitcode)}{self._oom(exitcode)}"
-            f"{f' while making {place}' if held else ''}; {reason}",
+            f"worker {worker} {how}{f' while making {place}' if held else ''}; {reason}",
             epoch=epoch,
             batch=batch,
             indices=indices,

@@ -119,12 +119,10 @@ def str_of(error: BaseException) -> str:
         return f"<str() raised {type(broken).__name__}>"
 
 
-def repr_of(error: BaseException) -> str:
-    """Return an exception's repr, also when its ``__repr__`` is broken."""
-    try:
-        return repr(error)
-    except Exception as broken:  # noqa: BLE001 - the user's class
-        return f"<{type(error).__name__}: repr() raised {type(broken).__name__}>"
+def line_of(error: BaseException) -> str:
+    """Return an exception's type and text, as the last line of a traceback has them."""
+    text = str_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def where(epoch: int, batch: int, indices: Sequence[int]) -> str:

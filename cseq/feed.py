@@ -178,7 +178,7 @@ class Feed:
     ) -> tuple[BaseException, tuple[int, int, str]]:
         """Name the batch in an exception, and log the exception if the batch is left out."""
         epoch, batch, _, place = self.named(cell)
-        entry = epoch, batch, failure.repr_of(error)
+        entry = epoch, batch, failure.line_of(error)
         if self._skip_errors and isinstance(error, Exception):
             # As text: a log record that keeps the exception keeps its traceback, and the ring.
             log.error("skipped %s: %s", place, entry[2])

@@ -70,7 +70,8 @@ def check_worker(worker: object) -> None:
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
-            "indices; give numpy.asarray(...) of it, or a class whose __getitem__ takes the array"
+            "indices; give numpy.asarray(...) or cseq.from_dataset(...) of it, or a class whose "
+            "__getitem__ takes the array"
         )
     _refuse_table(worker, "worker is")
     if not is_indexer(worker) and not callable(worker):

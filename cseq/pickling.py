@@ -27,7 +27,7 @@ import numpy as np
 
 from cseq.importable import MAIN, Importable, named_here
 from cseq.threads import imported
-from cseq.unpicklable import unpicklable
+from cseq.unpicklable import UnpicklableError, unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,9 +46,11 @@ NEEDS_CLOUDPICKLE = (
     "which needs cloudpickle: pip install cloudpickle, or put it in a module that can be imported"
 )
 REMEDY = (
-    "Worker processes get a copy of the {name}, made with pickle. Open such things in its "
-    "__init__ (it runs in each worker process), or use thread_type='thread', which copies nothing"
+    "Worker processes get a copy of the {name}, made with pickle. Open such things where they are "
+    "first used, in each worker process, or {otherwise}"
 )
+THREADS = "use MTSequence, whose threads copy nothing"
+OTHERWISE = {"producer": "start the workers by 'fork', which copies nothing"}
 
 # cloudpickle has one list of modules that go by value, for the whole process.
 _by_value_lock = threading.Lock()
@@ -184,7 +186,8 @@ def _dump_otherwise(
     """Pickle by value what cannot be pickled plainly, or say which part of it is to blame."""
     if not _has_cloudpickle():
         if isinstance(plainly, _NotImportableError):
-            raise TypeError(NEEDS_CLOUDPICKLE.format(name=name, missing=plainly)) from plainly
+            text = NEEDS_CLOUDPICKLE.format(name=name, missing=plainly)
+            raise UnpicklableError(text) from plainly
         raise _blame(obj, name, plainly, _dump_plainly) from plainly
     try:
         return _dump_by_value(obj, modules, buffers)
@@ -196,7 +199,7 @@ def _dump_otherwise(
 
 def _blame(
     obj: object, name: str, error: Exception, dump: Callable[[object, Importable, None], bytes]
-) -> TypeError:
+) -> UnpicklableError:
     """Make the error for an object that this way of pickling cannot take."""
     modules = Importable()
     return unpicklable(
@@ -205,7 +208,7 @@ def _blame(
         error,
         probe=lambda part: dump(part, modules, None),
         known=modules.has,
-        remedy=REMEDY.format(name=name),
+        remedy=REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS)),
     )
 
 

@@ -58,11 +58,16 @@ class Run(Generic[P]):
         """Whether this process started it, and is not a forked child of one that did."""
         return os.getpid() == self._pid
 
-    def interrupt(self) -> None:
-        """End all iterators made so far, also one that waits in another thread."""
+    def interrupt(self) -> int:
+        """End all iterators made so far, also one that waits in another thread.
+
+        Returns the generation that begins here; a signal handler may begin a later one.
+        """
         self.generation += 1
+        generation = self.generation  # no handler runs between these two
         if self.is_ours:
             self.pool.interrupt()
+        return generation
 
     def disown(self) -> None:
         """In a forked process: end all iterators; the thread that held `lock` is not there."""

@@ -18,6 +18,7 @@ each worker at first, then one for each item that it returns.
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -72,6 +73,7 @@ MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
 CALLS = 2  # cells for calls: one that was given up may still be worked on
 NEVER = 2**32 - 1
+MEANWHILE = "the streams were interrupted, begun again or closed while an epoch was begun"
 
 
 class Streams:
@@ -182,7 +184,7 @@ class Streams:
         )
         self._finalizer = close_with(self, self._run)
         try:
-            pool.open()
+            pool.prepare()
             if early:
                 pool.supervisor.launch()
         except BaseException:
@@ -257,19 +259,21 @@ class Streams:
         if keys is not None and not hasattr(keys, "__next__"):
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
         run, reader = self._ours(), self._reader
-        run.interrupt()
+        generation = run.interrupt()
         with run.lock:
             reader.end()
-            generation = run.generation
             post = partial(reader.begin, keys, ordered=flag("ordered", ordered), free=free)
             try:
                 replies = run.pool.begin(assignments, post, keyed=keys is not None)
+                if run.generation != generation:
+                    raise InterruptedError(MEANWHILE)
             except BaseException as error:
                 reader.end()
-                if run.generation != generation and isinstance(error, Exception):
-                    raise InterruptedError(
-                        "the streams were interrupted or closed while the epoch was begun"
-                    ) from error
+                if run.generation == generation:
+                    raise
+                run.interrupt()  # also what a signal handler has begun: its tickets are mixed up
+                if isinstance(error, Exception) and not isinstance(error, InterruptedError):
+                    raise InterruptedError(MEANWHILE) from error
                 raise
             reader.open(generation)
             return replies
@@ -426,7 +430,7 @@ class StreamPool:
             readers=num_workers,
             task=lambda _: Task(num_workers, timed=timeout is not None),
             describe=self._describe,
-            deaths=Deaths(max_restarts, num_workers, "ticket", "look at its producer"),
+            deaths=Deaths(max_restarts, num_workers, "item", "look at what makes it"),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
@@ -456,8 +460,8 @@ class StreamPool:
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
         self._clock = Clock(*supervisor.rings)
-        # Gets workers ready to start. Whatever is raised, also by a signal handler: `close`.
-        self.open = partial(
+        # Whatever that raises, also by a signal handler: `close` ends what has begun.
+        self.prepare = partial(
             supervisor.prepare, producer, name="producer", preload=preload, timeout=timeout
         )
 
@@ -565,17 +569,23 @@ class StreamPool:
             return f"{consumer.names[cell]} in worker {consumer.number}"
         start = consumer.ring.start(cell)
         named = f"item {start}" if count == 1 else f"items {start} to {start + count - 1}"
-        return f"{named} of worker {consumer.number}, epoch {epoch}"
+        key = self._key(consumer, cell)
+        of_key = "" if key is None else f" ({reprlib.repr(key)})"
+        return f"{named}{of_key} of worker {consumer.number}, epoch {epoch}"
+
+    def _key(self, consumer: StreamConsumer, cell: int) -> list[int] | None:
+        """Return the key of the ticket in a cell, if it lies there."""
+        words = consumer.ring.indices(cell)
+        count = int(words[KEY])
+        return words[KEYS : KEYS + count].tolist() if count >= 0 else None
 
     def _describe(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held."""
         consumer = self.consumers[owner - 1]
         epoch, kind, count = consumer.ring.ticket(cell)
         start = consumer.ring.start(cell)
-        items = list(range(start, start + count))
-        words = consumer.ring.indices(cell)
-        if kind == ITEMS and words[KEY] >= 0:
-            items = words[KEYS : KEYS + int(words[KEY])].tolist()
+        key = self._key(consumer, cell) if kind == ITEMS else None
+        items = list(range(start, start + count)) if key is None else key
         return Held(epoch, start, items, self._place(consumer, cell))
 
     # -- items
@@ -632,6 +642,8 @@ class StreamPool:
         name = f"the beginning of epoch {self._epoch}"
         try:
             requests = self._write_all(assignments)
+            if self._interrupts != generation:
+                raise InterruptedError(MEANWHILE)
             begun = [
                 (consumer, consumer.begin(self._epoch, request, name, keyed))
                 for consumer, request in zip(self.consumers, requests, strict=True)

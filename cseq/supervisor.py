@@ -335,7 +335,10 @@ class Supervisor:
         self.arena.reclaim(owner, self.rings)
         if self.failure is not None:
             return
-        error = self.deaths.count(owner - 1, exitcode, held, was_ready=worker.state == READY)
+        was_ready = worker.state == READY
+        error = self.deaths.count(
+            owner - 1, exitcode, held, was_ready=was_ready, is_overdue=worker.is_overdue
+        )
         if error is not None:
             self._fail(error)
             return
@@ -407,6 +410,7 @@ class Supervisor:
                 raise WorkerTimeout(message)
             log.error("%sworker %d is restarted", message, owner - 1)
             if worker is not None:  # this very process: it may have been replaced meanwhile
+                worker.is_overdue = True
                 worker.child.kill()
 
     def is_ready(self, owner: int) -> bool:

@@ -13,12 +13,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["unpicklable"]
+__all__ = ["UnpicklableError", "unpicklable"]
 
 MOST_LEVELS = 24  # how deep the search goes
 MOST_PROBES = 4000  # how many objects it tries to pickle
 
 _Parts: TypeAlias = Iterator[tuple[str, object]]
+
+
+class UnpicklableError(TypeError):
+    """Something cannot be pickled for another process."""
 
 
 def unpicklable(
@@ -29,7 +33,7 @@ def unpicklable(
     probe: Callable[[object], object],
     known: Callable[[Any], bool],
     remedy: str,
-) -> TypeError:
+) -> UnpicklableError:
     """Make the error that says which part of an object cannot be pickled, and what to do.
 
     Parameters
@@ -46,7 +50,7 @@ def unpicklable(
         What to do, in a sentence.
     """
     path, error = _Search(probe, known).find(obj, name, error)
-    return TypeError(f"{path}: {str(error) or type(error).__name__}. {remedy}")
+    return UnpicklableError(f"{path}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class _Search:
@@ -133,6 +137,8 @@ def _parts_of_container(obj: object) -> _Parts:
     """List the items of the standard containers and of arrays of objects."""
     if isinstance(obj, dict):
         return itertools.chain(_items("", obj.items()), ((" key", key) for key in obj))
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a named one
+        return _attributes(obj, obj._fields)
     if isinstance(obj, (list, tuple, collections.deque)):
         return _items("", enumerate(obj))
     if isinstance(obj, (set, frozenset)):

@@ -153,6 +153,8 @@ class WorkerProcess:
         ENTERED, READY or FAILED, as the latest message said; empty before there is one.
     entered : int
         When ENTERED came, in ns of `now_ns`.
+    is_overdue : bool
+        It was killed because it took longer than its timeout.
     """
 
     def __init__(self, owner: int, child: Child) -> None:
@@ -160,6 +162,7 @@ class WorkerProcess:
         self.child = child
         self.state = b""
         self.entered = 0
+        self.is_overdue = False
         self._stacks: Descriptor | None = None
         if STACK_SIGNAL is not None:
             self._stacks = descriptors.anonymous_file("cseq-stacks")[0]
@@ -228,8 +231,10 @@ class WorkerProcess:
         # The main thread's stack comes last.
         frames = FRAME.findall(self.stack().rsplit("\n\n", maxsplit=1)[-1])
         imports = [path for path, _, name in frames if name == "<module>" and path[0] != "<"]
+        own = os.path.join(os.path.dirname(__file__), "")
+        others = [path for path in imports if not path.startswith(own)]
         if imports:  # the last of them is the outermost
-            folder, file = os.path.split(imports[-1])
+            folder, file = os.path.split((others or imports)[-1])
             module = folder if file == "__init__.py" else os.path.splitext(file)[0]
             return f"imports {os.path.basename(module)}"
         if not frames:

@@ -50,6 +50,15 @@ def test_a_ticket_that_ends_its_workers() -> None:
     )
 
 
+def test_a_batch_that_takes_too_long_again_and_again() -> None:
+    """The error says that the timeout has ended the worker, which a kill does not tell."""
+    deaths = Deaths(0, 1, "batch", "look")
+    error = deaths.count(3, -9, [FIRST], was_ready=True, is_overdue=True)
+    assert str(error).startswith(
+        f"worker 3 took longer than its timeout and was killed while making {FIRST.place}; "
+    )
+
+
 def test_workers_that_never_get_ready() -> None:
     """So many in a row mean that none can start; one that got ready resets the count."""
     deaths = Deaths(100, 2, "batch", "look")

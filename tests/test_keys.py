@@ -717,7 +717,9 @@ def test_an_item_that_kills_again_and_again_is_named() -> None:
     """WorkerDied has the key, if that is a list of ints."""
     with streams(Killing) as s:
         begin(s, [[0], [1], [7, 8], [3]])
-        with pytest.raises(cseq.WorkerDied, match="item 2 of worker 0, epoch 1") as caught:
+        with pytest.raises(
+            cseq.WorkerDied, match=r"item 2 \(\[7, 8\]\) of worker 0, epoch 1; this item has"
+        ) as caught:
             list(s)
         assert caught.value.indices == [7, 8]
 

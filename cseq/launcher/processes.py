@@ -232,7 +232,7 @@ def executable_of(os_name: str) -> tuple[str, dict[str, str]]:
         raise OSError(
             f"there is no Python interpreter to start worker processes with: {executable!r} is "
             "this program. Set one with multiprocessing.set_executable(), or use "
-            "thread_type='thread' or start_method='fork'"
+            "threads (MTSequence) or start_method='fork'"
         )
     base = getattr(sys, "_base_executable", executable)
     if os_name == "nt" and executable == sys.executable != base:

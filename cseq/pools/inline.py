@@ -117,7 +117,7 @@ class InlinePool:
                 failure.deliver(error, place)
             finally:
                 del error
-        left_out = self.epoch, self.batch, failure.repr_of(error)
+        left_out = self.epoch, self.batch, failure.line_of(error)
         runner.at = runner.done = runner.at + 1  # no signal handler runs between this and the next
         self.skipped.append(left_out)
         log.error("skipped %s: %s", place, left_out[2])

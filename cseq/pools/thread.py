@@ -216,7 +216,7 @@ class ThreadPool(Feed):
         for owner, took in overdue(self.in_work(), starting, self._job.timeout):
             raise WorkerTimeout(
                 f"{took}; its thread is here:\n{self._group.stack(f'cseq-w{owner - 1}')}"
-                "(threads cannot be restarted; thread_type='proc' can)"
+                "(threads cannot be restarted; the processes of an MPSequence can)"
             )
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ def test_a_data_set_that_has_the_loaders_generator() -> None:
 @pytest.mark.parametrize(
     ("sampler", "expected"),
     [
-        (data.SequentialSampler(range(9)), True),
+        (data.SequentialSampler(range(9)), False),
         (data.RandomSampler(range(9)), True),
         (data.RandomSampler(range(9), generator=torch.Generator()), False),
         (data.DistributedSampler(Plain(9), num_replicas=2, rank=0), True),
@@ -1059,3 +1059,50 @@ def test_large_samples_are_stacked_where_they_stay() -> None:
     del batch
     with contextlib.suppress(StopIteration):
         next(iterator)
+
+
+def damaged() -> Iterator[int]:
+    """Give two keys, then an error."""
+    yield from range(2)
+    raise ValueError("damaged")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sampler_that_raises_at_once(method: str) -> None:
+    """Its error is raised, however workers are started: that is no reason for torch's iterator."""
+    made = loader(Plain(9), batch_size=None, sampler=damaged(), multiprocessing_context=method)
+    with pytest.raises(ValueError, match="damaged"):
+        list(made)
+
+
+def test_workers_that_are_terminated_are_gone() -> None:
+    """Who ends the processes of `_workers` can wait for them; others make their batches."""
+    iterator = iter(loader(Plain(40), batch_size=None))
+    assert next(iterator) == 0
+    processes = list(iterator._workers)
+    pids = [process.pid for process in processes]
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join()
+        assert not process.is_alive()
+        assert process.exitcode == -signal.SIGKILL
+    assert list(iterator) == list(range(1, 40))
+    assert [process.pid for process in processes] == pids
+
+
+def test_a_batch_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised once, in its place."""
+
+    def pin(batch: Any, device: Any) -> Any:
+        if batch == 1:
+            raise RuntimeError("no page-locked memory")
+        return batch
+
+    monkeypatch.setattr(names, "pin", pin)
+    iterator = iter(loader(Plain(4), batch_size=None))
+    iterator._pin_memory = True
+    assert next(iterator) == 0
+    with pytest.raises(RuntimeError, match="page-locked"):
+        next(iterator)
+    assert list(iterator) == [2, 3]

@@ -189,7 +189,7 @@ def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixtu
 # ── the command ────────────────────────────────────────────────────────────────────────────
 
 SCRIPT = """\
-import sys
+import os, sys
 from torch.utils.data import DataLoader
 
 class Numbers:
@@ -204,6 +204,8 @@ print(__name__, sys.argv[1:], type(iterator).__module__)
 print([batch.tolist() for batch in iterator])
 from cseq.adapters.torch import defaults
 print(defaults.rng)
+os.chdir("/")
+print(os.path.exists(__file__))
 """
 
 
@@ -211,7 +213,7 @@ print(defaults.rng)
 def test_the_command(tmp_path: Path, as_module: bool) -> None:
     path = tmp_path / "training.py"
     path.write_text(SCRIPT)
-    what = ["-m", "training"] if as_module else [str(path)]
+    what = ["-m", "training"] if as_module else [path.name]
     done = subprocess.run(
         [sys.executable, "-m", "cseq", "run", "--rng", "batch", *what, "--lr", "3"],
         cwd=tmp_path,
@@ -224,6 +226,7 @@ def test_the_command(tmp_path: Path, as_module: bool) -> None:
         "__main__ ['--lr', '3'] cseq.adapters.torch.iterator",
         "[[0, 1], [2, 3]]",
         "batch",
+        "True",
     ]
 
 

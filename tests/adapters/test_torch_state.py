@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -145,6 +147,41 @@ def test_samplers(num_workers: int, sampling: Any) -> None:
     )
     assert len(rest) >= 3
     assert indices(rest) == indices(resumed)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda generator: data.RandomSampler(range(23), generator=generator),
+        lambda generator: data.SubsetRandomSampler(range(23), generator=generator),
+        lambda generator: data.WeightedRandomSampler(
+            [1.0] * 23, 23, replacement=False, generator=generator
+        ),
+    ],
+    ids=["random", "subset", "weighted"],
+)
+def test_a_sampler_that_draws_in_a_later_epoch(num_workers: int, own: bool, sampler: Any) -> None:
+    """Each sample of that epoch comes once, though the generator begins from somewhere else."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed) if own else None
+        return loader(Plain(23), num_workers, batch_size=2, sampler=sampler(generator))
+
+    made = make(5)
+    list(made)
+    iterator = iter(made)
+    first = taken(iterator, 3)
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    rest = list(iterator)
+    again = make(6)
+    again.load_state_dict(state)
+    assert same(again.state_dict(), state)
+    resumed = list(again)
+    assert same(resumed, rest)
+    assert sorted(torch.cat(first + resumed).tolist()) == list(range(23))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -370,7 +407,7 @@ def test_map_style_data_with_a_state(num_workers: int, every: int) -> None:
     assert same(list(made), batches)
     assert len(batches) == 12
     with pytest.raises(ValueError, match=rf"num_workers={num_workers} .* num_workers=3"):
-        loader(Drawing(12), 3).load_state_dict(state)
+        loader(Drawing(12), 3, shuffle=True).load_state_dict(state)
 
 
 # ── iterable data sets ─────────────────────────────────────────────────────────────────────
@@ -566,12 +603,175 @@ def test_states_that_do_not_fit() -> None:
         loader(Plain()).load_state_dict({"epoch": 3})
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 4}, "batch_size=2, and this loader has batch_size=4"),
+        ({"batch_size": 2, "shuffle": True}, "shuffle=False, and this loader has shuffle=True"),
+        ({"batch_size": 2, "drop_last": True}, "batches=10, and this loader has batches=9"),
+        ({"batch_size": None}, "shuffle=False|batches=10"),
+    ],
+    ids=str,
+)
+def test_states_of_other_batches(options: Any, text: str) -> None:
+    """They are refused in mid-epoch: samples would be lost. A finished epoch has none to come."""
+    made = loader(Plain(19), 0, batch_size=2)
+    iterator = iter(made)
+    taken(iterator, 3)
+    other = loader(Plain(19), 0, **options)
+    with pytest.raises(ValueError, match=text):
+        other.load_state_dict(made.state_dict())
+    assert len(list(iterator)) == 7
+    other.load_state_dict(made.state_dict())
+    assert len(list(other)) == len(other)
+
+
+@pytest.mark.parametrize("state", [None, 3, [1]], ids=str)
+def test_what_is_no_state(state: Any) -> None:
+    with pytest.raises(TypeError, match="give the dict that state_dict"):
+        loader(Plain()).load_state_dict(state)
+
+
+def test_a_managers_state() -> None:
+    manager = cseq.MTSequence(np.arange(9), 3)
+    with pytest.raises(ValueError, match=r"lacks \['kind', .* of a DataLoader"):
+        loader(Plain()).load_state_dict(manager.state_dict())
+
+
 def test_a_refused_state_changes_nothing() -> None:
     made = loader(Plain(4), batch_size=2)
     with pytest.raises(ValueError, match="version"):
         made.load_state_dict({"epoch": 3})
     assert made.state_dict()["base_seed"] is None
     assert len(list(made)) == 2
+
+
+class Rotated(Cycle):
+    """Its state says how many epochs there were, by which its order is rotated."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            self.at += 1
+            yield (self.at - 1 + self.epochs) % self.length
+        self.at = 0
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epochs = state["at"], state["epochs"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_sampler_goes_on_behind_a_finished_epoch(num_workers: int, epochs: int) -> None:
+    made = loader(Plain(4), num_workers, sampler=Rotated(4), batch_size=None)
+    for _ in range(epochs):
+        list(made)
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    rest = list(made)
+    again = loader(Plain(4), num_workers, sampler=Rotated(4), batch_size=None)
+    again.load_state_dict(state)
+    assert list(again) == rest == [(k + epochs) % 4 for k in range(4)]
+
+
+def test_states_of_a_sampler_are_not_kept_for_long() -> None:
+    made = loader(Plain(90), 2, sampler=Cycle(90), batch_size=None)
+    iterator = iter(made)
+    taken(iterator, 70)
+    assert len(iterator.progress.order._taken) <= 2 * 2 + 2
+    state = made.state_dict()
+    rest = list(iterator)
+    again = loader(Plain(90), 2, sampler=Cycle(90), batch_size=None)
+    again.load_state_dict(state)
+    assert list(again) == rest
+
+
+class Shuffling(data.IterableDataset[int]):
+    """Draws its order in `__iter__`, which is no generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(8))
+        random.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_what_is_drawn_when_iteration_begins(num_workers: int, persistent: bool) -> None:
+    """With rng="batch", it is the same behind a resume."""
+
+    def make(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        options: Any = {"persistent_workers": persistent, "generator": generator}
+        return loader(Shuffling(), num_workers, batch_size=None, rng="batch", **options)
+
+    made = make(3)
+    first = list(made)
+    assert sorted(first) == list(range(8))
+    iterator = iter(made)
+    before = taken(iterator, 3)
+    again = make(4)
+    again.load_state_dict(made.state_dict())
+    rest = list(iterator)
+    assert list(again) == rest
+    assert sorted(before + rest) == list(range(8))
+    assert before + rest != first
+
+
+class Stumbling(data.IterableDataset[int]):
+    """Its second item is an error."""
+
+    def __init__(self, length: int = 6) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        self.at = -1
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at >= self.length:
+            raise StopIteration
+        if self.at == 1:
+            raise ValueError("second")
+        return self.at
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_resume_behind_an_error(num_workers: int, on_error: str) -> None:
+    """What was raised before is not raised again; a data set may have become shorter."""
+
+    def make(length: int = 6) -> Any:
+        return loader(Stumbling(length), num_workers, batch_size=None, on_error=on_error)
+
+    made = make()
+    iterator = iter(made)
+    assert next(iterator) == 0
+    if on_error == "raise":
+        with pytest.raises(ValueError, match="second"):
+            next(iterator)
+    assert next(iterator) == 2
+    state = made.state_dict()
+    for length in (6, 2):
+        again = make(length)
+        again.load_state_dict(state)
+        assert list(again) == list(range(3, length))
+
+
+def test_a_state_in_no_order_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    made = loader(Plain(9), 2, in_order=False)
+    iterator = iter(made)
+    made.state_dict()
+    assert not caplog.records
+    taken(iterator, 3)
+    made.state_dict()
+    assert "only counts batches" in caplog.text
 
 
 def test_an_eager_sampler_draws_again() -> None:

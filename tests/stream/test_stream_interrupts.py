@@ -390,3 +390,32 @@ def test_a_signal_while_begin_starts_the_workers(verb: str) -> None:
             return struck.is_set()
 
     assert first_hits(step, 5) > 5
+
+
+class Signalling:
+    """Calls a function when it is pickled."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __reduce__(self) -> Any:
+        self.function()
+        return int, ()
+
+
+def test_an_epoch_of_keys_that_is_begun_while_another_one_is() -> None:
+    """As by a signal handler: the outer call raises, and neither epoch gives items any more."""
+    inner: list[Iterator[Any]] = []
+
+    def begin() -> None:
+        if not inner:
+            s.begin([0, 0], iter(range(100, 109)))
+            inner.append(iter(s))
+
+    with streams(Wide) as s:
+        with pytest.raises(InterruptedError):
+            s.begin([Signalling(begin), 0], iter(range(9)))
+        with pytest.raises(InterruptedError):
+            list(inner[0])
+        s.begin([0, 0], iter(range(9)))
+        assert [key for _, key, _ in s] == list(range(9))

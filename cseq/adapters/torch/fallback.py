@@ -14,6 +14,7 @@ from cseq.adapters.torch import names
 from cseq.adapters.torch.inline import InlineIterator
 from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
 from cseq.launcher import start_methods
+from cseq.unpicklable import UnpicklableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["make_iterator"]
 
 log = logging.getLogger("cseq")
-
-# What pickling raises; torch's own way knows objects that multiprocessing pickles for its children.
-UNPICKLABLE = (TypeError, AttributeError, RuntimeError, ValueError)
 
 
 def make_iterator(
@@ -55,11 +53,12 @@ def make_iterator(
         return WorkersIterator(
             loader, rng=rng, on_error=on_error, resume=resume, snapshot_every=snapshot_every
         )
-    except UNPICKLABLE as error:
+    except UnpicklableError as error:  # torch's own way may know what to do with it
         if generators is None:
             raise
         _restore(generators, loader.generator)
-        return _fall_back(loader, f"{type(error).__name__}: {error}", otherwise, on_error)
+        reason = str(error).replace("producer.fetching.", "")
+        return _fall_back(loader, reason, otherwise, on_error)
 
 
 def _reason_against(loader: data.DataLoader[Any]) -> str | None:

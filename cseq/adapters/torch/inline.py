@@ -67,13 +67,22 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
             self._collate_fn,
             self._drop_last,
         )
-        self._dataset_fetcher = fetching.open(state)
+        left = self._lend(0)  # as a worker opens it
+        try:
+            self._dataset_fetcher = fetching.open(state)
+        finally:
+            self._take_back(left)
         progress.inline = DatasetState(self._dataset, self._dataset_fetcher)
         if self._is_iterable:
             for number in range(state.get("made", 0), progress.yielded):
-                self._fetch(next(self._sampler_iter), number)
+                try:
+                    self._fetch(next(self._sampler_iter), number)
+                except StopIteration:
+                    return
+                except Exception:  # noqa: BLE001 - it was raised in the loop then
+                    continue
             return
-        progress.order = order_of(self._index_sampler, self._sampler_iter)
+        progress.order = order_of(self._index_sampler, self._sampler_iter, 0)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         self._sampler_iter = keys
 
@@ -118,19 +127,28 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
 
     def _fetch(self, index: Any, number: int) -> Any:
         """Fetch a batch; with rng="batch", from generators of its own."""
-        seeds = self._seeds
-        if seeds is None:
-            batch: Any = self._dataset_fetcher.fetch(index)
-            return batch
-        left = context.enter(self._batch_context)
-        self._is_making = True
+        left = self._lend(number)
         try:
-            seeds.borrow(number)
             return self._dataset_fetcher.fetch(index)
         finally:
-            self._is_making = False
-            seeds.restore()
-            context.leave(left)
+            self._take_back(left)
+
+    def _lend(self, number: int) -> Any:
+        """With rng="batch", seed the generators for a batch; they are the trainer's otherwise."""
+        if self._seeds is None:
+            return None
+        left = context.enter(self._batch_context)
+        self._is_making = True
+        self._seeds.borrow(number)
+        return left
+
+    def _take_back(self, left: Any) -> None:
+        """Restore the trainer's generators."""
+        if self._seeds is None:
+            return
+        self._is_making = False
+        self._seeds.restore()
+        context.leave(left)
 
     def _close(self) -> None:
         """Watch no more for generators that are imported later."""

@@ -121,7 +121,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             torch.is_grad_enabled() if is_forked else True,
             self._offset,
         )
-        first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
+        keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         pickling = contextlib.nullcontext() if is_forked else spawning()
         with pickling:
             self._streams = Streams(
@@ -132,7 +132,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 start_method=method,
                 timeout=self._timeout or None,
                 timed_from="wait",
-                launch="begin" if first else "now",
+                launch="begin" if keys_first else "now",
             )
         self._shutdown = False
         several = self._num_workers
@@ -180,7 +180,9 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 self._items = iter(self._streams)
             return
         progress = self.progress
-        progress.order = order_of(self._index_sampler, self._sampler_iter)
+        progress.order = order_of(
+            self._index_sampler, self._sampler_iter, self._prefetch_factor * self._num_workers
+        )
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         assign = "turn"
         self._first = progress.yielded
@@ -299,6 +301,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             ) from None
         except WorkerDied as died:
             raise self._died(died) from None
+        except InterruptedError:
+            if self.progress.finished:  # another thread has come to the end meanwhile
+                raise StopIteration from None
+            raise
         number, state = self.progress.turn, None
         kind = type(item)
         if kind is worker.Stated:
@@ -314,7 +320,11 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 del error
         self._behind = number, state
         if self._pin_memory:
-            return names.pin(item, self._pin_memory_device)
+            try:
+                return names.pin(item, self._pin_memory_device)
+            except Exception as error:
+                self._error, self._place = error, None
+                raise
         return item
 
     def _next_item(self) -> Any:
@@ -377,7 +387,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             f"DataLoader worker (pid {pid}) {how}\n{died}",
             epoch=died.epoch,
             batch=died.batch,
-            indices=died.indices,
+            indices=died.indices[self._rng == "batch" :],  # see `numbered`
             exitcode=died.exitcode,
             worker=number,
         )

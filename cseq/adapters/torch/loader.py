@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data
@@ -10,6 +12,7 @@ from torch.utils import data
 from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
+from cseq.adapters.torch.order import inner_of
 from cseq.adapters.torch.state import Progress, read
 from cseq.check import choice, count
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.state import Resume
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
+
+log = logging.getLogger("cseq")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -94,7 +99,21 @@ class DataLoader(data.DataLoader[T_co]):
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers,
+            batching=self._batching(),
         )
+
+    def _batching(self) -> dict[str, Any]:
+        """Return what the batches of an epoch are numbered by; None: that is not known."""
+        sampler, batches = self._index_sampler, None
+        if self._dataset_kind != names.ITERABLE:
+            with contextlib.suppress(TypeError, NotImplementedError):
+                batches = len(sampler)
+        shuffle = {data.RandomSampler: True, data.SequentialSampler: False}
+        return {
+            "batch_size": self.batch_size,
+            "shuffle": shuffle.get(type(inner_of(sampler))),
+            "batches": batches,
+        }
 
     @property
     def skipped(self) -> list[tuple[int, str]]:
@@ -116,8 +135,14 @@ class DataLoader(data.DataLoader[T_co]):
                 rng=self.rng or defaults.rng,
             )
             progress.watch(self.generator, None)
-            return {**progress.as_dict(), "base_seed": None}
-        return progress.as_dict()
+            return {**progress.as_dict(), **self._batching(), "base_seed": None}
+        is_whole = progress.finished or not progress.yielded or progress.iterable
+        if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
+            log.warning(
+                "a state in the middle of an epoch with in_order=False only counts batches: behind "
+                "it, those that overtook others come again, and these are lost"
+            )
+        return {**progress.as_dict(), **self._batching()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says; states of torchdata's are read, too.
@@ -126,9 +151,13 @@ class DataLoader(data.DataLoader[T_co]):
 
         Raises
         ------
+        TypeError
+            It is no dict.
         ValueError
-            The state does not fit this loader.
+            The state does not fit this loader: its epoch had other batches, for example.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
         if not state_dict:
             return
         self._loaded = dict(state_dict)

@@ -14,6 +14,7 @@ __all__ = ["ON_ERRORS", "RNGS", "Defaults", "defaults"]
 
 RNGS = ("worker", "batch")
 ON_ERRORS = ("raise", "skip")
+VALUES = {"rng": RNGS, "on_error": ON_ERRORS}  # the first of each: where nothing else is said
 
 
 class Defaults:
@@ -31,12 +32,14 @@ class Defaults:
     on_error: str
 
     def __init__(self) -> None:
-        self.rng = os.environ.get("CSEQ_LOADER_RNG", "worker")
-        self.on_error = os.environ.get("CSEQ_LOADER_ON_ERROR", "raise")
+        for name, values in VALUES.items():
+            variable = f"CSEQ_LOADER_{name.upper()}"
+            setattr(self, name, choice(variable, os.environ.get(variable, values[0]), values))
 
     def __setattr__(self, name: str, value: str) -> None:
-        values = {"rng": RNGS, "on_error": ON_ERRORS}.get(name)
-        super().__setattr__(name, value if values is None else choice(name, value, values))
+        if name not in VALUES:
+            raise AttributeError(f"there is no default {name!r}; there are {', '.join(VALUES)}")
+        super().__setattr__(name, choice(name, value, VALUES[name]))
 
 
 defaults = Defaults()

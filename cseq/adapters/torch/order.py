@@ -5,7 +5,8 @@ not batch. What has to be kept of one, so that its keys can be drawn again, depe
 
 ============================================  =====================================================
 torch's RandomSampler                         the seed that it draws at the beginning of an epoch
-torch's RandomSampler with a generator        the generator's state at the beginning
+the same with a generator; torch's others     the generator's state at the beginning, or that of
+that draw (`DRAWING`), with one and without   torch's global one
 a sampler, or iterator, with ``state_dict``   its state behind the key of the last batch delivered
 one with ``epoch`` and ``set_epoch``          that number (torch's DistributedSampler)
 any other                                     nothing: keys are drawn and dropped
@@ -24,7 +25,6 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -34,36 +34,46 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Order", "leaves_no_trace", "noted", "order_of"]
+__all__ = ["Order", "inner_of", "leaves_no_trace", "noted", "order_of"]
 
 State = dict[str, Any]
 
-OWN = (
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-)
+DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+OWN = (*DRAWING, DistributedSampler)
+
+
+def inner_of(index_sampler: Any) -> Any:
+    """Return the sampler that torch's own BatchSampler has; of any other, itself."""
+    return index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
 
 
 def leaves_no_trace(index_sampler: Any) -> bool:
     """Whether keys can be drawn before workers are forked, and no worker can tell.
 
     torch forks first. Its own samplers change nothing but torch's generator, which every worker
-    seeds anew, and a generator that they were given: the data set may have that one.
+    seeds anew, and a generator that they were given: the data set may have that one. They ask the
+    data set for its length, which a SequentialSampler has not done before.
     """
-    inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    inner = inner_of(index_sampler)
     return type(inner) in OWN and getattr(inner, "generator", None) is None
 
 
-def order_of(index_sampler: Any, iterator: Any) -> Order:
-    """Choose how the keys of a sampler are kept track of; `iterator` is its iterator."""
-    inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+def order_of(index_sampler: Any, iterator: Any, ahead: int) -> Order:
+    """Choose how the keys of a sampler are kept track of.
+
+    Parameters
+    ----------
+    iterator : iterator
+        ``iter(index_sampler)``.
+    ahead : int
+        The most keys that are drawn ahead of the batches delivered.
+    """
+    inner = inner_of(index_sampler)
     if is_stateful(iterator) or is_stateful(index_sampler) or is_stateful(inner):
         sampler = index_sampler if is_stateful(index_sampler) else inner
-        return StatefulOrder(index_sampler, iterator, sampler if is_stateful(sampler) else None)
-    if type(inner) is RandomSampler:
+        stateful = sampler if is_stateful(sampler) else None
+        return StatefulOrder(index_sampler, iterator, stateful, ahead)
+    if type(inner) in DRAWING:
         return RandomOrder(index_sampler, iterator, inner)
     if isinstance(getattr(inner, "epoch", None), int) and callable(
         getattr(inner, "set_epoch", None)
@@ -82,8 +92,6 @@ class Order:
         ``iter(index_sampler)``.
     """
 
-    kind = "any"
-
     def __init__(self, index_sampler: Any, iterator: Any) -> None:
         self._index_sampler = index_sampler
         self._iterator = iterator
@@ -96,23 +104,25 @@ class Order:
     def _begin(self, yielded: int, state: State) -> Any:  # noqa: ARG002
         return islice(self._iterator, yielded, None) if yielded else self._iterator
 
-    def state(self, yielded: int) -> State:  # noqa: ARG002
-        """Return what has to be kept, when so many batches of this epoch have been delivered."""
+    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002
+        """Return what has to be kept, when so many batches of this epoch have been delivered.
+
+        `finished`: and the loop was told that the epoch is over.
+        """
         return {}
 
 
 class RandomOrder(Order):
-    """An epoch's keys, of torch's own RandomSampler.
+    """An epoch's keys, of one of torch's own samplers that draw from a generator.
 
-    Without a generator it draws a seed from torch's global one, with its first index. That is done
-    here for it, at the same moment, so that the seed is known.
+    Without one of its own it draws from torch's global one with its first key: a RandomSampler a
+    seed, which is drawn here for it, at the same moment; the others all that they need.
     """
-
-    kind = "random"
 
     def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
         super().__init__(index_sampler, iterator)
         self._sampler = sampler
+        self._draws_seed = type(sampler) is RandomSampler and sampler.generator is None
         self._state: State = {}
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
@@ -120,27 +130,24 @@ class RandomOrder(Order):
         return islice(keys, yielded, None) if yielded else keys
 
     def _draw(self, yielded: int, state: State) -> Iterator[Any]:
-        """Yield the keys; with the first, the generator is made or noted."""
-        generator = self._sampler.generator
-        given = state.get("generator")
-        if generator is None:
-            generator = torch.Generator()
+        """Yield the keys; with the first, the seed or the generator's state is noted."""
+        own, given = self._sampler.generator, state.get("generator")
+        if own is None and given is not None:
+            self._state = {"generator": given}
+            yield from self._with(torch.Generator().set_state(given))
+        elif self._draws_seed:
+            seed = state.get("seed")
+            if seed is None or not yielded:  # drawn as ever, also if it is known
+                drawn = _draw_seed(torch.default_generator)
+                seed = drawn if seed is None else seed
+            self._state = {"seed": seed}
+            yield from self._with(torch.Generator().manual_seed(seed))
+        else:
+            generator = torch.default_generator if own is None else own
             if given is not None:
                 generator.set_state(given)
-                self._state = {"generator": given}
-            else:
-                seed = state.get("seed")
-                if seed is None or not yielded:  # drawn as ever, also if it is known
-                    drawn = _draw_seed(torch.default_generator)
-                    seed = drawn if seed is None else seed
-                generator.manual_seed(seed)
-                self._state = {"seed": seed}
-            yield from self._with(generator)
-            return
-        if given is not None:
-            generator.set_state(given)
-        self._state = {"generator": generator.get_state()}
-        yield from self._iterator
+            self._state = {"generator": generator.get_state()}
+            yield from self._iterator
 
     def _with(self, generator: torch.Generator) -> Iterator[Any]:
         """Iterate over the sampler as if it had been given this generator."""
@@ -152,15 +159,14 @@ class RandomOrder(Order):
         batches.sampler = sampler
         return iter(batches)
 
-    def state(self, yielded: int) -> State:  # noqa: ARG002
+    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002
         """Return the seed, or the generator's state; as they would be if the first key came now."""
         if self._state:
             return dict(self._state)
-        if self._sampler.generator is not None:
-            return {"generator": self._sampler.generator.get_state()}
-        generator = torch.Generator()
-        generator.set_state(torch.default_generator.get_state())
-        return {"seed": _draw_seed(generator)}
+        now = (self._sampler.generator or torch.default_generator).get_state()
+        if not self._draws_seed:
+            return {"generator": now}
+        return {"seed": _draw_seed(torch.Generator().set_state(now))}
 
 
 def _draw_seed(generator: torch.Generator) -> int:
@@ -174,8 +180,6 @@ class EpochOrder(Order):
     The number of the state goes before what the sampler was told: Lightning tells a loader that
     goes on the epoch when its first keys are drawn.
     """
-
-    kind = "epoch"
 
     def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
         super().__init__(index_sampler, iterator)
@@ -194,7 +198,7 @@ class EpochOrder(Order):
         self._epoch = self._sampler.epoch
         yield from self._iterator
 
-    def state(self, yielded: int) -> State:  # noqa: ARG002
+    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002
         """Return the number; as it would be if the first key came now."""
         return {"epoch": self._sampler.epoch if self._epoch is None else self._epoch}
 
@@ -202,16 +206,16 @@ class EpochOrder(Order):
 class StatefulOrder(Order):
     """An epoch's keys, of a sampler or an iterator that has a state.
 
-    Keys are drawn ahead of the batches delivered: a state is taken with each, and kept until its
-    batch is delivered.
+    Keys are drawn ahead of the batches delivered: a state is taken with each, and kept as long as
+    its batch may be the last one delivered.
     """
 
-    kind = "stateful"
-
-    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
+    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any, ahead: int) -> None:
         super().__init__(index_sampler, iterator)
         self._sampler = sampler  # the one that has a state, if any
-        self._taken: deque[tuple[int, State]] = deque()  # by the number of keys drawn
+        # By the number of keys drawn: of the last batch, the one that is taken, and those ahead.
+        self._taken: deque[tuple[int, State]] = deque(maxlen=ahead + 2)
+        self._last: State | None = None  # once it has no more keys: for the next epoch
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
         skip = yielded
@@ -230,6 +234,7 @@ class StatefulOrder(Order):
             drawn += 1
             self._taken.append((drawn, self._take()))
             yield key
+        self._last = self._take()
 
     def _take(self) -> State:
         """Take the present state."""
@@ -240,8 +245,10 @@ class StatefulOrder(Order):
             state["iterator"] = copy.deepcopy(self._iterator.state_dict())
         return state
 
-    def state(self, yielded: int) -> State:
+    def state(self, yielded: int, *, finished: bool = False) -> State:
         """Return the state behind the key of the last batch delivered; drop earlier ones."""
+        if finished and self._last is not None:
+            return copy.deepcopy(self._last)
         taken = self._taken
         while len(taken) > 1 and taken[0][0] < yielded:
             taken.popleft()

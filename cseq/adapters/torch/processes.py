@@ -31,6 +31,7 @@ class WorkerProcess:
         self._number = number
         self._streams = weakref.ref(streams)
         self._child: Child | None = None
+        self._is_killed = False  # another process takes its place, which is not this one
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.name!r} pid={self.pid}>"
@@ -38,7 +39,7 @@ class WorkerProcess:
     def keep(self) -> None:
         """Note the process; it may be another one than before, which has died."""
         streams = self._streams()
-        if streams is not None:
+        if streams is not None and not self._is_killed:
             self._child = streams.children()[self._number] or self._child
 
     @property
@@ -74,4 +75,5 @@ class WorkerProcess:
         """Kill it. Another one takes its place."""
         self.keep()
         if self._child is not None:
+            self._is_killed = True
             self._child.kill()

@@ -7,6 +7,7 @@ that what is drawn depends neither on the number of workers nor on what they mad
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,8 @@ from cseq.adapters.torch import names
 from cseq.seeding import Seeds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cseq.context import BatchContext
 
 __all__ = ["BatchSeeds", "seed_worker"]
@@ -27,17 +30,28 @@ def seed_worker(base_seed: int, number: int) -> int:
     """Seed a worker's generators as torch does; return the worker's seed."""
     seed = base_seed + number
     random.seed(seed)
-    # For each device that is not in use yet, torch keeps the seed, and the stack with all its
-    # source lines, which every worker would have to read.
-    limit = getattr(sys, "tracebacklimit", None)
-    sys.tracebacklimit = 0
-    torch.manual_seed(seed)
-    if limit is None:
-        del sys.tracebacklimit
-    else:
-        sys.tracebacklimit = limit
+    with _without_stacks():
+        torch.manual_seed(seed)
     numpy.random.seed(names.numpy_seed(base_seed, number))  # noqa: NPY002 - the global one is meant
     return seed
+
+
+@contextlib.contextmanager
+def _without_stacks() -> Iterator[None]:
+    """Have torch keep no stacks.
+
+    It keeps one with the seed of each device that is not in use yet, with all its source lines,
+    which every worker would have to read.
+    """
+    limit = getattr(sys, "tracebacklimit", None)
+    sys.tracebacklimit = 0
+    try:
+        yield
+    finally:
+        if limit is None:
+            del sys.tracebacklimit
+        else:
+            sys.tracebacklimit = limit
 
 
 class Place(NamedTuple):

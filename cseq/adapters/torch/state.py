@@ -22,6 +22,10 @@ __all__ = ["VERSION", "Progress", "Resume", "read"]
 log = logging.getLogger("cseq")
 
 VERSION = 1
+NEEDED = (
+    "kind", "num_workers", "base_seed", "_num_yielded", "_sampler_iter_yielded",
+    "_iterator_finished", "sampler", "counts", "ended", "turn", "workers",
+)  # fmt: skip
 
 State = dict[str, Any]
 
@@ -122,7 +126,7 @@ class Progress:
         """
         if not isinstance(error, Exception):
             return False
-        entry = self.yielded, failure.repr_of(error)
+        entry = self.yielded, failure.line_of(error)
         if entry not in self.skipped[-1:]:  # a signal handler may have raised behind this
             self.skipped.append(entry)
             log.error("skipped %s: %s", place, entry[1])
@@ -141,7 +145,7 @@ class Progress:
             "_num_yielded": self.yielded,
             "_sampler_iter_yielded": self.yielded,
             "_iterator_finished": self.finished,
-            "sampler": {} if self.order is None else self.order.state(self.yielded),
+            "sampler": self._sampler_state(),
             "counts": list(self.counts),
             "ended": list(self.ended),
             "turn": self.turn,
@@ -158,6 +162,12 @@ class Progress:
             return self.before
         return self.generator.get_state()
 
+    def _sampler_state(self) -> State:
+        """Return what is kept of the order."""
+        if self.order is None:
+            return {}
+        return self.order.state(self.yielded, finished=self.finished)
+
     def _dataset_states(self) -> list[State | None]:
         """Return the states of the data set."""
         if self.inline:
@@ -169,7 +179,7 @@ class Progress:
         states = self._dataset_states()
         return {
             **vars(self),
-            "order": Kept({} if self.order is None else self.order.state(self.yielded)),
+            "order": Kept(self._sampler_state()),
             "inline": None,
             "generator": None,
             "before": self._generator_state(),
@@ -183,21 +193,28 @@ class Kept:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def state(self, yielded: int) -> State:  # noqa: ARG002 - as of then
+    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002 - as of then
         """Return it."""
         return copy.deepcopy(self._state)
 
 
-def read(state: State, *, iterable: bool, num_workers: int, keeps: bool) -> Resume | None:
+def read(
+    state: State, *, iterable: bool, num_workers: int, keeps: bool, batching: State
+) -> Resume | None:
     """Read a state, of this format or torchdata's; None: the next epoch begins anew.
 
-    `keeps`: the data set is the same object in all epochs.
+    Parameters
+    ----------
+    keeps : bool
+        The data set is the same object in all epochs.
+    batching : dict
+        What the batches of an epoch are numbered by; see `DataLoader.state_dict`.
 
     Raises
     ------
     ValueError
-        It is of another kind of data set, of another number of workers where that matters, or of a
-        format that is not known.
+        It is of another kind of data set, of other batches, of another number of workers where
+        that matters, or of a format that is not known.
     """
     if "_snapshot" in state or "fetcher_state" in state:
         state = _of_torchdata(state, iterable=iterable)
@@ -207,6 +224,11 @@ def read(state: State, *, iterable: bool, num_workers: int, keeps: bool) -> Resu
             f"the state has version {version!r}, this loader reads {VERSION}, and the format of "
             "torchdata's StatefulDataLoader"
         )
+    missing = [name for name in NEEDED if name not in state]
+    if missing:
+        raise ValueError(
+            f"the state lacks {missing}; give what state_dict() of a DataLoader returned"
+        )
     kind = "iterable" if iterable else "map"
     if state["kind"] != kind:
         raise ValueError(
@@ -215,9 +237,21 @@ def read(state: State, *, iterable: bool, num_workers: int, keeps: bool) -> Resu
     yielded = min(state["_num_yielded"], state["_sampler_iter_yielded"])
     finished, workers = state["_iterator_finished"], state["workers"]
     has_states = any(each is not None for each in workers)
-    if state["base_seed"] is None or (finished and not (has_states and keeps)):
+    sampler = state["sampler"]
+    if finished:  # a sampler that has a state goes on from its own
+        sampler = {"sampler": sampler["sampler"]} if sampler.get("sampler") is not None else {}
+    states = list(workers) if has_states and (keeps or not finished) else []
+    if state["base_seed"] is None or (finished and not sampler and not states):
         return None
-    if (iterable or has_states) and state["num_workers"] != num_workers:
+    for name, value in batching.items() if not finished else ():
+        there = state.get(name)  # torchdata's states do not say
+        if there is not None and value is not None and there != value:
+            raise ValueError(
+                f"the state is of an epoch with {name}={there!r}, and this loader has "
+                f"{name}={value!r}, so its batches are others; make it with the same, or do not "
+                "load this state"
+            )
+    if (iterable or states) and state["num_workers"] != num_workers:
         what = "an IterableDataset" if iterable else "a data set that has a state"
         raise ValueError(
             f"the state is of num_workers={state['num_workers']} and this loader has "
@@ -225,8 +259,8 @@ def read(state: State, *, iterable: bool, num_workers: int, keeps: bool) -> Resu
             "has a share of its own"
         )
     if finished:
-        kept = [each and {"dataset": each.get("dataset"), "made": 0} for each in workers]
-        return Resume(0, None, {}, [], [], 0, kept)
+        kept = [each and {"dataset": each.get("dataset"), "made": 0} for each in states]
+        return Resume(0, None, sampler, [], [], 0, kept)
     counts, ended, turn = state["counts"], state["ended"], state["turn"]
     if not iterable:
         counts, ended, turn = [], [], 0
@@ -235,11 +269,11 @@ def read(state: State, *, iterable: bool, num_workers: int, keeps: bool) -> Resu
     return Resume(
         yielded=yielded,
         base_seed=state["base_seed"],
-        sampler=state["sampler"],
+        sampler=sampler,
         counts=list(counts),
         ended=list(ended),
         turn=turn,
-        states=list(workers) if has_states else [],
+        states=states,
     )
 
 

@@ -248,6 +248,7 @@ class Batches:
             if self._seeds is None:
                 self._seeds = BatchSeeds(batch_context)
             self._seeds.begin(epoch.base_seed)
+            self._seeds.seed(self._number)  # an IterableDataset may draw in `iter`
         state = {} if epoch.state is None else pickle.loads(epoch.state)
         self._made = state.get("made", 0)
         self._fetcher = self._fetching.open(state)
