@@ -20,9 +20,8 @@
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, which wheels are built, and the C headers for other systems
-# make dist     sdist and wheel, built from one another and tested without torch
-# make wheels   the same for all of PYTHONS (those of pyenv and of make freethreaded), each built twice:
-#                the same commit gives the same bytes; ARGS for pytest
+# make wheels   the sdist, and wheels of it for all of PYTHONS (those of pyenv and of make freethreaded):
+#                built twice, the same bytes each time; tested without torch; ARGS for pytest
 # make clean    remove what was built; `make distclean` the environment too
 #
 # The Python that .venv is made with:  make test PYTHON=python3.13
@@ -59,7 +58,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo dist wheels clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -257,22 +256,9 @@ cross: $(VENV)/.dev
 # -- what is published
 
 # The time of all files in there: that of the commit.
-dist wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
-# build makes the wheel from the unpacked sdist, in an empty folder.
-dist: $(VENV)/.dev
-	rm -rf dist wheelhouse build/installed
-	$(PY) -m build --outdir dist .
-ifeq ($(shell uname -s),Linux)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir wheelhouse dist/*.whl
-	$(BIN)/auditwheel show wheelhouse/*.whl
-else
-	mkdir wheelhouse && cp dist/*.whl wheelhouse
-endif
-	$(PYTHON) -m venv build/installed
-	build/installed/bin/python -m pip --quiet install "$$(echo wheelhouse/*.whl)[test]"
-	cd build/installed && bin/pytest -p no:cacheprovider $(CURDIR)/tests $(ARGS)
-
+# pip unpacks the sdist into an empty folder for each wheel.
 wheels: $(VENV)/.dev
 	rm -rf dist wheelhouse
 	$(PY) -m build --sdist --outdir dist .

@@ -53,11 +53,13 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
 
 
 def _travelling(error: BaseException) -> bytes | None:
-    """Pickle an exception so that it surely unpickles, or None."""
+    """Pickle an exception so that it surely unpickles and has a text, or None."""
     for candidate in (error, _Rebuilt(error), _Rebuilt(error, bare=True)):
         try:
             data = dumps(candidate)
-            if type(pickle.loads(data)) is type(error):
+            copy = pickle.loads(data)
+            # The text may be made of an attribute that is left out.
+            if type(copy) is type(error) and _has_text(copy) >= _has_text(error):
                 return data
         except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
             continue
@@ -89,6 +91,15 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def _has_text(error: BaseException) -> bool:
+    """Return whether an exception can say its text."""
+    try:
+        str(error)
+    except Exception:  # noqa: BLE001 - the user's class
+        return False
+    return True
 
 
 def _can_pickle(value: object) -> bool:

@@ -106,6 +106,10 @@ class Streams:
         See `MSequence`.
     encoded : bool
         Items come out as `EncodedItem`, for another process to decode; see `segment`.
+    launch : 'now' or 'begin'
+        When workers are started: by the constructor, or by the first `begin` (or `ask`), once it
+        has posted what they have to do. A forked worker then makes its first items while others are
+        forked; what the iterator of keys has changed in this process, it has changed in theirs.
 
     Raises
     ------
@@ -114,10 +118,10 @@ class Streams:
 
     Notes
     -----
-    The constructor starts the workers and does not wait for them: an exception of `producer` is
-    raised by the first call that waits for them. An item is encoded before the next one is asked of
-    the producer, so the producer may reuse its buffers. Several small and quick items share one
-    ticket. An item stays intact as long as there are references to a part of it.
+    What starts the workers does not wait for them: an exception of `producer` is raised by the
+    first call that waits for them. An item is encoded before the next one is asked of the producer,
+    so the producer may reuse its buffers. Several small and quick items share one ticket. An item
+    stays intact as long as there are references to a part of it.
 
     An exception of a producer is raised by the call that waits for the item; its ``__cause__``
     shows the worker's traceback and has the worker's number (``worker``). That worker's stream is
@@ -150,11 +154,13 @@ class Streams:
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
         encoded: bool = False,
+        launch: Literal["now", "begin"] = "now",
     ) -> None:
         if not callable(producer):
             raise TypeError(
                 f"producer={producer!r} cannot be called; give producer(number, num_workers)"
             )
+        early = choice("launch", launch, ("now", "begin")) == "now"
         pool = StreamPool(
             producer,
             count("num_workers", num_workers, most=MOST_WORKERS),
@@ -177,6 +183,8 @@ class Streams:
         self._finalizer = close_with(self, self._run)
         try:
             pool.open()
+            if early:
+                pool.supervisor.launch()
         except BaseException:
             self.close()
             raise
@@ -256,8 +264,12 @@ class Streams:
             post = partial(reader.begin, keys, ordered=flag("ordered", ordered), free=free)
             try:
                 replies = run.pool.begin(assignments, post, keyed=keys is not None)
-            except BaseException:
+            except BaseException as error:
                 reader.end()
+                if run.generation != generation and isinstance(error, Exception):
+                    raise InterruptedError(
+                        "the streams were interrupted or closed while the epoch was begun"
+                    ) from error
                 raise
             reader.open(generation)
             return replies
@@ -444,9 +456,9 @@ class StreamPool:
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
         self._clock = Clock(*supervisor.rings)
-        # Starts the workers. Whatever is raised, also by a signal handler: `close` ends them.
+        # Gets workers ready to start. Whatever is raised, also by a signal handler: `close`.
         self.open = partial(
-            supervisor.start, producer, name="producer", preload=preload, timeout=timeout
+            supervisor.prepare, producer, name="producer", preload=preload, timeout=timeout
         )
 
     @property
@@ -625,6 +637,7 @@ class StreamPool:
                 for consumer, request in zip(self.consumers, requests, strict=True)
             ]
             post()
+            self.supervisor.launch()
             replies = [self._reply(consumer, at, generation) for consumer, at in begun if at]
         except BaseException:
             self._end()
@@ -651,7 +664,7 @@ class StreamPool:
     ) -> list[Any]:
         """Call a method in some workers. A call that is interrupted is given up by the next one."""
         generation = self._interrupts
-        self.supervisor.check()
+        self.supervisor.launch()
         consumers = [self.consumers[number] for number in workers]
         if behind:
             for consumer in consumers:

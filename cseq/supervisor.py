@@ -132,6 +132,7 @@ class Supervisor:
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
         self._spares = spares
+        self._granted: dict[int, list[tuple[int, int]]] = {}  # to workers that are to be started
         self._local: Any = None  # the user's object, where workers inherit it
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
@@ -150,7 +151,7 @@ class Supervisor:
         self._thread = Threads()
         self._thread.add("cseq-supervisor", self._run)
 
-    def start(
+    def prepare(
         self,
         worker: Any,
         *,
@@ -159,7 +160,7 @@ class Supervisor:
         needs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> None:
-        """Start the workers, and do not wait for them to get ready.
+        """Get all that the workers need ready; `launch` starts them.
 
         The supervisor's thread starts the launcher and the workers: no signal handler runs there,
         so none can leak a process. If this raises, `close` ends what has begun.
@@ -179,6 +180,11 @@ class Supervisor:
             Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
+        # By the supervisor's thread, it could wait for ever: for the arena's lock, which this
+        # thread has, while a signal handler here waits in `launch` for that thread.
+        if self._spares:
+            for owner in range(1, self._readers + 1):
+                self._granted[owner] = self.arena.grant(owner, self._spares)
         self._thread.start()
         self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
@@ -192,13 +198,25 @@ class Supervisor:
             del pickled  # its buffers are the worker's memory
         seconds = FOREVER if timeout is None else START_SHARE * timeout
         self._preload = partial(launcher.preload, modules, seconds)
-        self._begun = time.monotonic()
-        self._wanted.set()
-        self.check()
-        if launcher.takes_objects:
+
+    def launch(self) -> None:
+        """Start the workers, unless they are started, and do not wait for them to get ready.
+
+        A signal handler may raise here, or call it: whoever calls it next goes on.
+
+        Raises
+        ------
+        OSError
+            A worker cannot be forked. Those that are started in other ways are not waited for.
+        """
+        if not self._wanted.wait(0):
+            self._begun = time.monotonic()
+            self._wanted.set()
+        if self.takes_objects:
             # This process must not be forked while this thread is importing something: the child
             # would wait for ever for the import to finish.
             self._launched.wait()
+        self.check()
 
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file of its own, as requests are written to slots."""
@@ -267,7 +285,9 @@ class Supervisor:
         if self.closed:
             child.kill()
         reads = owner <= self._readers
-        spares = self.arena.grant(owner, self._spares) if reads and self._spares else None
+        spares = self._granted.pop(owner, None)
+        if spares is None and reads and self._spares:  # it replaces another one
+            spares = self.arena.grant(owner, self._spares)
         ring, at_ring = self._locate(owner)
         where = ring * self._segment.width, self._ring_bytes
         segment, task = self.arena.segment, self._task(owner)

@@ -170,6 +170,15 @@ def test_what_cannot_travel() -> None:
     assert "raise error" in str(got.__cause__)
 
 
+def test_a_text_made_of_what_cannot_travel() -> None:
+    """An exception whose text needs an attribute that stays behind is a WorkerError with it."""
+    error = Slotted("b")
+    error.key = (i for i in range(3))  # type: ignore[assignment]
+    got = there_and_back(error)
+    assert isinstance(got, cseq.WorkerError)
+    assert f"Slotted: {error}" in str(got)
+
+
 def test_what_has_no_text() -> None:
     """An exception whose __str__ raises arrives, and so does the traceback."""
     got = there_and_back(Silent(1))

@@ -140,7 +140,8 @@ class Pool:
 
     def start(self) -> Supervisor:
         """Start the workers."""
-        self.supervisor.start(None)
+        self.supervisor.prepare(None)
+        self.supervisor.launch()
         return self.supervisor
 
     def await_ready(self, owner: int) -> None:
@@ -401,5 +402,5 @@ def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> 
     one = pool(method="spawn")
     monkeypatch.setattr("cseq.writer.commit", commit)
     with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
-        one.supervisor.start(np.zeros(1000), name="indexer")
+        one.supervisor.prepare(np.zeros(1000), name="indexer")
     assert one.events.all == []

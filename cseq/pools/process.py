@@ -213,12 +213,13 @@ class ProcessPool(Feed):
         if isinstance(self._batch_reader, Objects):
             add_converters(job, self._ring, self._reader, self._batch_reader, self._group)
             self._group.start()
-        self.supervisor.start(
+        self.supervisor.prepare(
             job.worker,
             preload=job.preload,
             needs=[] if self._receiver is None else ["torch"],
             timeout=job.timeout,
         )
+        self.supervisor.launch()
 
     def _make_ends(
         self, ring: Ring

@@ -36,6 +36,7 @@ from torch_data import (  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
+from cseq.adapters.torch.order import leaves_no_trace  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,6 +118,75 @@ def test_a_sampler_that_draws_at_once() -> None:
     assert same(eager(cseq.DataLoader, **FORK), eager(data.DataLoader, **FORK))
     assert same(eager(cseq.DataLoader), eager(data.DataLoader))
     assert eager(cseq.DataLoader, **FORK)[1] == 4
+
+
+LEVEL = [0]
+
+
+class Levelled(data.Dataset):  # type: ignore[type-arg]
+    """Its samples show what the sampler has changed in this process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, key: int) -> tuple[int, int]:
+        return key, LEVEL[0]
+
+
+class Levelling(data.RandomSampler):
+    """Changes it with each key."""
+
+    def __iter__(self) -> Iterator[int]:
+        for key in super().__iter__():
+            LEVEL[0] += 1
+            yield key
+
+
+def test_a_sampler_that_changes_what_the_data_set_sees() -> None:
+    """Workers are forked before any key is drawn."""
+
+    def levelled(kind: Any) -> Any:
+        LEVEL[0] = 0
+        return run(kind, Levelled(), 2, FORK | {"sampler": Levelling(Levelled()), "batch_size": 2})
+
+    assert same(levelled(cseq.DataLoader), levelled(data.DataLoader))
+
+
+class Noisy(Levelled):
+    """Draws from the loader's generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __getitem__(self, key: int) -> Any:
+        return key, torch.rand((), generator=self.generator)
+
+
+def test_a_data_set_that_has_the_loaders_generator() -> None:
+    def noisy(kind: Any) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        options = FORK | {"shuffle": True, "generator": generator, "batch_size": 2}
+        return run(kind, Noisy(generator), 2, options)
+
+    assert same(noisy(cseq.DataLoader), noisy(data.DataLoader))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (data.SequentialSampler(range(9)), True),
+        (data.RandomSampler(range(9)), True),
+        (data.RandomSampler(range(9), generator=torch.Generator()), False),
+        (data.DistributedSampler(Plain(9), num_replicas=2, rank=0), True),
+        (Levelling(Levelled()), False),
+        (range(9), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("batched", [True, False])
+def test_keys_that_may_be_drawn_before_a_fork(sampler: Any, expected: bool, batched: bool) -> None:
+    index_sampler = data.BatchSampler(sampler, 2, drop_last=False) if batched else sampler
+    assert leaves_no_trace(index_sampler) is expected
 
 
 @pytest.mark.parametrize("sizes", [(1, 4, 2), (3, 5), (0, 4, 9), (5, 1, 3, 0, 2)], ids=str)

@@ -99,6 +99,8 @@ def failure(error: BaseException) -> Event:
     in a traceback; others may keep the text and have that line in a note.
     """
     text = bare(str(error))
+    if "UFunc" in type(error).__qualname__ + text[:24]:
+        return ["one of numpy's, which torch cannot raise again by its type"]
     worker = [
         line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -760,3 +761,94 @@ def test_a_producer_that_cannot_be_pickled() -> None:
 
     with pytest.raises(TypeError, match="producer"):
         Streams(producer, 2)
+
+
+# -- launch="begin"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_begin_starts_the_workers(method: str) -> None:
+    """The first epoch does; the next ones have the same workers."""
+    with streams(start_method=method, launch="begin") as s:
+        assert s.pids() == [None, None]
+        assert s.begin([7, 5]) == [("begun", 0, 7), ("begun", 1, 5)]
+        pids = s.ask("pid")
+        assert plain(s) == in_process((7, 5))
+        s.begin([2, 3])
+        assert plain(s) == in_process((2, 3))
+        assert s.ask("pid") == pids
+
+
+def test_a_call_starts_the_workers() -> None:
+    """So does `ask`."""
+    with streams(launch="begin") as s:
+        assert s.ask("add", 2, 3) == [(0, 5), (1, 5)]
+
+
+def test_workers_that_are_never_started() -> None:
+    """The end does not wait for them."""
+    s = streams(launch="begin")
+    s.close()
+    assert s.pids() == [None, None]
+
+
+class Level(Numbers):
+    """Makes items of what this process has in `CHANGED`."""
+
+    def make(self, key: int) -> Any:
+        return key, list(CHANGED)
+
+
+CHANGED: list[int] = []
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("launch", ["now", "begin"])
+def test_what_the_keys_change_before_a_fork(launch: str) -> None:
+    """Keys are drawn before workers are forked by `begin`, and behind it if by the constructor."""
+
+    def keys() -> Iterator[int]:
+        CHANGED.append(1)
+        yield from range(5)
+
+    CHANGED.clear()
+    with streams(Level, start_method="fork", launch=launch) as s:
+        s.begin([0, 0], keys())
+        assert list(s) == [(k, CHANGED if launch == "begin" else []) for k in range(5)]
+
+
+def test_keys_that_raise_before_workers_are_started() -> None:
+    """Nothing is begun then, and the next call begins."""
+
+    def keys() -> Iterator[int]:
+        yield 1
+        raise KeyError("no more")
+
+    with streams(Level, launch="begin") as s:
+        with pytest.raises(KeyError, match="no more"):
+            s.begin([0, 0], keys())
+        assert s.pids() == [None, None]
+        s.begin([0, 0], iter(range(5)))
+        assert [key for key, _ in s] == list(range(5))
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("launch", ["now", "begin"])
+def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts the workers raises the error, also if the first of them was forked."""
+    fork, forked = os.fork, []
+
+    def full() -> int:
+        if forked:
+            raise OSError(errno.EAGAIN, "full")
+        forked.append(True)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", full)
+    with (
+        pytest.raises(OSError, match="full"),
+        streams(Level, start_method="fork", launch=launch) as s,
+    ):
+        assert launch == "begin"
+        s.begin([0, 0], iter(range(5)))
+    assert forked

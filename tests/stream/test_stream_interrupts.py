@@ -354,3 +354,39 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
             return struck.is_set()
 
         assert first_hits(step) > 100
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("verb", ["raise", "begin", "close"])
+def test_a_signal_while_begin_starts_the_workers(verb: str) -> None:
+    """Wherever it comes: there is an epoch, or the next call begins one; or all is closed."""
+    steps = (*STEPS, "supervisor.py")
+    lengths = (4, 5)
+
+    def step(countdown: int) -> bool:
+        with streams(Numbers, 2, start_method="fork", launch="begin") as s:
+
+            def handler() -> None:
+                if verb == "raise":
+                    raise KeyboardInterrupt
+                if verb == "close":
+                    s.close()
+                else:
+                    s.begin(lengths)
+
+            got = None
+            with contextlib.suppress(KeyboardInterrupt, OSError):
+                with handled(countdown, *steps, by=handler) as struck:
+                    s.begin(lengths)
+                got = plain(s)
+            if verb == "close" and struck.is_set():
+                with pytest.raises(OSError, match="closed"):
+                    s.begin(lengths)
+                return True
+            if got is None:
+                s.begin(lengths)
+                got = plain(s)
+            assert got == in_process(lengths)
+            return struck.is_set()
+
+    assert first_hits(step, 5) > 5

@@ -13,12 +13,13 @@ import torch
 
 from cseq import failure
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import noted, order_of
+from cseq.adapters.torch.order import leaves_no_trace, noted, order_of
 from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.spawning import spawning
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._skips_errors = on_error == "skip"
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         method = start_method_of(loader)
+        is_forked = method == "fork"
         fetching = worker.Fetching(
             self._dataset_kind,
             self._dataset,
@@ -116,10 +118,11 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             loader.worker_init_fn,
             [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
-            torch.is_grad_enabled() if method == "fork" else True,
+            torch.is_grad_enabled() if is_forked else True,
             self._offset,
         )
-        pickling = contextlib.nullcontext() if method == "fork" else spawning()
+        first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
+        pickling = contextlib.nullcontext() if is_forked else spawning()
         with pickling:
             self._streams = Streams(
                 producer,
@@ -129,6 +132,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 start_method=method,
                 timeout=self._timeout or None,
                 timed_from="wait",
+                launch="begin" if first else "now",
             )
         self._shutdown = False
         several = self._num_workers

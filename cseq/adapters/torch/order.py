@@ -20,16 +20,41 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from cseq.adapters.torch.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Order", "noted", "order_of"]
+__all__ = ["Order", "leaves_no_trace", "noted", "order_of"]
 
 State = dict[str, Any]
+
+OWN = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+
+
+def leaves_no_trace(index_sampler: Any) -> bool:
+    """Whether keys can be drawn before workers are forked, and no worker can tell.
+
+    torch forks first. Its own samplers change nothing but torch's generator, which every worker
+    seeds anew, and a generator that they were given: the data set may have that one.
+    """
+    inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    return type(inner) in OWN and getattr(inner, "generator", None) is None
 
 
 def order_of(index_sampler: Any, iterator: Any) -> Order:

@@ -8,6 +8,7 @@ that what is drawn depends neither on the number of workers nor on what they mad
 from __future__ import annotations
 
 import random
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.random  # here, and not in every worker that is forked
@@ -26,7 +27,15 @@ def seed_worker(base_seed: int, number: int) -> int:
     """Seed a worker's generators as torch does; return the worker's seed."""
     seed = base_seed + number
     random.seed(seed)
+    # For each device that is not in use yet, torch keeps the seed, and the stack with all its
+    # source lines, which every worker would have to read.
+    limit = getattr(sys, "tracebacklimit", None)
+    sys.tracebacklimit = 0
     torch.manual_seed(seed)
+    if limit is None:
+        del sys.tracebacklimit
+    else:
+        sys.tracebacklimit = limit
     numpy.random.seed(names.numpy_seed(base_seed, number))  # noqa: NPY002 - the global one is meant
     return seed
 
