@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from killing import kill
+from kinds import QUICKEST
 
 import cseq
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 GUARD = 60.0  # seconds after which something that should end is taken to hang
 SAMPLES, BATCH = 400, 8
+ACCESS_VIOLATION = 0xC0000005  # Windows' name for what is SIGSEGV elsewhere
 
 
 class Squares:
@@ -48,11 +52,14 @@ class Fatal(Squares):
 
 def kill_myself() -> None:
     """Die as by the out-of-memory killer."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill(os.getpid())
 
 
 def crash() -> None:
     """Die as a C extension does that follows a wild pointer."""
+    if os.name == "nt":
+        faulthandler.disable()
+        faulthandler._raise_exception(ACCESS_VIOLATION)  # type: ignore[attr-defined]
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -69,8 +76,9 @@ def hang() -> None:
 
 
 def manager(worker: Any = Squares, **options: Any) -> cseq.MPSequence:
-    """Make a manager of processes, started by fork, which is quickest."""
-    options = {"start_method": "fork", "out_type": "null", "seed": 11, "num_workers": 3} | options
+    """Make a manager of processes, started in the quickest way."""
+    options = {"out_type": "null", "seed": 11, "num_workers": 3} | options
+    options = {"start_method": QUICKEST.start_method} | options
     return cseq.MPSequence(worker, SAMPLES, batch_size=BATCH, **options)
 
 
