@@ -76,7 +76,7 @@ class Segment:
         OSError
             If it cannot even have the smallest one.
         """
-        sizes = _reserved(tickets) if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
+        sizes = reserved(tickets) if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
         for width, slots in sizes[:-1]:
             with contextlib.suppress(OSError):
                 return cls.create(width, slots)
@@ -95,7 +95,7 @@ class Segment:
         self._file.close()
 
 
-def _reserved(tickets: int) -> tuple[tuple[int, int], ...]:
+def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return what to try on Windows: (width in bytes, slots)."""
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)
