@@ -88,7 +88,7 @@ class Arena:
         self._lock = threading.RLock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
-        self.segment = Segment.for_slots()
+        self.segment = Segment.for_slots(tickets)
         self.copies = 0
         self.slots = Slots(0)
         self.mapped: list[Mapping | None] = []

@@ -17,8 +17,10 @@ WIDTH = 1 << 40  # bytes from one slot to the next
 SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
 # Tried in this order where a file cannot be that long: (width in bytes, slots).
 NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28, 1 << 7))
-# Windows pays some 8 bytes for each page of 4 KiB that is reserved.
-RESERVED = ((1 << 29, 1 << 8), (1 << 28, 1 << 8))
+# Windows pays some 8 bytes for each page of 4 KiB that is reserved: bytes to try, in this order,
+# and how many slots these have at least.
+RESERVED = (1 << 37, 1 << 36)
+FEWEST = 1 << 8
 
 
 class Segment:
@@ -60,15 +62,21 @@ class Segment:
         return cls(file, nbytes, slots)
 
     @classmethod
-    def for_slots(cls) -> Segment:
+    def for_slots(cls, tickets: int = 0) -> Segment:
         """Make a file with as many and as wide slots as the file system can have.
+
+        Parameters
+        ----------
+        tickets : int
+            The most that are posted at a time. On Windows there are slots for these, for those of
+            an epoch that was given up, and as many again to lend; the more, the narrower they are.
 
         Raises
         ------
         OSError
             If it cannot even have the smallest one.
         """
-        sizes = RESERVED if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
+        sizes = reserved(tickets) if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
         for width, slots in sizes[:-1]:
             with contextlib.suppress(OSError):
                 return cls.create(width, slots)
@@ -85,6 +93,12 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""
         self._file.close()
+
+
+def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
+    """Return what to try on Windows: (width in bytes, slots)."""
+    slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
+    return tuple((nbytes // slots, slots) for nbytes in RESERVED)
 
 
 def _seal(fd: int) -> None:

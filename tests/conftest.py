@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterable, Iterator
 
     from prepared import Prepared
 
@@ -62,6 +62,12 @@ HERE = {
     "fork": hasattr(os, "fork"),
     "worker processes": True,
 }
+
+# What the log may say of workers on a machine that is busy; on Windows, where all are spawned, also
+# of one that still imports torch, say, when the loop is over.
+SLOW_START = re.compile(
+    "no worker is ready" + (r"|worker \d+ is busy: killed" if os.name == "nt" else "")
+)
 
 # Processes inherit this: one whose parent is gone, and which init adopted, is still ours.
 MARK = f"CSEQ_TESTS_{os.getpid()}"
@@ -336,6 +342,11 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         report = leaks.report()
         end_all(leaks.processes)
         pytest.fail(report, pytrace=False)
+
+
+def complaints(lines: Iterable[str]) -> list[str]:
+    """Return the lines of a log that a slow start of workers does not explain."""
+    return [line for line in lines if not SLOW_START.match(line)]
 
 
 class RunScript(Protocol):

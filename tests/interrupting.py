@@ -55,7 +55,11 @@ class Interrupting:
         handler: Callable[[], object] | None = None,
     ) -> None:
         self.countdown, self.handler = countdown, handler
-        self.files = (LIBRARY, PACKAGE) if anywhere else tuple(PACKAGE + name for name in files)
+        self.files = (
+            (LIBRARY, PACKAGE)
+            if anywhere
+            else tuple(PACKAGE + name.replace("/", os.sep) for name in files)
+        )
         self.struck = threading.Event()
         self.before = ""  # the instruction that was done last
 

@@ -12,7 +12,7 @@ from slots import filled, whole
 
 from cseq.arena import Arena
 from cseq.memory_limit import MIB
-from cseq.segment import Segment
+from cseq.segment import Segment, reserved
 from cseq.writer import Writer
 
 
@@ -95,6 +95,15 @@ def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> No
     assert segment.width * segment.slots <= 1 << 40
     assert segment.width >= 1 << 28
     segment.close()
+
+
+@pytest.mark.parametrize(("tickets", "width"), [(0, 512), (64, 512), (65, 256), (140, 128)])
+def test_more_tickets_make_narrower_slots_on_windows(tickets: int, width: int) -> None:
+    """There are slots for the tickets of two epochs and as many leases; 128 GiB, or 64, do."""
+    sizes = reserved(tickets)
+    assert sizes[0][0] == width * MIB
+    assert [width * slots for width, slots in sizes] == [1 << 37, 1 << 36]
+    assert all(slots >= max(256, 4 * tickets) for _, slots in sizes)
 
 
 @pytest.mark.needs("POSIX")

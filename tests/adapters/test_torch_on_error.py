@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-import signal
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from killing import kill  # noqa: E402
+from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import Plain  # noqa: E402
 
@@ -19,10 +21,9 @@ from cseq.adapters.torch import defaults, installed  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [
-    pytest.mark.needs("fork"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+QUICK = QUICKEST.start_method
 
 BROKEN = (2, 3, 7)
 
@@ -66,7 +67,7 @@ class Items:
 def loader(dataset: Any, num_workers: int, **options: Any) -> Any:
     """Make a loader that leaves batches out."""
     if num_workers:
-        options = {"multiprocessing_context": "fork", **options}
+        options = {"multiprocessing_context": QUICK, **options}
     return cseq.DataLoader(
         dataset, num_workers=num_workers, **{"batch_size": None, "on_error": "skip", **options}
     )
@@ -155,7 +156,7 @@ def test_a_worker_that_dies_of_a_batch_is_no_error_of_it() -> None:
     class Deadly(Plain):
         def __getitem__(self, index: int) -> int:
             if index == 4:
-                signal.raise_signal(signal.SIGKILL)
+                kill(os.getpid())
             return index
 
     with pytest.raises(cseq.WorkerDied):
@@ -169,7 +170,7 @@ def test_the_default_of_the_process(
     with pytest.raises(ValueError, match="on_error='skipp'"):
         defaults.on_error = "skipp"
     monkeypatch.setattr(defaults, "on_error", "skip")
-    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    workers = {"num_workers": 2, "multiprocessing_context": QUICK}
     with installed():
         assert list(data.DataLoader(Broken(), batch_size=None)) == [0, 1, 4, 5, 6, 8, 9]
         assert list(data.DataLoader(Broken(), batch_size=None, **workers)) == [0, 1, 4, 5, 6, 8, 9]

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 
+from conftest import complaints
 from killing import kill
 from test_torchdata import (
     MULTI,
@@ -88,8 +89,8 @@ print(item)
 def test_a_script_that_just_ends(run_script: RunScript) -> None:
     """A script needs no `shutdown`, and no `if __name__ == "__main__"`."""
     done = run_script(AT_EXIT)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("no worker is ready")]
-    assert (done.returncode, done.stdout, said) == (0, "0\n", [])  # the machine may be busy
+    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert complaints(done.stderr.splitlines()) == []
 
 
 def test_a_caller_that_does_not_know_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:

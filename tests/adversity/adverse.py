@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from killing import kill
+from kinds import QUICKEST
 
 import cseq
 
@@ -48,11 +51,15 @@ class Fatal(Squares):
 
 def kill_myself() -> None:
     """Die as by the out-of-memory killer."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill(os.getpid())
 
 
 def crash() -> None:
     """Die as a C extension does that follows a wild pointer."""
+    if os.name == "nt":
+        kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
+        kernel.CreateThread(None, 0, ctypes.c_void_p(8), None, 0, None)  # a function at byte 8
+        hang()
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -69,8 +76,9 @@ def hang() -> None:
 
 
 def manager(worker: Any = Squares, **options: Any) -> cseq.MPSequence:
-    """Make a manager of processes, started by fork, which is quickest."""
-    options = {"start_method": "fork", "out_type": "null", "seed": 11, "num_workers": 3} | options
+    """Make a manager of processes, started in the quickest way."""
+    options = {"out_type": "null", "seed": 11, "num_workers": 3} | options
+    options = {"start_method": QUICKEST.start_method} | options
     return cseq.MPSequence(worker, SAMPLES, batch_size=BATCH, **options)
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.needs("fork")
-
 
 # -- the loop is left
 
@@ -89,6 +87,7 @@ def test_a_script_may_end_without_finish(run_script: RunScript, kind: str) -> No
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
+@pytest.mark.needs("fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["proc", "thread"])
 def test_a_forked_child_takes_no_batches(kind: str) -> None:
@@ -128,6 +127,7 @@ def census() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
 
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize(("kind", "times"), [("proc", 30), ("thread", 300)])
 def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
     """Descriptors, threads and mappings are as many after many starts as after one."""
@@ -186,6 +186,7 @@ print(*(go(500) for _ in range(3)))
     bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
     reason="a Python without a GIL refuses PYTHONMALLOC=malloc, and keeps memory of its own",
 )
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("width", ["1", "4096"])
 def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, width: str) -> None:
     """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
@@ -203,6 +204,7 @@ def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, wi
     assert used[2] - used[0] < 16_000, used
 
 
+@pytest.mark.needs("Linux")
 def test_epochs_leave_nothing() -> None:
     """Descriptors, threads, mappings and slots are as many after many epochs as after two."""
     with manager().start() as m:

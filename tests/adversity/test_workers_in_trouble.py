@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,23 +24,28 @@ from adverse import (
     manager,
     reference,
 )
+from killing import CODE, WORDS
+from kinds import QUICKEST
 
 import cseq
 from cseq import testing
+from cseq.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import RunScript
 
-pytestmark = pytest.mark.needs("fork")
+STACKS = pytest.param("proc", marks=pytest.mark.needs("POSIX"))  # those of a process, by a signal
+# Seconds; a worker that is spawned has to start in ten times as many.
+TIMEOUT = 0.2 if hasattr(os, "fork") else 3.0
 
 
 # -- workers die
 
 
 @pytest.mark.parametrize("deed", [kill_myself, crash, leave])
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("start_method", sorted({start_methods()[0], QUICKEST.start_method}))
 def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(
     tmp_path: Path, deed: Callable[[], None], start_method: str
 ) -> None:
@@ -112,6 +116,7 @@ for point in sys.argv[3:]:
 """
 
 
+@pytest.mark.needs("fork")
 @pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
 def test_death_at_every_labelled_point(
     run_prepared: RunScript, debug_build: Path, buffer: str, out_type: str
@@ -144,14 +149,15 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
         iterator = iter(m)
         for _ in range(number):
             next(iterator)
-        with pytest.raises(cseq.WorkerDied, match=r"SIGKILL.* has ended 3 workers") as caught:
+        with pytest.raises(cseq.WorkerDied, match=rf"{WORDS}.* has ended 3 workers") as caught:
             next(iterator)
         assert m.stats().restarts == 2
     died = caught.value
-    assert (died.epoch, died.batch, died.exitcode) == (0, number, -signal.SIGKILL)
+    assert (died.epoch, died.batch, died.exitcode) == (0, number, CODE)
     assert died.indices == order[number * BATCH : (number + 1) * BATCH]
 
 
+@pytest.mark.needs("POSIX")
 def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
     counts = itertools.count(5)
@@ -193,7 +199,7 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
     m = cseq.MSequence(
         Raises, SAMPLES, batch_size=BATCH, seed=11, out_type="null", on_error="skip",
         thread_type="thread" if kind == "thread" else "proc",
-        **({"start_method": "fork"} if kind == "proc" else {}),
+        **({"start_method": QUICKEST.start_method} if kind == "proc" else {}),
     )  # fmt: skip
     number = cseq.permutation(SAMPLES, 11, 0).tolist().index(123) // BATCH
     with caplog.at_level(logging.ERROR, "cseq"), m.start_test() if kind == "test" else m.start():
@@ -304,7 +310,7 @@ class Stuck(Fatal):
         return super().__getitem__(indices)
 
 
-@pytest.mark.parametrize("kind", ["proc", "thread"])
+@pytest.mark.parametrize("kind", [STACKS, "thread"])
 def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
     """WorkerTimeout names the batch and shows the worker's Python stack."""
     from functools import partial
@@ -314,7 +320,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
     worker = partial(Stuck, str(tmp_path), deed, [int(cseq.permutation(SAMPLES, 11, 0)[0])])
     m = cseq.MSequence(
         worker, SAMPLES, batch_size=BATCH, seed=11, out_type="null", timeout=0.5,
-        thread_type=kind, **({"start_method": "fork"} if kind == "proc" else {}),
+        thread_type=kind, **({"start_method": QUICKEST.start_method} if kind == "proc" else {}),
     )  # fmt: skip
     with m.start():
         with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
@@ -331,7 +337,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
     from functools import partial
 
     worker = partial(Stuck, str(tmp_path), hang, [5, 300])
-    with manager(worker, timeout=0.5, on_timeout="restart").start() as m:
+    with manager(worker, timeout=2.5 * TIMEOUT, on_timeout="restart").start() as m:
         assert digest(m) == reference()
         assert m.stats().restarts >= 1
 
@@ -348,7 +354,7 @@ class StuckInTheMaking(Squares):
         deed()
 
 
-@pytest.mark.parametrize("kind", ["proc", "thread"])
+@pytest.mark.parametrize("kind", [STACKS, "thread"])
 def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> None:
     """A worker may take ten times the timeout to get ready, and no more."""
     from functools import partial
@@ -358,7 +364,7 @@ def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> No
     m = cseq.MSequence(
         partial(StuckInTheMaking, str(tmp_path / "mark"), deed), SAMPLES, num_workers=1,
         batch_size=BATCH, seed=11, out_type="null", timeout=0.05, thread_type=kind,
-        **({"start_method": "fork"} if kind == "proc" else {}),
+        **({"start_method": QUICKEST.start_method} if kind == "proc" else {}),
     )  # fmt: skip
     with m.start():
         with pytest.raises(cseq.WorkerTimeout, match="a_method_to_be_found") as caught:
@@ -375,6 +381,6 @@ def test_a_hanging_constructor_is_called_again(tmp_path: Path) -> None:
     from functools import partial
 
     worker = partial(StuckInTheMaking, str(tmp_path / "mark"), hang)
-    with manager(worker, num_workers=1, timeout=0.2, on_timeout="restart").start() as m:
+    with manager(worker, num_workers=1, timeout=TIMEOUT, on_timeout="restart").start() as m:
         assert digest(m) == reference()
         assert m.stats().restarts >= 1

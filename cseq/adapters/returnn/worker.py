@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from returnn.config import SubProcCopyGlobalConfigPreInitFunc
@@ -97,7 +98,7 @@ def _make(_: None, plan: tuple[Any, ...]) -> Maker:
 def _name_process(name: str, number: int) -> None:
     """Set this process's name in Python and, on Linux, in the system."""
     multiprocessing.current_process().name = name
-    if os.path.exists(COMM):
+    if sys.platform == "linux" and os.path.exists(COMM):  # Wine shows a file not to be written to
         with open(COMM, "w", encoding="utf-8") as file:
             file.write(f"MPD worker {number}")
 

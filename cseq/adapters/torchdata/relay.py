@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import os
 import pickle
+import select
 import selectors
 import shutil
 import socket
@@ -184,13 +185,26 @@ class Relay:
         connection: Connection[Any, Any] = Connection(caller.dup().detach())
         with connection, contextlib.suppress(EOFError, ConnectionError):
             fd, width = self._streams.segment
+            self._await(caller)
             with process_of(caller, self._secret) as process:
                 descriptors.send(caller, WIDTH.pack(width), [fd], process)
+            self._await(caller)
             worker = connection.recv()
             while True:
+                self._await(caller)
                 epoch, position = connection.recv()
                 answer = self._answer(worker, epoch, position)
                 connection.send_bytes(pickle.dumps(answer, protocol=5))
+
+    def _await(self, caller: socket.socket) -> None:
+        """Wait until a worker says something or is gone; EOFError: the relay is being closed.
+
+        On Windows, where no `shutdown` ends the `recv` of another thread.
+        """
+        if WINDOWS:
+            hung_up = self._sockets[2]
+            if hung_up in select.select([caller, hung_up], [], [])[0]:
+                raise EOFError
 
     def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[Sent], bytes | None]:
         """Return items of a worker from `position` on, and the exception raised after them.
