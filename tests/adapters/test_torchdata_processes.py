@@ -88,8 +88,7 @@ print(item)
 def test_a_script_that_just_ends(run_script: RunScript) -> None:
     """A script needs no `shutdown`, and no `if __name__ == "__main__"`."""
     done = run_script(AT_EXIT)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("no worker is ready")]
-    assert (done.returncode, done.stdout, said) == (0, "0\n", [])  # the machine may be busy
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 def test_a_caller_that_does_not_know_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
