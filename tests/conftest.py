@@ -48,12 +48,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRACE = 10.0  # seconds in which what is about to end has to end
-BUSY = "no worker is ready"  # begins what the trainer of a busy machine is told after 10 s
 HANG = 100.0  # seconds after which a script is asked where it hangs; below faulthandler_timeout
 
 PROC = Path("/proc/self")
 HAS_PROC = os.name == "posix" and (PROC / "maps").exists()  # Wine's programs see Linux's /proc
 SHM = Path("/dev/shm")
+BUSY = re.compile(r"no worker is ready \d\d+ s ")  # what the trainer of a busy machine is told
 TORCH_FILE = re.compile(r"torch_(\d+)_")
 
 # What `pytest.mark.needs` can name, and whether this system has it.
@@ -382,7 +382,7 @@ def run_script(tmp_path: Path) -> RunScript:
 def at_ease(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     """Leave out of a script's standard error what it is told of a busy machine."""
     lines = done.stderr.splitlines(keepends=True)
-    done.stderr = "".join(line for line in lines if not line.startswith(BUSY))
+    done.stderr = "".join(line for line in lines if not BUSY.match(line))
     return done
 
 
