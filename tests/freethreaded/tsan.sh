@@ -22,7 +22,7 @@ reports=$PWD/build/tsan
 rm -rf "$reports" && mkdir -p "$reports"
 # exitcode: CPython has reports of its own. die_after_fork: workers are forked beside threads.
 # allocator_may_return_null: tests ask for more memory than there is.
-export TSAN_OPTIONS="exitcode=0 die_after_fork=0 allocator_may_return_null=1 log_path=$reports/report"
+export TSAN_OPTIONS="exitcode=0 history_size=7 die_after_fork=0 allocator_may_return_null=1 log_path=$reports/report"
 TSAN_OPTIONS+=" suppressions=$PWD/tests/freethreaded/suppressions.txt"
 result=0
 timeout 600 "$python" tests/freethreaded/stress.py 100 || result=1
