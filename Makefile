@@ -17,6 +17,7 @@
 # make wine     the tests with a Windows CPython and torch, under Wine; ARGS for pytest; tests/wine/README.md
 # make freethreaded  the tests with a CPython without a GIL, built from source, then measured beside the
 #                same CPython with one; ARGS for pytest, CASES; tests/freethreaded/README.md
+# make freethreaded-tsan  threads under ThreadSanitizer, with a CPython without a GIL built for it; ARGS
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
 # make lint     ruff, mypy, the stubs, which wheels are built, and the C headers for other systems
@@ -58,7 +59,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded sanitize lint cross demo wheels clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -183,9 +184,11 @@ define copy
 		tar --null --files-from=- -cf - | tar -xf - -C $1
 endef
 
-# The same source twice: without a GIL, and with one to compare with.
+# The same source: without a GIL, and with one to compare with; for ThreadSanitizer.
+FREE_OPTIONS_free := --disable-gil
+FREE_OPTIONS_tsan := --disable-gil --with-thread-sanitizer --with-ensurepip=no
 $(FREE_ENV)/%/.python: tests/freethreaded/setup.sh
-	tests/freethreaded/setup.sh $(PYTHON) $(@D)/python $(if $(filter free,$*),--disable-gil)
+	tests/freethreaded/setup.sh $(PYTHON) $(@D)/python $(FREE_OPTIONS_$*)
 	touch $@
 
 # Each made once, also where make got there by way of a pattern only.
@@ -213,6 +216,10 @@ freethreaded: $(FREE_ENV)/free/.test $(FREE_ENV)/gil/.test
 		(cd $$folder/checkout && $(FREE_PYTHON) benchmarks/run.py --no-peers --rounds $(ROUNDS) \
 			--output build/benchmarks $(CASES)) || exit 1; \
 	done
+
+freethreaded-tsan: $(FREE_ENV)/tsan/.python $(FREE_ENV)/free/.test
+	$(call copy,$(FREE_ENV)/tsan/checkout)
+	tests/freethreaded/tsan.sh $(FREE_ENV) $(ARGS)
 
 # The model needs spin; without it that part is left out, and says so.
 sanitize:

@@ -139,6 +139,27 @@ class Runner:
     ) -> None: ...
 
 @final
+class ObjectWriter:
+    def __new__(cls, objects: list[Any]) -> Self: ...
+    def begin(self, runner: Runner) -> None: ...
+    def try_publish(self, runner: Runner, batch: Any) -> bool: ...
+
+@disjoint_base
+class BatchMaker:
+    indexer: Any
+    @property
+    def batch_writer(self) -> Any: ...
+    def __new__(
+        cls,
+        indexer: Any,
+        batch_context: Any,
+        batch_writer: Any,
+        convert: Callable[[Any], Any] | None = None,
+        seeds: Any = None,
+    ) -> Self: ...
+    def work(self, runner: Runner) -> None: ...
+
+@final
 class Consumer:
     ring: Final[Ring]
     alone: Final[bool]

@@ -846,6 +846,80 @@ cdef class Runner:
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
 
 
+@cython.final
+cdef class ObjectWriter:
+    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest.
+
+    Parameters
+    ----------
+    objects : list
+        By cell.
+    """
+
+    cdef list objects
+
+    def __cinit__(self, list objects not None):
+        self.objects = objects
+
+    def begin(self, Runner runner):
+        """Nothing to do."""
+
+    def try_publish(self, Runner runner not None, batch):
+        """Store the batch under the cell's number, and publish the ticket."""
+        cdef cseq_cell* c = runner.held()
+        self.objects[runner.cell] = batch
+        runner.deliver(c, 0, 0)
+        return True
+
+
+cdef class BatchMaker:
+    """Makes and publishes batches: the part of `indexer.Indexing` that is in C.
+
+    Parameters
+    ----------
+    indexer : object
+    batch_context : BatchContext
+        The one that this thread has entered.
+    batch_writer : BatchWriter
+    convert : callable, optional
+        Applied to every batch.
+    seeds : Seeds, optional
+        Seeds the global generators for each batch.
+    """
+
+    cdef public object indexer
+    cdef object batch_context, convert, seeds
+    cdef list loaded
+    cdef readonly object batch_writer
+    cdef object begin, try_publish  # its methods
+
+    def __cinit__(self, indexer, batch_context, batch_writer, convert=None, seeds=None):
+        self.indexer, self.batch_context, self.batch_writer = indexer, batch_context, batch_writer
+        self.begin, self.try_publish = batch_writer.begin, batch_writer.try_publish
+        self.convert, self.seeds = convert, seeds
+        self.loaded = [] if seeds is None else seeds.loaded
+
+    def work(self, Runner runner not None):
+        """Make the present ticket's batch and publish it; `fail` publishes an exception."""
+        try:
+            if self.batch_context.drawn is not None or self.batch_context.ticket is not runner:
+                self.batch_context.set(runner)
+            if self.loaded:
+                self.seeds.seed()
+            self.begin(runner)
+            indexer = self.indexer  # the first call changes it
+            batch = indexer[runner.indices()]
+            if self.convert is not None:
+                batch = self.convert(batch)
+            if self.try_publish(runner, batch):
+                return
+            record = self.batch_writer.write(runner, batch)
+            del batch  # publish checks whether the indexer has kept arrays in the slot
+            self.batch_writer.publish(runner, record)
+        except BaseException as error:  # SystemExit, too, is the user's to see
+            self.fail(runner, error)
+
+
 cdef object UNREAD = object()
 
 
@@ -922,7 +996,7 @@ cdef class Consumer:
     cdef dict converters  # by plan
     cdef Plan latest
     cdef list leaves      # converters of `latest`
-    cdef readonly bint alone  # `step` needs no lock: there is a GIL, and nothing converts batches as a whole
+    cdef readonly bint alone  # nothing converts batches as a whole: `step` can take them
     cdef readonly list skipped
     cdef uint64_t interrupts
     cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
@@ -952,7 +1026,7 @@ cdef class Consumer:
             self.mapped, self.reader, self.most, self.lend = small
         self.convert, self.leaf_for = convert, leaf_for
         self.converters = {}
-        self.alone = GIL and (convert is None or leaf_for is not None)
+        self.alone = convert is None or leaf_for is not None
         self.skipped = []
         self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
         self.next_indices = self.next_memory.view(
@@ -1337,7 +1411,8 @@ cdef class BatchIterator:
         return 0
 
     def __next__(self):
-        if self.consumer is not None and self.consumer.alone and self.run.generation == self.generation:
+        cdef bint steps = self.consumer is not None and self.consumer.alone
+        if GIL and steps and self.run.generation == self.generation:
             batch = self.consumer.step()
             if batch is not None:
                 return batch
@@ -1348,6 +1423,10 @@ cdef class BatchIterator:
             if not self.asked:
                 self.asked = self.run.asked = True
             try:
+                if not GIL and steps:  # under the lock, which is what a GIL would be here
+                    batch = self.consumer.step()
+                    if batch is not None:
+                        return batch
                 return self.following()
             except Exception:
                 self.check()  # a signal handler may have finished the manager in the middle of it

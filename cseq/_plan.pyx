@@ -4,7 +4,7 @@
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
-from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject, _Py_REFCNT
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.string cimport memcmp, memcpy, memset
 from libc.stdint cimport int64_t, uint64_t
@@ -18,15 +18,31 @@ from cseq._tensors cimport TensorMaker
 
 import numpy
 
-from cseq._memory import HAS_GIL, copy_of
+from cseq._memory import copy_of
 
 cnp.import_array()
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
 
+cdef extern from *:
+    """
+    /* Whether no other reference to an object exists, and no other thread can make one. */
+    static int cseq_is_unique(PyObject *one) {
+    #ifndef Py_GIL_DISABLED
+        return Py_REFCNT(one) == 1;
+    #elif PY_VERSION_HEX >= 0x030E0000
+        return PyUnstable_Object_IsUniquelyReferenced(one);
+    #else
+        return _Py_IsOwnedByCurrentThread(one)
+            && _Py_atomic_load_uint32_relaxed(&one->ob_ref_local) == 1
+            && _Py_atomic_load_ssize_relaxed(&one->ob_ref_shared) == 0;
+    #endif
+    }
+    """
+    bint cseq_is_unique(PyObject* one) noexcept
+
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
-cdef bint GIL = HAS_GIL
 
 ALIGNMENT = LINE
 LONG = MOST_PICKLED
@@ -363,14 +379,14 @@ cdef class Plan:
         """
         cdef Block block
         cdef PyObject* one
-        if GIL:
+        with cython.critical_section(self):
             for one in self.blocks:
-                if one != NULL and _Py_REFCNT(one) == 1 and (<Block>one).size >= nbytes:
+                if one != NULL and cseq_is_unique(one) and (<Block>one).size >= nbytes:
                     block = <Block>one
                     memcpy(block.data, memory.data, nbytes)
                     return block
         block = copy_of(memory, nbytes)
-        if GIL:
+        with cython.critical_section(self):
             Py_INCREF(block)
             Py_XDECREF(self.blocks[self.turn])
             self.blocks[self.turn] = <PyObject*>block
@@ -517,12 +533,13 @@ cdef class Reader:
         cdef Py_ssize_t k
         cdef Plan plan
         cdef bytes structure
-        cdef list recent = self.recent
+        cdef list recent
         cdef char* at = memory.data + record[0]
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size - record[0]:
             memory.inside(<Py_ssize_t>min(record[0], <uint64_t>PY_SSIZE_T_MAX),
                           <Py_ssize_t>min(record[1], <uint64_t>PY_SSIZE_T_MAX))
-        if GIL:
+        with cython.critical_section(self):
+            recent = self.recent
             for k in range(PyList_GET_SIZE(recent)):
                 plan = <Plan>PyList_GET_ITEM(recent, k)
                 if (<uint64_t>plan.text_bytes == record[1]
@@ -532,8 +549,9 @@ cdef class Reader:
                     return plan
         structure = at[:record[1]]
         plan = self.plans.get(structure)
-        if GIL and plan is not None:
-            self.recent = [plan, *recent[:RECENT - 1]]
+        if plan is not None:
+            with cython.critical_section(self):
+                self.recent = [plan, *self.recent[:RECENT - 1]]
         return plan
 
     cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1:

@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq import failure
+from cseq._core import BatchMaker
 from cseq.converter.output import explain_cast
 from cseq.dataset import DatasetIndexer
 
@@ -24,10 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq._core import Runner
-    from cseq.context import BatchContext
     from cseq.converter.output import Output
-    from cseq.seeding import Seeds
-    from cseq.transport import BatchWriter
 
 __all__ = [
     "Indexer",
@@ -201,41 +199,14 @@ class _FirstBatch:
         return batch
 
 
-class Indexing:
-    """The work of the first stage: makes the batch of a ticket's indices, and publishes it."""
+class Indexing(BatchMaker):
+    """The work of the first stage: makes the batch of a ticket's indices, and publishes it.
 
-    def __init__(
-        self,
-        indexer: Indexer[Any],
-        batch_context: BatchContext,
-        batch_writer: BatchWriter,
-        convert: Callable[[Any], Any] | None = None,
-        seeds: Seeds | None = None,
-    ) -> None:
-        self.indexer = indexer
-        self._seeds = seeds
-        self._loaded = [] if seeds is None else seeds.loaded
-        self._batch_context = batch_context
-        self._batch_writer = batch_writer
-        self._convert = convert
+    `work` is in C.
+    """
 
-    def work(self, runner: Runner) -> None:
-        """Make the present ticket's batch and publish it, or the exception of the indexer."""
-        batch_writer, batch_context = self._batch_writer, self._batch_context
-        try:
-            if batch_context.drawn is not None or batch_context.ticket is not runner:
-                batch_context.set(runner)
-            if self._loaded:
-                self._seeds.seed()  # type: ignore[union-attr]
-            batch_writer.begin(runner)
-            batch = self.indexer[runner.indices()]
-            if self._convert is not None:
-                batch = self._convert(batch)
-            if batch_writer.try_publish(runner, batch):
-                return
-            record = batch_writer.write(runner, batch)
-            del batch  # publish checks whether the indexer has kept arrays in the slot
-            batch_writer.publish(runner, record)
-        except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
-            first = not runner.ring.batches()[runner.owner - 1]
-            batch_writer.fail(runner, advised(self.indexer, error) if first else error)
+    def fail(self, runner: Runner, error: BaseException) -> None:
+        """Publish the present ticket with an exception; that of a first batch may get advice."""
+        if not runner.ring.batches()[runner.owner - 1]:
+            error = advised(self.indexer, error)
+        self.batch_writer.fail(runner, error)

@@ -164,8 +164,8 @@ def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
 def _lines(path: str) -> list[str]:
     """Read a file's lines; none if there is no such file."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().splitlines()
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
 

@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
+from cseq._core import ObjectWriter
 from cseq._memory import SMALL
 from cseq.stage import BATCH, CONVERTER, RAISED
 
@@ -130,6 +131,10 @@ class Objects:
     def __init__(self, cells: int, below: SlotReader | None = None) -> None:
         self._held: list[Any] = [None] * cells
         self._below = below
+        # Methods in C, without a call in between.
+        object_writer = ObjectWriter(self._held)
+        self.begin = object_writer.begin
+        self.try_publish = object_writer.try_publish
 
     @property
     def ends(self) -> Ends:
@@ -137,15 +142,6 @@ class Objects:
         below: Ends = {} if self._below is None else self._below.ends
         below.pop("small", None)
         return {**below, "objects": self._held}
-
-    def begin(self, runner: Runner) -> None:
-        """Nothing to do."""
-
-    def try_publish(self, runner: Runner, batch: Any) -> bool:
-        """Store the batch under the cell's number, and publish the ticket."""
-        self._held[runner.cell] = batch
-        runner.publish()
-        return True
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Store the batch under the cell's number."""

@@ -433,7 +433,6 @@ def test_what_is_kept_of_a_small_batch() -> None:
         assert list(view) == list(range(number, number + 6))
 
 
-@pytest.mark.skipif(not HAS_GIL, reason="reference counts are told by one thread alone")
 def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
     """However many small batches of a structure it takes, and whether they become smaller."""
     bench = Written()
@@ -625,26 +624,38 @@ class Going:
 
 
 def test_the_iterator() -> None:
-    """A step in C if that can be, else the next batch, with the lock held; then the end.
-
-    Without a GIL, a step needs the lock, too.
-    """
+    """A step in C if that can be, else the next batch, with the lock held; then the end."""
     run, counter = Going(), Counter()
     following = iter(["next"])
     locked = []
 
     def go() -> Any:
         locked.append(run.lock._is_owned())  # type: ignore[attr-defined]
-        batch = counter.consumer.step()
-        return next(following) if batch is None else batch
+        return next(following)
 
     batches = BatchIterator(run, counter.consumer, go)
     counter.work("step")
     assert [next(batches), next(batches)] == ["step", "next"]
-    assert locked == ([True] if HAS_GIL else [True, True])
+    assert locked == [True]
     with pytest.raises(StopIteration):
         next(batches)
     assert iter(batches) is batches
+
+
+def test_a_step_while_another_thread_has_the_lock() -> None:
+    """A GIL stands in for the lock: without one, the step waits for it."""
+    run, counter = Going(), Counter()
+    batches = BatchIterator(run, counter.consumer, list)
+    counter.work("step")
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append((next(batches), run.lock.acquire(False))))
+    with run.lock:
+        thread.start()
+        thread.join(60 if HAS_GIL else 0.1)
+        assert got == ([("step", False)] if HAS_GIL else [])
+    thread.join()
+    assert got == ([("step", False)] if HAS_GIL else [("step", True)])
+    assert counter.consumer.taken == 1
 
 
 def test_another_iterator() -> None:

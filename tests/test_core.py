@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slots import lease
 
-from cseq import _core, _memory, _slots
+from cseq import _core, _slots
 from cseq._core import FIELDS, PARK_NS, Ring, Runner, ring_bytes
 from cseq._encoder import SlotEncoder
 from cseq._memory import Block, Descriptor, Mapping, Memory, Window, address_of, commit, copy_of
@@ -830,9 +830,8 @@ def alternate(ring: Ring, turns: int) -> None:
             assert ring.ticket(taken[0])[1] == batch
 
 
-@pytest.mark.skipif(not _memory.HAS_GIL, reason="nothing to take turns at")
 def test_threads_take_turns_awake() -> None:
-    """Trainer and runner hand the GIL over without going to sleep, and without being woken."""
+    """Trainer and runner take turns without going to sleep, and without being woken."""
     ring = make_ring(runners=1)
     ring.gil_spin = LONG
     with serving(ring):
@@ -841,7 +840,6 @@ def test_threads_take_turns_awake() -> None:
         assert ring.notices() == 0
 
 
-@pytest.mark.skipif(not _memory.HAS_GIL, reason="nothing to take turns at")
 def test_a_turn_begins_when_the_other_one_waits() -> None:
     """A runner that looks leaves tickets alone while the trainer has something else to do.
 

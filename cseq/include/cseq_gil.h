@@ -8,6 +8,9 @@
  *   trainer    goes on once its batch is ready and all runners are `parked`
  *   a runner   claims once there is a ticket and the trainer `waits`
  *
+ * Without a GIL, threads with quick batches take the same turns: a thread that finds its side in use
+ * waits for memory that the other core has just written, or sleeps and is woken, for each batch.
+ *
  * No result depends on it: a thread that has spun for `ns` sleeps as without this file
  * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
  *

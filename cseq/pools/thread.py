@@ -124,10 +124,7 @@ class ThreadPool(Feed):
         memory = Block(ring_bytes(job.buffer, job.room, runners), zero=True)
         ring = Ring(memory, job.buffer, job.room, runners)
         ring.wake_at = wake_at(job.buffer, job.num_workers)
-        if HAS_GIL:
-            ring.gil_spin = spin_ns(GIL_SPIN_NS)
-        else:
-            ring.spin = spin_ns()
+        ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring)
         self._closed = False

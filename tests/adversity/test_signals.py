@@ -49,8 +49,8 @@ def left():
 
 def parent(pid):
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return int(stat.read().rpartition(")")[2].split()[1])
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as stat:
+            return int(stat.read().rpartition(b")")[2].split()[1])
     except OSError:
         return 0
 
