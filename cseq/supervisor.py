@@ -145,6 +145,7 @@ class Supervisor:
         self._wanted = Latch()  # workers may be started
         self._launched = Latch()  # all workers have been started once
         self._ended = Latch()  # all workers are gone and no more will come
+        self._is_broken = False  # the supervisor's thread has failed
         self._gone: bool | None = None  # what `Launcher.close` has returned
         self._selector: selectors.BaseSelector  # of the supervisor's thread alone
         self._waker: socket.socket | None = None  # wakes that thread
@@ -216,7 +217,8 @@ class Supervisor:
             # This process must not be forked while this thread is importing something: the child
             # would wait for ever for the import to finish.
             self._launched.wait()
-        self.check()
+        if self._is_broken:  # what a worker raises is for the loop, however early it is
+            self.check()
 
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file of its own, as requests are written to slots."""
@@ -243,6 +245,7 @@ class Supervisor:
                 self._serve()
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            self._is_broken = True
             self._fail(error)
         finally:
             self._prepared.set()

@@ -863,7 +863,7 @@ class Stubborn:
         (lambda bad: bad, "batch: "),
         (lambda bad: {"meta": [1, bad]}, "batch['meta'][1]: "),
         (lambda bad: {"x": (np.zeros(2), [1, {2: bad}])}, "batch['x'][1][1][2]: "),
-        (lambda bad: Pair(np.zeros(3), Sample(np.zeros(2), bad)), "batch[1].label: "),
+        (lambda bad: Pair(np.zeros(3), Sample(np.zeros(2), bad)), "batch.second.label: "),
         (lambda bad: [Plain(bad)], "batch[0].array: "),
     ],
 )  # fmt: skip

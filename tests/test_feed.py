@@ -221,7 +221,7 @@ def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
     stage.feed.begin(3)
     assert stage.drain() == [PAIRS[1], PAIRS[3]]
     assert [(epoch, batch) for epoch, batch, _ in stage.feed.skipped] == [(3, 0), (3, 2), (3, 4)]
-    assert "Broken([4, 5])" in stage.feed.skipped[1][2]
+    assert "Broken: [4, 5]" in stage.feed.skipped[1][2]
     assert [r.levelno for r in caplog.records] == [logging.ERROR] * 3
     assert "epoch 3, batch 2, indices [4, 5]" in caplog.text
     assert stage.feed.consumer.done == 5

@@ -148,8 +148,7 @@ class Pool:
     def start(self) -> Supervisor:
         """Start the workers."""
         self.supervisor.prepare(None)
-        with contextlib.suppress(WorkerDied):  # of a worker that has died by now: `check` tells
-            self.supervisor.launch()
+        self.supervisor.launch()
         return self.supervisor
 
     def await_ready(self, owner: int) -> None:
