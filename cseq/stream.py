@@ -676,6 +676,7 @@ class StreamPool:
     ) -> list[Any]:
         """Call a method in some workers. A call that is interrupted is given up by the next one."""
         generation = self._interrupts
+        self.supervisor.check()
         self.supervisor.launch()
         consumers = [self.consumers[number] for number in workers]
         if behind:

@@ -203,7 +203,7 @@ class Supervisor:
     def launch(self) -> None:
         """Start the workers, unless they are started, and do not wait for them to get ready.
 
-        A signal handler may raise here, or call it: whoever calls it next goes on.
+        A signal handler may raise here, or call it: the next call goes on.
 
         Raises
         ------

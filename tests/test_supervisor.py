@@ -98,17 +98,11 @@ class Counted(Deaths):
         self.replace = replace
 
     def count(
-        self,
-        worker: int,
-        exitcode: int | None,
-        held: Sequence[Held],
-        *,
-        was_ready: bool,
-        is_overdue: bool = False,
+        self, worker: int, exitcode: int | None, held: Sequence[Held], **told: bool
     ) -> WorkerDied | None:
         """Note a death down."""
         assert not held
-        self.events.note("died", worker + 1, exitcode, was_ready)
+        self.events.note("died", worker + 1, exitcode, told["was_ready"])
         return None if self.replace else WorkerDied("one too many")
 
 

@@ -142,7 +142,7 @@ def _clear_main() -> None:
         del main[name]
 
 
-def _set_name(name: str) -> None:
+def set_name(name: str) -> None:
     """Set the name that the system's process list shows."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
         file.write(name)
@@ -153,7 +153,7 @@ def _work(sock: socket.socket, number: int, entry: str, local: object = None) ->
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
-        _set_name(f"cseq-w{number}")
+        set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
         code = _code_of(run(sock) if local is None else run(sock, local))
@@ -206,7 +206,7 @@ class _Forker:
 
     def serve(self) -> NoReturn:
         """Serve until the trainer is gone; the garbage collector is off."""
-        _set_name("cseq-server")
+        set_name("cseq-server")
         for name in ("numpy", self._entry.partition(":")[0]):
             importlib.import_module(name)
         self._tasks, self._files = _tasks(), _files()  # before the user's modules come

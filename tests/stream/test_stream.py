@@ -835,7 +835,7 @@ def test_keys_that_raise_before_workers_are_started() -> None:
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("launch", ["now", "begin"])
 def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts the workers raises the error, also if the first of them was forked."""
+    """The call that starts the workers raises it, also if the first of them was forked."""
     fork, forked = os.fork, []
 
     def full() -> int:

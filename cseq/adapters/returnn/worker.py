@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import pickle
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from returnn.config import SubProcCopyGlobalConfigPreInitFunc
@@ -25,13 +23,13 @@ from cseq import context
 from cseq.adapters.returnn.packing import pack
 from cseq.adapters.returnn.seeds import SequenceSeeds
 from cseq.importable import promise
+from cseq.launcher.child import set_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Maker", "Plan", "Producer", "Request"]
 
-COMM = "/proc/self/comm"
 
 # The classes and functions of RETURNN's configuration are in a module that has no file; a worker
 # has this module once it has the configuration, which is unpickled first (`_Restored`).
@@ -86,21 +84,15 @@ class Maker:
         """Make the producer of one of `num_workers` workers, in its process."""
         if self._plan.install is not None:
             self._plan.install()
-        _name_process(f"{self._plan.name} worker proc {number + 1}/{num_workers}", number)
+        name = f"{self._plan.name} worker proc {number + 1}/{num_workers}"
+        multiprocessing.current_process().name = name
+        set_name(f"MPD worker {number}")
         return Producer(self._plan, number, num_workers)
 
 
 def _make(_: None, plan: tuple[Any, ...]) -> Maker:
     """Make the maker again."""
     return Maker(Plan(*plan))
-
-
-def _name_process(name: str, number: int) -> None:
-    """Set this process's name in Python and, on Linux, in the system."""
-    multiprocessing.current_process().name = name
-    if sys.platform == "linux" and os.path.exists(COMM):  # Wine shows a file not to be written to
-        with open(COMM, "w", encoding="utf-8") as file:
-            file.write(f"MPD worker {number}")
 
 
 # ── in a worker ────────────────────────────────────────────────────────────────────────────

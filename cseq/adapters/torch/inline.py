@@ -13,6 +13,8 @@ from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import DatasetState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cseq.adapters.torch.state import Resume
 
 __all__ = ["InlineIterator"]
@@ -67,11 +69,7 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
             self._collate_fn,
             self._drop_last,
         )
-        left = self._lend(0)  # as a worker opens it
-        try:
-            self._dataset_fetcher = fetching.open(state)
-        finally:
-            self._take_back(left)
+        self._dataset_fetcher = self._seeded(0, lambda: fetching.open(state))  # as in a worker
         progress.inline = DatasetState(self._dataset, self._dataset_fetcher)
         if self._is_iterable:
             for number in range(state.get("made", 0), progress.yielded):
@@ -127,28 +125,22 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
 
     def _fetch(self, index: Any, number: int) -> Any:
         """Fetch a batch; with rng="batch", from generators of its own."""
-        left = self._lend(number)
-        try:
-            return self._dataset_fetcher.fetch(index)
-        finally:
-            self._take_back(left)
+        return self._seeded(number, lambda: self._dataset_fetcher.fetch(index))
 
-    def _lend(self, number: int) -> Any:
-        """With rng="batch", seed the generators for a batch; they are the trainer's otherwise."""
-        if self._seeds is None:
-            return None
+    def _seeded(self, number: int, make: Callable[[], Any]) -> Any:
+        """Call a function; with rng="batch", with the generators as they are for a batch."""
+        seeds = self._seeds
+        if seeds is None:
+            return make()
         left = context.enter(self._batch_context)
         self._is_making = True
-        self._seeds.borrow(number)
-        return left
-
-    def _take_back(self, left: Any) -> None:
-        """Restore the trainer's generators."""
-        if self._seeds is None:
-            return
-        self._is_making = False
-        self._seeds.restore()
-        context.leave(left)
+        try:
+            seeds.borrow(number)
+            return make()
+        finally:
+            self._is_making = False
+            seeds.restore()
+            context.leave(left)
 
     def _close(self) -> None:
         """Watch no more for generators that are imported later."""
