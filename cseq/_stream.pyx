@@ -732,7 +732,7 @@ cdef class ItemReader:
         self.incomplete = None
         self.length = 0
 
-    def begin(self, keys=None, *, bint ordered=True, bint free=False):
+    def begin(self, keys=None, *, bint ordered=True, bint free=False, uint32_t first=0):
         """Set up an epoch, once the workers are told to begin it; `open` lets it be read.
 
         Parameters
@@ -742,6 +742,8 @@ cdef class ItemReader:
             Items come in the order of the keys, or of the workers in turn; else as they are ready.
         free : bool
             A key goes to the worker that has the fewest keys to work on; else to the workers in turn.
+        first : int
+            The worker whose turn is the first.
 
         Raises
         ------
@@ -749,19 +751,19 @@ cdef class ItemReader:
             The iterator's exception, or that of writing a key.
         """
         cdef Py_ssize_t k
-        cdef StreamConsumer first = self.consumers[0]
-        cdef uint64_t count = <uint64_t>len(self.consumers)
+        cdef StreamConsumer consumer = self.consumers[0]
+        cdef Py_ssize_t count = len(self.consumers)
         self.end()
         self.taken = self.posted = 0
         self.ordered, self.free, self.keyed = ordered, free, keys is not None
         self.keys = keys
-        self.latest = -1
-        self.ahead = min(first.prefetch, TICKETS) * count
-        self.each = min(first.prefetch, <uint64_t>self.depth)
+        self.latest = <Py_ssize_t>first - 1
+        self.ahead = min(consumer.prefetch, TICKETS) * <uint64_t>count
+        self.each = min(consumer.prefetch, <uint64_t>self.depth)
         if keys is None:
-            for k in range(len(self.consumers)):
-                self.line[k] = <uint32_t>k
-            self.length = len(self.consumers)
+            for k in range(count):
+                self.line[k] = <uint32_t>((<Py_ssize_t>first + k) % count)
+            self.length = count
             return
         while self.fetch(0):
             if self.error is not None:
@@ -769,7 +771,7 @@ cdef class ItemReader:
                 raise error
             self.post(True)
         for consumer in self.consumers:
-            (<StreamConsumer>consumer).wake()
+            consumer.wake()
 
     def open(self, generation):
         """Let the epoch be read: the workers have begun it."""

@@ -213,6 +213,7 @@ class Streams:
         *,
         ordered: bool = True,
         assign: Literal["turn", "free"] = "turn",
+        first: int = 0,
     ) -> list[Any]:
         """Begin an epoch in every worker; what is left of an earlier one is dropped.
 
@@ -231,10 +232,11 @@ class Streams:
         ordered : bool
             False: items come as they get ready; of several that are ready, the oldest first.
         assign : 'turn' or 'free'
-            'turn': key k goes to worker k mod `num_workers`; with ``ordered=False``, to the next
-            worker in turn that has fewer than `prefetch` keys whose items were not taken. 'free':
-            the keys that are drawn here go to worker k mod `num_workers`, later ones to the worker
-            that has the fewest keys to work on.
+            'turn': keys go to the workers in turn; with ``ordered=False``, to the next one that has
+            fewer than `prefetch` keys whose items were not taken. 'free': only the keys that are
+            drawn here, later ones go to the worker that has the fewest keys to work on.
+        first : int
+            The worker whose turn is the first, also of those that ``iter`` takes items from.
 
         Returns
         -------
@@ -256,13 +258,15 @@ class Streams:
                 f"{len(assignments)} assignments for {self.num_workers} workers; give one for each"
             )
         free = choice("assign", assign, ("turn", "free")) == "free"
+        first = count("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
         run, reader = self._ours(), self._reader
         generation = run.interrupt()
         with run.lock:
             reader.end()
-            post = partial(reader.begin, keys, ordered=flag("ordered", ordered), free=free)
+            ordered = flag("ordered", ordered)
+            post = partial(reader.begin, keys, ordered=ordered, free=free, first=first)
             try:
                 replies = run.pool.begin(assignments, post, keyed=keys is not None)
                 if run.generation != generation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import sys
 import traceback
 import types
@@ -369,8 +370,10 @@ def test_a_close_that_raises(
     manager = kind.start(Sticky, 4, num_workers=1)
     list(manager)
     manager.finish()
-    text = caplog.text + capfd.readouterr().err
-    assert "code 8: stuck" in text
+    printed = capfd.readouterr().err
+    assert "code 8: stuck" in caplog.text + printed
+    if kind.processes:
+        assert re.search(r"worker 0 \(process \d+\) ends with an exception:\nTraceback", printed)
     assert len(caplog.records) == 1
     list(kind.begin(manager))
     manager.finish()

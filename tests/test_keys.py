@@ -561,6 +561,23 @@ def test_every_key_is_made_once(ordered: bool, assign: str, prefetch: int) -> No
         assert not lost_slots(s)
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_whose_turn_is_first(ordered: bool) -> None:
+    """With keys and without; each epoch says it anew."""
+    with streams(num_workers=3, prefetch=2) as s:
+        for keys in (lists(7), None):
+            for first, workers in ((2, [2, 0, 1]), (1, [1, 2, 0]), (0, [0, 1, 2])):
+                s.begin([3] * 3, iter(keys) if keys else None, first=first, ordered=ordered)
+                for worker in range(3):
+                    await_answers(s, worker)
+                got = list(s)
+                assert got[0][0] == first
+                assert len(got) == (7 if keys else 9)
+                if ordered:
+                    assert [item[0] for item in got[:6]] == 2 * workers
+                    assert not keys or keys_of(got) == keys
+
+
 def abs_of(key: list[int]) -> int:
     """The number of a key of `lists`."""
     return key[0]

@@ -73,7 +73,7 @@ def begin_as_copy(
         _empty_stdin()
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old has read ahead
     except BaseException:  # noqa: BLE001 - it must not go back into the user's code
-        _leave(_report())
+        _leave(_report(number), number)
     _work(sock, number, entry, local)
 
 
@@ -160,10 +160,10 @@ def _work(sock: socket.socket, number: int, entry: str, local: object = None) ->
     except SystemExit as stop:
         code = _code_of(stop.code)
     except ConnectionError:
-        code = 0 if hung_up(sock) else _report()  # the trainer is gone: nothing to report
+        code = 0 if hung_up(sock) else _report(number)  # the trainer is gone: nothing to report
     except BaseException:  # noqa: BLE001 - no caller above handles it
-        code = _report()
-    _leave(code)
+        code = _report(number)
+    _leave(code, number)
 
 
 def _code_of(value: object) -> int:
@@ -174,19 +174,20 @@ def _code_of(value: object) -> int:
     return 1
 
 
-def _report() -> int:
-    """Print the current exception; return the exit code for it."""
+def _report(number: int) -> int:
+    """Print the current exception, of a worker of this number; return the exit code for it."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
+        sys.stderr.write(f"cseq: worker {number} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
     return 1
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, number: int) -> NoReturn:
     """End the process, without waiting for its threads."""
     try:
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - no caller above handles it
-        _report()
+        _report(number)
     flush_output()
     os._exit(code)
 
@@ -293,7 +294,7 @@ class _Forker:
             gc.enable()
             sock = socket.socket(fileno=fd)
         except BaseException:  # noqa: BLE001 - it must not go back to serving
-            _leave(_report())
+            _leave(_report(number), number)
         _work(sock, number, self._entry)
 
     def _reap(self) -> None:

@@ -659,6 +659,23 @@ def test_a_loader_in_a_worker() -> None:
     assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
 
 
+class Related(Plain):
+    """Tells what multiprocessing knows of its process, and of the trainer's."""
+
+    def __getitem__(self, index: int) -> Any:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join(0.01)
+        numbers = multiprocessing.current_process()._identity  # type: ignore[attr-defined]
+        return parent.pid, parent.name, parent.is_alive(), numbers
+
+
+def test_what_multiprocessing_knows_of_the_trainer() -> None:
+    """And workers have different numbers, which users choose devices and files by."""
+    told = os.getpid(), multiprocessing.current_process().name, True
+    assert list(loader(Related(2), batch_size=None)) == [[*told, [1]], [*told, [2]]]
+
+
 class Shared(Plain):
     """Uses what multiprocessing shares."""
 
@@ -961,6 +978,52 @@ def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
     assert next(iterator) == 0
     with pytest.raises(cseq.WorkerDied, match=r"DataLoader worker \(pid \d+\) is killed by signal"):
         next(iterator)
+
+
+class Told(Plain):
+    """Returns which worker it is; one index ends that."""
+
+    def __init__(self, length: int, deadly: int = -1) -> None:
+        super().__init__(length)
+        self.deadly = deadly
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        info = data.get_worker_info()
+        assert info is not None
+        return info.id
+
+
+def test_who_makes_the_batches_behind_a_resume() -> None:
+    """Worker k mod N makes batch k, of the epoch that is resumed, and of the next one."""
+    options: Any = {"batch_size": None, "persistent_workers": True}
+    made = loader(Told(8), num_workers=3, **options)
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(4)]
+    assert taken + list(iterator) == [0, 1, 2, 0, 1, 2, 0, 1]
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(4)]
+    again = loader(Told(8), num_workers=3, **options)
+    again.load_state_dict(made.state_dict())
+    assert list(again) == [1, 2, 0, 1]
+    assert list(again) == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_a_death_behind_a_resume_names_the_worker() -> None:
+    made = loader(Told(8), num_workers=3, batch_size=None)
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(4)]
+    assert taken == [0, 1, 2, 0]
+    again = loader(Told(8, deadly=5), num_workers=3, batch_size=None)
+    again.load_state_dict(made.state_dict())
+    iterator = iter(again)
+    assert next(iterator) == 1
+    pid = iterator._workers[2].pid
+    with pytest.raises(cseq.WorkerDied, match="worker 2") as caught:
+        next(iterator)
+    assert (caught.value.worker, caught.value.batch) == (2, 1)
+    assert pid
 
 
 def test_death_in_an_iterable_data_set() -> None:

@@ -424,6 +424,10 @@ class Counted(data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         info = data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return self._begin(first, step)
+
+    def _begin(self, first: int, step: int) -> Any:
+        """Begin an epoch."""
         if self.where == "iterator":
             return Walk(first, step, self.length)
         self.walk = Walk(first, step, self.length)
@@ -442,6 +446,36 @@ class Counted(data.IterableDataset[Any]):
 
     def _load(self, state: Any) -> None:
         self.begin = state
+
+
+class Unequal(Counted):
+    """Each worker has a number of samples of its own."""
+
+    def __init__(self, lengths: list[int], where: str) -> None:
+        super().__init__(0, where)
+        self.lengths = lengths
+
+    def __iter__(self) -> Any:
+        info = data.get_worker_info()
+        assert info is not None
+        self.length = 10 * self.lengths[info.id]
+        return self._begin(info.id, 10)
+
+
+class Counting(Plain):
+    """Its state is how many samples it gave."""
+
+    made = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.made += 1
+        return index, self.made
+
+    def state_dict(self) -> Any:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.made = state["made"]
 
 
 class Walk:
@@ -833,3 +867,29 @@ class TestTorchdata:
         made = loader(dataset, num_workers, batch_size=2)
         made.load_state_dict(state)
         assert [b[0].tolist() for b in made] == [b[0].tolist() for b in rest]
+
+    @pytest.mark.parametrize("where", ["iterator", "dataset", ""])
+    @pytest.mark.parametrize("every", [1, 3])
+    @pytest.mark.parametrize("count", range(1, 8))
+    def test_unequal_shards(self, where: str, every: int, count: int) -> None:
+        """Which workers have ended is not in their states, nor how many batches each has made."""
+        dataset = Unequal([7, 1, 4], where)
+        options = {"batch_size": 2, "snapshot_every_n_steps": every}
+        state, rest = self.left(3, dataset, count, **options)
+        made = loader(dataset, 3, batch_size=2)
+        made.load_state_dict(state)
+        iterator = iter(made)
+        begun = made.state_dict()
+        batches = [b[0].tolist() for b in iterator]
+        assert batches == [b[0].tolist() for b in rest]
+        assert begun["_num_yielded"] == count
+        made.load_state_dict(begun)  # of our own format now
+        assert [b[0].tolist() for b in made] == batches
+
+    def test_a_map_style_data_set_with_a_state(self) -> None:
+        """Its states are older than the last batch, and so it is asked for the ones since again."""
+        state, rest = self.left(2, Counting(20), 5, batch_size=2, snapshot_every_n_steps=4)
+        made = loader(Counting(20), 2, batch_size=2)
+        made.load_state_dict(state)
+        assert same(list(made), rest)
+        assert len(rest) == 5

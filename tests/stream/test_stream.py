@@ -739,6 +739,8 @@ def test_wrong_arguments(error: type[Exception], options: dict[str, Any]) -> Non
 def test_wrong_calls() -> None:
     """One assignment for each worker, and workers that exist."""
     with streams() as s:
+        with pytest.raises(ValueError, match="first=2 is above 1"):
+            s.begin([None] * 2, first=2)
         with pytest.raises(ValueError, match="3 assignments for 2 workers"):
             s.begin([1, 2, 3])
         with pytest.raises(TypeError, match="assignment"):

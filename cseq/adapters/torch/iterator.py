@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 from collections import deque
 from itertools import islice
@@ -92,11 +93,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._is_iterable = loader._dataset_kind == names.ITERABLE
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = snapshot_every if self._is_iterable else min(1, snapshot_every)
-        # Batch k is made by worker k mod N, in an epoch that is resumed as well: its first key goes
-        # to stream 0, which is of the worker of this number.
-        self._offset = 0
-        if resume is not None and not self._is_iterable:
-            self._offset = resume.yielded % self._num_workers
         self._first = 0  # batches that were delivered before this epoch was resumed
         self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
         self._number = 0  # of the epoch
@@ -119,7 +115,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
             torch.is_grad_enabled() if is_forked else True,
-            self._offset,
+            (multiprocessing.current_process().name, os.getpid()),
         )
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         pickling = contextlib.nullcontext() if is_forked else spawning()
@@ -135,9 +131,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 launch="begin" if keys_first else "now",
             )
         self._shutdown = False
-        several = self._num_workers
-        streams = [(n - self._offset) % several for n in range(several)]
-        self._workers = [WorkerProcess(self._streams, stream) for stream in streams]
+        self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
         self._items: Any
         self._received: list[Any] = []  # the next item, if it is there
         self._behind: tuple[int, bytes | None] = (0, None)  # that item: its worker, and the state
@@ -145,6 +139,9 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._place: str | None = None  # that batch, if it can be left out
         try:
             self._reset(loader, first_iter=True, resume=resume)
+            if resume is not None:
+                for _ in islice(self, resume.drop):
+                    pass
         except BaseException:
             self._shutdown_workers()
             raise
@@ -194,7 +191,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             keys = worker.numbered(keys, progress.yielded)
             if not is_stateful(self._dataset):
                 assign = "free"
-        self._begin(epochs, keys, ordered=self._in_order, assign=assign)
+        first = self._first % self._num_workers  # batch k is made by worker k mod N
+        self._begin(epochs, keys, ordered=self._in_order, assign=assign, first=first)
         self._items = iter(self._streams)
 
     def _begin(self, *args: Any, **options: Any) -> None:
@@ -210,7 +208,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             worker.Epoch(
                 self._base_seed,
                 made=progress.counts[number],
-                state=progress.states[(number + self._offset) % self._num_workers],
+                state=progress.states[number],
                 snapshot_every=self._snapshot_every,
                 tagged=self._is_iterable and not self._in_order,
                 number=self._number,
@@ -231,9 +229,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         for at, key in self._drawn:
             if at >= taken:
                 turn, chosen = divmod(at, self._num_workers)
-                left[chosen].append((turn, key))
+                left[(chosen + self._first) % self._num_workers].append((turn, key))
         for number, before in enumerate(self._left):
-            if progress.counts[number] if self._is_iterable else taken > number:
+            first = (number - self._first) % self._num_workers  # of its keys
+            if progress.counts[number] if self._is_iterable else taken > first:
                 before.clear()  # it has begun this epoch, and so come to the end of those before
             before.append((self._number, left[number]))
 
@@ -376,10 +375,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
     def _died(self, died: WorkerDied) -> WorkerDied:
         """Say of a worker that has died what is searched for in such messages."""
         died.__traceback__ = None  # the streams keep it, and it has a frame that keeps the streams
-        number = None
-        if died.worker is not None:
-            number = (died.worker + self._offset) % self._num_workers
-        pid = None if number is None else self._workers[number].pid
+        pid = None if died.worker is None else self._workers[died.worker].pid
         how = "exited unexpectedly"
         if died.exitcode is not None and died.exitcode < 0:
             how = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
@@ -389,7 +385,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             batch=died.batch,
             indices=died.indices[self._rng == "batch" :],  # see `numbered`
             exitcode=died.exitcode,
-            worker=number,
+            worker=died.worker,
         )
 
     # -- the end

@@ -46,6 +46,8 @@ class Resume:
         See `Progress`.
     states : list of (dict or None)
         Of the data set, in each worker or in the trainer.
+    drop : int
+        Batches that were delivered behind this place: they are made again, and dropped.
     """
 
     yielded: int
@@ -55,6 +57,7 @@ class Resume:
     ended: list[bool]
     turn: int
     states: list[State | None]
+    drop: int = 0
 
 
 class Progress:
@@ -274,6 +277,7 @@ def read(
         ended=list(ended),
         turn=turn,
         states=states,
+        drop=state.get("drop", 0),
     )
 
 
@@ -283,26 +287,37 @@ def _in_turn(yielded: int, num_workers: int) -> list[int]:
 
 
 def _of_torchdata(state: State, *, iterable: bool) -> State:
-    """Translate a state of torchdata's StatefulDataLoader."""
+    """Translate a state of torchdata's StatefulDataLoader.
+
+    Its snapshot is some steps old, and does not say how many batches each worker had made, nor
+    which had none left. So what depends on that is made again and dropped: the steps since, or
+    all, if the data set has no state to go on from.
+    """
     snapshot = state.get("_snapshot")
     if snapshot is None:
         main, since = state, 0
         yielded = state["_num_yielded"]
         num_workers, turn = 0, 0
         fetched = {"fetcher_state": state["fetcher_state"], "dataset_state": state["dataset_state"]}
-        workers = [fetched]
-        snapped = yielded
+        found = [fetched]
     else:
         main, since = snapshot["_main_snapshot"], state["_steps_since_snapshot"]
-        snapped = snapshot["_snapshot_step"]
-        yielded = snapped + since
+        yielded = snapshot["_snapshot_step"]
         num_workers = main["_num_workers"]
-        turn = (snapshot["_last_yielded_worker_id"] + 1 + since) % num_workers
-        found = snapshot["_worker_snapshots"]
-        workers = [found[f"worker_{number}"] for number in range(num_workers)]
+        turn = (snapshot["_last_yielded_worker_id"] + 1) % num_workers
+        snapshots = snapshot["_worker_snapshots"]
+        found = [snapshots[f"worker_{number}"] for number in range(num_workers)]
     several = max(1, num_workers)
-    counts = _in_turn(yielded, several) if iterable else []
-    before = _in_turn(snapped, several)
+    workers = [
+        _worker_of_torchdata(each, made)
+        for each, made in zip(found, _in_turn(yielded, several), strict=True)
+    ]
+    drop, skip = since, 0
+    if all(each is None for each in workers):
+        if not iterable:  # nothing but keys: none of the batches since is needed
+            yielded, drop, skip = yielded + since, 0, since
+        elif num_workers:
+            yielded, drop, turn = 0, yielded + since, 0
     return {
         "version": VERSION,
         "kind": "iterable" if iterable else "map",
@@ -312,17 +327,16 @@ def _of_torchdata(state: State, *, iterable: bool) -> State:
         "_num_yielded": yielded,
         "_sampler_iter_yielded": yielded,
         "_iterator_finished": state["_iterator_finished"],
-        "sampler": _sampler_of_torchdata(main, since),
-        "counts": counts,
+        "sampler": _sampler_of_torchdata(main, skip),
+        "counts": _in_turn(yielded, several) if iterable else [],
         "ended": [False] * several if iterable else [],
         "turn": turn,
-        "workers": [
-            _worker_of_torchdata(each, made) for each, made in zip(workers, before, strict=True)
-        ],
+        "workers": workers,
+        "drop": drop,
     }
 
 
-def _sampler_of_torchdata(main: State, since: int) -> State:
+def _sampler_of_torchdata(main: State, skip: int) -> State:
     """Translate what it keeps of the samplers."""
     sampler, iterator = main.get("_index_sampler_state"), main.get("_sampler_iter_state")
     own = next((each for each in (sampler, iterator) if _is_own(each)), None)
@@ -331,7 +345,7 @@ def _sampler_of_torchdata(main: State, since: int) -> State:
         if "generator" in inner:
             return {"generator": inner["generator"]}
         sampler, iterator = own.get("sampler_state"), None
-    return {"sampler": sampler, "iterator": iterator, "skip": since}
+    return {"sampler": sampler, "iterator": iterator, "skip": skip}
 
 
 def _is_own(state: Any) -> bool:

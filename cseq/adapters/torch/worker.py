@@ -6,6 +6,7 @@ import multiprocessing.process
 import multiprocessing.util
 import pickle
 import reprlib
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -92,11 +93,11 @@ class Worker(NamedTuple):
     index: Any  # what an iterable data set is asked with: one None for each sample
     batch_seeds: bool
     grad: bool  # the trainer's torch.is_grad_enabled(), which a forked worker has, too
-    offset: int  # which worker makes the items of stream 0
+    trainer: tuple[str, int]  # its process's name for multiprocessing, and number
 
     def __call__(self, number: int, num_workers: int) -> Batches:
         """Make it."""
-        return Batches(self, (number + self.offset) % num_workers, num_workers)
+        return Batches(self, number, num_workers)
 
 
 class Epoch(NamedTuple):
@@ -220,7 +221,7 @@ class Batches:
     def _set_up(self, epoch: Epoch) -> None:
         """Do what torch does at the beginning of a worker."""
         worker = self._worker
-        _adopt(self._number)
+        _adopt(self._number, Trainer(*worker.trainer))
         torch.set_num_threads(1)
         torch.set_grad_enabled(worker.grad)
         seed = seed_worker(epoch.base_seed, self._number)
@@ -299,9 +300,26 @@ class Batches:
         return f"the batch of {reprlib.repr(key)} in worker {self._number}"
 
 
-def _adopt(number: int) -> None:
+class Trainer(PROCESS._ParentProcess):  # type: ignore[misc]
+    """The trainer's process, for `multiprocessing.parent_process`: no worker outlives it."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        super().__init__(name, pid, None)
+        del self._sentinel
+
+    @cached_property
+    def _sentinel(self) -> Any:
+        """What its end is waited for with: nothing comes here."""
+        self._ends = multiprocessing.Pipe(duplex=False)
+        return self._ends[0]
+
+
+def _adopt(number: int, trainer: Trainer) -> None:
     """Tell multiprocessing that this is a process of its own: queues and proxies begin anew."""
-    PROCESS._current_process = multiprocessing.Process(name=f"DataLoader-{number}")
+    process: Any = multiprocessing.Process(name=f"DataLoader-{number}")
+    process._identity = (number + 1,)  # in the trainer they are counted; each worker has begun anew
+    PROCESS._current_process = process
+    PROCESS._parent_process = trainer
     PROCESS._children = set()
     UTIL._finalizer_registry.clear()
     UTIL._run_after_forkers()
