@@ -168,7 +168,8 @@ cdef class StreamConsumer:
     cdef uint64_t count
     cdef uint64_t pace              # ns that an item of the last ticket took
     cdef bint quick                 # so little that waking a worker takes long beside it
-    cdef readonly uint64_t tickets, items, nbytes
+    # Which any thread reads: see `cseq_count_u64`.
+    cdef uint64_t ticket_count, item_count, byte_count
 
     def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
                   uint64_t prefetch, uint32_t depth, uint64_t most, small=None):
@@ -186,6 +187,18 @@ cdef class StreamConsumer:
         self.failed = ""
         self.count = 1
         self.pace = UNKNOWN_PACE
+
+    @property
+    def tickets(self):
+        return cseq_load_rlx_u64(&self.ticket_count)
+
+    @property
+    def items(self):
+        return cseq_load_rlx_u64(&self.item_count)
+
+    @property
+    def nbytes(self):
+        return cseq_load_rlx_u64(&self.byte_count)
 
     @property
     def delivered(self):
@@ -232,7 +245,7 @@ cdef class StreamConsumer:
             memcpy(words, request.words, sizeof(request.words))
         self.assignments[cell], self.calls[cell] = self.assignment, request
         ring.fill(cell, self.epoch, kind, <uint32_t>count, start, <uint32_t>slot,
-                  self.slots.at(slot).nbytes)
+                  self.slots.committed(slot))
         cseq_ring_post(ring.r, cell, self.ticket)
         self.ticket = (self.ticket + 1) % TICKETS
         ring.unwoken += 1
@@ -554,9 +567,9 @@ cdef class StreamConsumer:
         self.ready, self.at, self.error = items, 0, error
         self.asked -= count
         self.start -= count - made
-        self.tickets += 1
-        self.items += <uint64_t>len(items)
-        self.nbytes += nbytes
+        cseq_count_u64(&self.ticket_count, 1)
+        cseq_count_u64(&self.item_count, <uint64_t>len(items))
+        cseq_count_u64(&self.byte_count, nbytes)
         if ended:
             self.failed = failed
             self.give_up()
