@@ -53,6 +53,7 @@ cdef class Slots:
     cdef Py_ssize_t find_free(self) noexcept
     cdef bint is_fit(self, Py_ssize_t slot) noexcept
     cdef Py_ssize_t find_fit(self) noexcept
+    cdef Py_ssize_t occupy_fit(self) noexcept
     cdef bint occupy(self, Py_ssize_t slot) noexcept
     cpdef int release(self, Py_ssize_t slot) except -1
     cpdef bint vacate(self, Py_ssize_t slot) except -1

@@ -141,6 +141,13 @@ cdef class Slots:
             cseq_store_rlx_u64(&self.reached, <uint64_t>(slot + 1))
         return True
 
+    cdef Py_ssize_t occupy_fit(self) noexcept:
+        """Take the slot that `find_fit` finds: its number, or -1."""
+        cdef Py_ssize_t slot = self.find_fit()
+        while slot >= 0 and not self.occupy(slot):
+            slot = self.find_fit()
+        return slot
+
     def acquire(self):
         """Take the lowest free slot: its number, or -1 when none is free."""
         cdef Py_ssize_t slot = self.find_free()
