@@ -489,7 +489,7 @@ cdef class Ring:
         c.batch = batch
         c.start = start
         c.count = count
-        c.slot = slot
+        cseq_store_rlx_u32(&c.slot, slot)
         c.capacity = capacity
         cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
@@ -813,7 +813,7 @@ cdef class Runner:
 
     def detach(self):
         """The batch has left its slot: the trainer must not free it."""
-        self.held().slot = NO_SLOT
+        cseq_store_rlx_u32(&self.held().slot, NO_SLOT)
 
     def indices(self):
         """The batch's indices: a new int64 array."""
@@ -850,7 +850,7 @@ cdef class Runner:
         if slot >= 0 and slot != c.slot:
             CSEQ_POINT("move")
             c.by = self.worker
-            c.slot = <uint32_t>slot
+            cseq_store_rlx_u32(&c.slot, <uint32_t>slot)
             c.capacity = capacity
             CSEQ_POINT("moved")
         self.deliver(c, status, capacity)

@@ -202,8 +202,12 @@ cdef class Slots:
 
     def is_taken(self, Py_ssize_t slot):
         """Whether a slot is neither free nor leased nor a worker's."""
+        cdef int64_t owned
         self.check(slot)
-        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and self.at(slot).owned <= 0
+        self.seize()
+        owned = self.at(slot).owned
+        cseq_store_rel_u32(&self.lock, 0)
+        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and owned <= 0
 
     cpdef int release(self, Py_ssize_t slot) except -1:
         """Free a taken slot."""
@@ -286,7 +290,7 @@ cdef class Slots:
         """Record the owners of the slots of a published ticket, before its cell is used again."""
         if c.slot >= self.count():  # in none
             return
-        if c.slot != c.home:
+        if c.slot != cseq_load_acq_u32(&c.home):  # SYNC: owners are entered
             self.seize()
             if c.slot != c.home:  # `reclaim` has not done it meanwhile
                 self.enter_owners(c)
@@ -294,10 +298,11 @@ cdef class Slots:
         self.set_committed(c.slot, c.capacity)
 
     cdef void enter_owners(self, cseq_cell* c) noexcept nogil:
-        """Change the owners of a ticket's two slots, under `lock`."""
+        """Change the owners of a ticket's two slots, under `lock`. Then `settle` does not wait for
+        it, and the cell may be used again."""
         self.at(c.home).owned += c.by
         self.at(c.slot).owned -= c.by
-        c.home = c.slot
+        cseq_store_rel_u32(&c.home, c.slot)  # SYNC: owners are entered
 
     cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
                          Py_ssize_t* taken) noexcept nogil:
@@ -313,6 +318,7 @@ cdef class Slots:
         cdef uint32_t k
         cdef cseq_cell* c
         cdef uint64_t word
+        cdef uint32_t held
         cdef int state
         self.seize()
         for at in range(ring_count):
@@ -322,7 +328,9 @@ cdef class Slots:
                 state = CSEQ_STATE(word)
                 if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
                     continue
-                if c.slot != c.home and c.slot < self.count() and cseq_cas_sc_u64(&c.word, word, word):
+                held = cseq_load_rlx_u32(&c.slot)
+                if (held != cseq_load_rlx_u32(&c.home) and held < self.count()
+                        and cseq_cas_sc_u64(&c.word, word, word)):
                     self.enter_owners(c)
         for slot in range(self.count()):
             if self.at(slot).owned == owner:

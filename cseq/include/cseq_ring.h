@@ -320,7 +320,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
  * Does not wake: see cseq_gate_notify(&r->gate[0]). SYNC: ticket visible to runner */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
-    c->home = c->slot;
+    cseq_store_rlx_u32(&c->home, c->slot);
     c->home_capacity = c->capacity;
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
