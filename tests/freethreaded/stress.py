@@ -21,6 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cseq
+from cseq import codec
+from cseq._core import Ring, Runner, ring_bytes
+from cseq._memory import Block
+from cseq._slots import Slots
+from cseq._stream import Request
+from cseq.producer import Scratch
 from cseq.run import Run
 from cseq.stream import Streams
 
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 THREADS = 3
+SLOT = 4096  # bytes
 
 
 class Echo:
@@ -108,10 +115,10 @@ def together(*functions: Callable[[], None]) -> None:
         except BaseException as error:  # noqa: BLE001 - it is raised below
             raised.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
+    begun = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in begun:
         thread.start()
-    for thread in threads:
+    for thread in begun:
         thread.join()
     if raised:
         raise raised[0]
@@ -153,20 +160,26 @@ def share(manager: Any, *, ordered: bool, batches: int) -> None:
     assert len(set(taken)) == len(taken) == batches, len(taken)
 
 
-def shared(scale: int) -> None:
-    """Threads, then processes, with one and two workers, in both orders."""
-    for kind, worker, batches in (
-        (cseq.MTSequence, Echo, 10 * scale),
-        (cseq.MTSequence, Dicts, scale),
-        (cseq.MPSequence, Dicts, scale),
-    ):
-        for workers, ordered in ((1, True), (2, True), (2, False)):
-            with started(kind, worker, batches, num_workers=workers, ordered=ordered) as manager:
-                for _ in range(2):
-                    share(manager, ordered=ordered, batches=batches)
-                for _ in manager:
-                    break  # an epoch that is given up
-                assert sum(1 for _ in manager) == batches
+def share_all(kind: Any, worker: Any, batches: int) -> None:
+    """Managers of one and two workers, in both orders."""
+    for workers, ordered in ((1, True), (2, True), (2, False)):
+        with started(kind, worker, batches, num_workers=workers, ordered=ordered) as manager:
+            for _ in range(2):
+                share(manager, ordered=ordered, batches=batches)
+            for _ in manager:
+                break  # an epoch that is given up
+            assert sum(1 for _ in manager) == batches
+
+
+def threads(scale: int) -> None:
+    """Workers that are threads."""
+    share_all(cseq.MTSequence, Echo, 10 * scale)
+    share_all(cseq.MTSequence, Dicts, scale)
+
+
+def processes(scale: int) -> None:
+    """Workers that are processes."""
+    share_all(cseq.MPSequence, Dicts, 2 * scale)
 
 
 def inline(scale: int) -> None:
@@ -264,7 +277,28 @@ def alone(worker: Any, batches: int) -> None:
 
 def plans(scale: int) -> None:
     """Threads with a manager each: plans, and what the reader remembers, belong to all of them."""
-    together(*[lambda worker=worker: alone(worker, scale) for worker in (Pairs, Dicts) * 2])  # type: ignore[misc]
+    together(*[lambda worker=worker: alone(worker, scale) for worker in (Pairs, Pairs, Dicts)])  # type: ignore[misc]
+
+
+def readers(scale: int) -> None:
+    """The same without processes, with more structures than are compared one by one."""
+
+    def read() -> None:
+        scratch = Scratch()
+        held: list[Any] = []
+        for turn in range(20 * scale):
+            floats = np.arange(16.0) + turn
+            batch = [floats] * (turn // 3 % 6) + [(floats, turn)[: 1 + turn % 2]]
+            scratch.clear()
+            record = codec.encode(batch, scratch)
+            found = codec.reader.decode(scratch.memory, record, copied=True)
+            assert len(found) == len(batch)
+            for array, expected in zip(found[:-1], batch[:-1], strict=True):
+                assert (array == expected).all()
+            assert (found[-1][0] == floats).all()
+            held = [*held[-2:], found]
+
+    together(*[read] * THREADS)
 
 
 # -- streams
@@ -332,6 +366,66 @@ def cut(made: Streams, workers: int, scale: int, end: Callable[[], None]) -> Non
     together(take, take, cut_it, lambda: glance(made, scale))
 
 
+# -- slots
+
+
+def owners(scale: int) -> None:
+    """Tickets whose slots change owners, while another thread grants slots, and takes them back."""
+    slots = Slots(8)
+    ring = Ring(Block(ring_bytes(4, 1, 1), zero=True), 4, 1, 1)
+    ring.arena = slots
+    over = threading.Event()
+
+    def post() -> None:
+        try:
+            for ticket in range(10 * scale):
+                while (slot := slots.acquire()) < 0:
+                    slots.extend(1)
+                slots.resize(slot, SLOT)
+                ring.post(ring.vacant(), ticket, 0, ticket, 1, slot=slot, capacity=SLOT)
+                while (taken := ring.take()) is None:
+                    ring.wait(ring.notices(), ns=1000)
+                slots.release(taken[2])
+        finally:
+            ring.close()
+            over.set()
+
+    def work() -> None:
+        runner = Runner(ring, 0, 1, last=True)
+        spare = slots.acquire()
+        slots.grant(spare, 1)
+        while (claimed := runner.claim()) is not None:
+            if claimed and runner.batch % 2:
+                own, spare = spare, runner.slot
+                runner.publish(0, (8,), SLOT, own)
+            elif claimed:
+                runner.publish(0, (8,), SLOT)
+
+    def supervise() -> None:
+        while not over.is_set():
+            slots.extend(1)
+            assert ring.reclaim(2) == []
+            slot = slots.acquire()
+            slots.grant(slot, 2)
+            assert ring.reclaim(2) == [slot]
+            slots.release(slot)
+            slots.top = -1
+
+    live: dict[int, int] = {}
+
+    def request() -> None:
+        me = threading.get_ident()
+        while not over.is_set():
+            held = Request(slots)
+            if held.slot >= 0:
+                assert live.setdefault(held.slot, me) == me
+                assert slots.is_taken(held.slot)
+                del live[held.slot]
+            del held
+
+    together(post, work, supervise, request, request)
+
+
 # -- deaths
 
 
@@ -381,7 +475,9 @@ def await_ready(ready: Callable[[], bool]) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (shared, inline, reset, closed, plans, streams, deaths)
+    for scenario in (
+        threads, inline, reset, closed, readers, owners, processes, plans, streams, deaths
+    )
 }
 
 

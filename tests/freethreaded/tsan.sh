@@ -81,9 +81,9 @@ weakened() {
 }
 
 for _ in $(seq "${TIMES:-1}"); do
-    weakened lock "$PWD" --unlocked shared
-    weakened section "$weak/lib" plans
-    weakened counter "$weak/lib" shared
+    weakened lock "$PWD" --unlocked threads
+    weakened section "$weak/lib" readers
+    weakened counter "$weak/lib" threads
 done
 
 watch core
