@@ -45,11 +45,11 @@ cdef class Ring:
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
     cdef public Slots arena   # the slots of its tickets; None: they have none
-    cdef readonly uint64_t waited_ns  # ns that the trainer has slept
-    # Taken since the beginning, without errors.
-    cdef readonly uint64_t taken_batches
-    cdef readonly uint64_t taken_samples
-    cdef readonly uint64_t taken_bytes  # of slots
+    # Counters that any thread reads: see `cseq_count_u64`.
+    cdef uint64_t waited        # ns that the trainer has slept
+    cdef uint64_t batch_count   # taken since the beginning, without errors
+    cdef uint64_t sample_count
+    cdef uint64_t byte_count
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,

@@ -270,7 +270,7 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
         before = cseq_now_ns()
         with nogil:
             cseq_ring_wait_any(r, at, count, seen, park)
-        ring.waited_ns += cseq_now_ns() - before
+        cseq_count_u64(&ring.waited, cseq_now_ns() - before)
     finally:
         PyMem_RawFree(r)
     PyErr_CheckSignals()
@@ -353,6 +353,26 @@ cdef class Ring:
     def outstanding_count(self):
         """Tickets posted and not yet taken or given up."""
         return self.outstanding
+
+    @property
+    def waited_ns(self):
+        """Nanoseconds that the trainer has slept; on any thread."""
+        return cseq_load_rlx_u64(&self.waited)
+
+    @property
+    def taken_batches(self):
+        """Batches taken since the beginning, without errors; on any thread."""
+        return cseq_load_rlx_u64(&self.batch_count)
+
+    @property
+    def taken_samples(self):
+        """Samples of these batches; on any thread."""
+        return cseq_load_rlx_u64(&self.sample_count)
+
+    @property
+    def taken_bytes(self):
+        """Bytes that these batches took of their slots; on any thread."""
+        return cseq_load_rlx_u64(&self.byte_count)
 
     @property
     def closed(self):
@@ -469,7 +489,7 @@ cdef class Ring:
         c.batch = batch
         c.start = start
         c.count = count
-        c.slot = slot
+        cseq_store_rlx_u32(&c.slot, slot)
         c.capacity = capacity
         cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
@@ -547,9 +567,9 @@ cdef class Ring:
         self.leave(k)
         cseq_ring_retire(self.r, cell)
         if c.status == 0:
-            self.taken_batches += 1
-            self.taken_samples += c.count
-            self.taken_bytes += f[0] + f[1] + f[2] + f[3] + f[4] + f[5]
+            cseq_count_u64(&self.batch_count, 1)
+            cseq_count_u64(&self.sample_count, c.count)
+            cseq_count_u64(&self.byte_count, f[0] + f[1] + f[2] + f[3] + f[4] + f[5])
         return f
 
     def notices(self):
@@ -580,7 +600,7 @@ cdef class Ring:
         before = cseq_now_ns()
         with nogil:
             cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns, &self.unwoken)
-        self.waited_ns += cseq_now_ns() - before
+        cseq_count_u64(&self.waited, cseq_now_ns() - before)
         PyErr_CheckSignals()
 
     def awaited(self, bint ordered=True):
@@ -680,10 +700,10 @@ cdef class Ring:
         if self.arena is None:
             return []
         try:
-            taken = <Py_ssize_t*>PyMem_RawMalloc(sizeof(Py_ssize_t) * <size_t>(self.arena.made + 1))
+            taken = <Py_ssize_t*>PyMem_RawMalloc(sizeof(Py_ssize_t) * <size_t>(self.arena.count() + 1))
             rings = <cseq_ring**>PyMem_RawMalloc(sizeof(cseq_ring*) * <size_t>len(every))
             if taken == NULL or rings == NULL:
-                raise MemoryError(f"no memory for {self.arena.made} slots")
+                raise MemoryError(f"no memory for {self.arena.count()} slots")
             for k in range(len(every)):
                 rings[k] = (<Ring?>every[k]).r
             count = self.arena.reclaim(rings, len(every), owner, taken)
@@ -793,7 +813,7 @@ cdef class Runner:
 
     def detach(self):
         """The batch has left its slot: the trainer must not free it."""
-        self.held().slot = NO_SLOT
+        cseq_store_rlx_u32(&self.held().slot, NO_SLOT)
 
     def indices(self):
         """The batch's indices: a new int64 array."""
@@ -830,7 +850,7 @@ cdef class Runner:
         if slot >= 0 and slot != c.slot:
             CSEQ_POINT("move")
             c.by = self.worker
-            c.slot = <uint32_t>slot
+            cseq_store_rlx_u32(&c.slot, <uint32_t>slot)
             c.capacity = capacity
             CSEQ_POINT("moved")
         self.deliver(c, status, capacity)
@@ -1002,8 +1022,8 @@ cdef class Consumer:
     cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
     cdef readonly uint64_t ticket  # number of the next one
     cdef readonly uint64_t posted
-    cdef readonly uint64_t taken
-    cdef readonly uint64_t done
+    cdef uint64_t taken_count  # `taken` and `done`, which any thread reads: see `cseq_count_u64`
+    cdef uint64_t done_count
     # The epoch: batch k has the number `first` + k; for k < `full` it is `size` samples from
     # position `start` + k * `stride` on.
     cdef readonly uint64_t batches
@@ -1057,17 +1077,32 @@ cdef class Consumer:
         self.epoch, self.first, self.batches = epoch, first, batches
         self.full = full if self.order.indices is None else 0
         self.start, self.stride, self.size = start, stride, size
-        self.posted = self.taken = self.done = self.next_for = 0
+        self.reset()
+
+    cdef void reset(self) noexcept:
+        """Forget what was posted and taken."""
+        self.posted = self.next_for = 0
+        cseq_store_rlx_u64(&self.taken_count, 0)
+        cseq_store_rlx_u64(&self.done_count, 0)
 
     def interrupt(self):
         """Have a call that is under way take nothing; on any thread, or in a signal handler."""
-        self.interrupts += 1
+        cseq_add_sc_u64(&self.interrupts, 1)
 
     def end(self):
         """Give up the epoch."""
         self.ring.abandon()
         self.decoded = None
-        self.batches = self.posted = self.taken = self.done = self.next_for = 0
+        self.batches = 0
+        self.reset()
+
+    @property
+    def taken(self):
+        return cseq_load_rlx_u64(&self.taken_count)
+
+    @property
+    def done(self):
+        return cseq_load_rlx_u64(&self.done_count)
 
     @property
     def over(self):
@@ -1134,7 +1169,7 @@ cdef class Consumer:
             if slot < 0:
                 self.extend()
             elif self.slots.occupy(slot):
-                self.offer(cell, <uint32_t>slot, self.slots.at(slot).nbytes)
+                self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
 
     cdef int sweep(self) except -1:
         """Free the cells of given-up tickets that no runner works on any more."""
@@ -1227,7 +1262,7 @@ cdef class Consumer:
             return UNREAD
         # Some small batches go through the arena, which counts them, so that their slots can shrink.
         if (small and c.capacity > MOST_KEPT
-                and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity):
+                and self.taken_count % (4 * self.ring.r.capacity) < self.ring.r.capacity):
             return UNREAD
         plan = self.reader.find(slot, f)
         if plan is None:
@@ -1264,7 +1299,7 @@ cdef class Consumer:
         cdef Py_ssize_t slot = self.leave(c, cell, not more)
         self.decoded = None
         ring.free(c, k)
-        self.taken += 1
+        cseq_count_u64(&self.taken_count, 1)
         if not more:
             return 0
         if self.slots is None:
@@ -1274,7 +1309,7 @@ cdef class Consumer:
             slot = self.slots.find_fit()
             if slot < 0 or not self.slots.occupy(slot):
                 return 0  # `refill` posts it
-        self.offer(cell, <uint32_t>slot, self.slots.at(slot).nbytes)
+        self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
         return 0
 
     cpdef object step(self):
@@ -1288,7 +1323,7 @@ cdef class Consumer:
         cdef int k
         cdef uint32_t cell
         cdef uint64_t token
-        cdef uint64_t interrupts = self.interrupts
+        cdef uint64_t interrupts = cseq_load_rlx_u64(&self.interrupts)
         if not self.is_prepared():
             return None
         k = self.ring.find(self.ordered)
@@ -1310,12 +1345,12 @@ cdef class Consumer:
         PyErr_CheckSignals()
         # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
         k = self.ring.place(cell)
-        if (self.interrupts != interrupts or k < 0
+        if (cseq_load_rlx_u64(&self.interrupts) != interrupts or k < 0
                 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
                 or not self.is_prepared()):
             return None
         self.commit(<uint32_t>k)
-        self.done = self.taken
+        cseq_store_rlx_u64(&self.done_count, self.taken_count)
         return batch
 
     def next(self):
@@ -1330,7 +1365,7 @@ cdef class Consumer:
         """
         cdef int k
         cdef uint32_t cell
-        cdef uint64_t interrupts = self.interrupts
+        cdef uint64_t interrupts = cseq_load_rlx_u64(&self.interrupts)
         while True:
             if self.decoded is None:
                 self.decoded = self.decode_next()
@@ -1341,7 +1376,7 @@ cdef class Consumer:
             if self.slots is not None and self.slots.find_fit() < 0:
                 self.extend()
             PyErr_CheckSignals()
-            if self.interrupts != interrupts:
+            if cseq_load_rlx_u64(&self.interrupts) != interrupts:
                 raise InterruptedError("this call was interrupted")
             # Conversion or a handler may have run arbitrary code: validate the cell again.
             k = self.ring.place(cell)
@@ -1352,11 +1387,11 @@ cdef class Consumer:
                 continue
             self.commit(<uint32_t>k)
             if error is None:
-                self.done = self.taken
+                cseq_store_rlx_u64(&self.done_count, self.taken_count)
                 return batch
             if not self.skip_errors or not isinstance(error, Exception):
                 raise error
-            self.done = self.taken
+            cseq_store_rlx_u64(&self.done_count, self.taken_count)
             self.skipped.append(entry)
 
     cdef tuple decode_next(self):
@@ -1481,11 +1516,9 @@ cdef class InlineRunner:
     cdef public object seeds
     cdef public list loaded
     cdef readonly bint making
-    cdef public uint64_t at
-    cdef public uint64_t done
     cdef public uint64_t batches
-    cdef readonly uint64_t made
-    cdef readonly bint ended
+    # Which any thread reads: see `cseq_count_u64`.
+    cdef uint64_t at_count, done_count, made_count, is_over
 
     def __cinit__(self, sampler, batch_context, here, ticket, convert, refuse):
         self.sampler, self.order, self.convert = sampler, sampler.order, convert
@@ -1494,16 +1527,42 @@ cdef class InlineRunner:
     def begin(self):
         """Go to the beginning of the sampler's epoch."""
         self.full, self.start, self.stride, self.size = self.sampler.cut
-        self.at = self.done = 0
-        self.ended = False
+        cseq_store_rlx_u64(&self.at_count, 0)
+        cseq_store_rlx_u64(&self.done_count, 0)
+        cseq_store_rlx_u64(&self.is_over, 0)
         self.batches = len(self.sampler)
+
+    @property
+    def at(self):
+        return cseq_load_rlx_u64(&self.at_count)
+
+    @at.setter
+    def at(self, uint64_t batch):
+        cseq_store_rlx_u64(&self.at_count, batch)
+
+    @property
+    def done(self):
+        return cseq_load_rlx_u64(&self.done_count)
+
+    @done.setter
+    def done(self, uint64_t batches):
+        cseq_store_rlx_u64(&self.done_count, batches)
+
+    @property
+    def made(self):
+        return cseq_load_rlx_u64(&self.made_count)
+
+    @property
+    def ended(self):
+        return bool(cseq_load_rlx_u64(&self.is_over))
 
     cdef object make(self):
         """Make the present batch; the next one is then the present one."""
-        if self.at < self.full:
-            indices = self.order.read(self.start + self.at * self.stride, self.size)
+        cdef uint64_t at = self.at_count
+        if at < self.full:
+            indices = self.order.read(self.start + at * self.stride, self.size)
         else:
-            indices = self.sampler.indices(self.at)
+            indices = self.sampler.indices(at)
         if self.batch_context.drawn is not None or self.batch_context.ticket is not self.ticket:
             self.batch_context.set(self.ticket)
         left = self.here.batch_context
@@ -1514,9 +1573,9 @@ cdef class InlineRunner:
                 batch = self.convert(batch)
         finally:
             self.here.batch_context = left
-        self.at += 1
-        self.done = self.at
-        self.made += 1
+        cseq_count_u64(&self.at_count, 1)
+        cseq_store_rlx_u64(&self.done_count, self.at_count)
+        cseq_count_u64(&self.made_count, 1)
         return batch
 
     cdef object seeded(self, indices):
@@ -1540,12 +1599,12 @@ cdef class InlineRunner:
         StopIteration
             The epoch is over.
         """
-        while self.at < self.batches:
+        while self.at_count < self.batches:
             try:
                 return self.make()
             except Exception as error:
                 self.refuse(error)
-        self.ended = True
+        cseq_store_rlx_u64(&self.is_over, True)
         raise StopIteration
 
 

@@ -13,8 +13,13 @@ cdef extern from "cseq_atomic.h" nogil:
     void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
     void cseq_store_rel_u8(uint8_t* p, uint8_t v) noexcept
+    void cseq_store_rel_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
     uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
+    uint32_t cseq_load_acq_u32(const uint32_t* p) noexcept
+    uint32_t cseq_load_rlx_u32(const uint32_t* p) noexcept
+    void cseq_store_rlx_u32(uint32_t* p, uint32_t v) noexcept
+    void cseq_count_u64(uint64_t* p, uint64_t more) noexcept
 
 
 cdef extern from "cseq_wait.h" nogil:

@@ -4,7 +4,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 cimport cython
 
-from cseq._headers cimport cseq_cell, cseq_ring, cseq_span
+from cseq._headers cimport (
+    cseq_cell, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_ring, cseq_span, cseq_store_rlx_u64)
 from cseq._memory cimport Mapping, Memory
 
 
@@ -28,21 +29,31 @@ cdef struct slot_entry:
 @cython.no_gc
 cdef class Slots:
     cdef slot_entry* chunk[CHUNKS]
-    cdef Py_ssize_t made
+    cdef uint64_t made        # slots; written once the entries are there
     cdef uint32_t lock
     cdef uint64_t held        # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
     cdef dict lent            # by slot: leases of tickets that are still in the ring
     # What the arena asks of a free slot before it is used again: bytes committed, at least and at most.
-    cdef public uint64_t least
-    cdef public uint64_t most
-    cdef public Py_ssize_t top  # the highest slot taken since the arena has set it
+    cdef uint64_t least_bytes
+    cdef uint64_t most_bytes
+    cdef uint64_t reached     # behind the highest slot taken since the arena has set it; a hint
     cdef inline slot_entry* at(self, Py_ssize_t slot) noexcept nogil:
         return self.chunk[slot // CHUNK] + slot % CHUNK
+    cdef inline Py_ssize_t count(self) noexcept nogil:
+        """Slots made so far."""
+        return <Py_ssize_t>cseq_load_acq_u64(&self.made)  # SYNC: entries of slots are there
+    cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
+        """Bytes of a slot; exact for the thread that has taken it, a hint for others."""
+        return cseq_load_rlx_u64(&self.at(slot).nbytes)
+    cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
+        """Set how many bytes of a slot are committed; the caller has taken it, or the arena's lock."""
+        cseq_store_rlx_u64(&self.at(slot).nbytes, nbytes)
     cdef int check(self, Py_ssize_t slot) except -1
     cdef Py_ssize_t find_free(self) noexcept
     cdef bint is_fit(self, Py_ssize_t slot) noexcept
     cdef Py_ssize_t find_fit(self) noexcept
+    cdef Py_ssize_t occupy_fit(self) noexcept
     cdef bint occupy(self, Py_ssize_t slot) noexcept
     cpdef int release(self, Py_ssize_t slot) except -1
     cpdef bint vacate(self, Py_ssize_t slot) except -1

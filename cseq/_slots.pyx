@@ -32,10 +32,9 @@ cdef class Slots:
 
     def __cinit__(self, Py_ssize_t capacity=0):
         memset(self.chunk, 0, sizeof(self.chunk))
-        self.made = 0
         self.held = self.held_bytes = 0
         self.lent = {}
-        self.least, self.most, self.top = 0, <uint64_t>-1, -1
+        self.most_bytes = <uint64_t>-1
         self.extend(capacity)
 
     def __dealloc__(self):
@@ -43,14 +42,14 @@ cdef class Slots:
             PyMem_RawFree(self.chunk[i])
 
     cdef int check(self, Py_ssize_t slot) except -1:
-        if slot < 0 or slot >= self.made:
-            raise IndexError(f"slot {slot} is not one of {self.made}")
+        if slot < 0 or slot >= self.count():
+            raise IndexError(f"slot {slot} is not one of {self.count()}")
         return 0
 
     @property
     def capacity(self):
         """Slots made so far."""
-        return self.made
+        return self.count()
 
     @property
     def leased(self):
@@ -62,36 +61,63 @@ cdef class Slots:
         """Bytes of the slots under lease."""
         return cseq_load_acq_u64(&self.held_bytes)
 
+    @property
+    def least(self):
+        """Committed bytes that a free slot has at least when it is used again; else see `Arena`."""
+        return cseq_load_rlx_u64(&self.least_bytes)
+
+    @least.setter
+    def least(self, uint64_t nbytes):
+        cseq_store_rlx_u64(&self.least_bytes, nbytes)
+
+    @property
+    def most(self):
+        """And at most."""
+        return cseq_load_rlx_u64(&self.most_bytes)
+
+    @most.setter
+    def most(self, uint64_t nbytes):
+        cseq_store_rlx_u64(&self.most_bytes, nbytes)
+
+    @property
+    def top(self):
+        """The highest slot taken since this was set; without a GIL, one may be missed."""
+        return <Py_ssize_t>cseq_load_rlx_u64(&self.reached) - 1
+
+    @top.setter
+    def top(self, Py_ssize_t slot):
+        cseq_store_rlx_u64(&self.reached, <uint64_t>(slot + 1))
+
     def nbytes(self, Py_ssize_t slot):
         """Bytes of a slot that are committed."""
         self.check(slot)
-        return self.at(slot).nbytes
+        return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
         """Set how many bytes of a slot are committed."""
         self.check(slot)
-        self.at(slot).nbytes = nbytes
+        self.set_committed(slot, nbytes)
 
     def extend(self, Py_ssize_t count):
         """Make `count` more slots, free."""
-        cdef Py_ssize_t upto = self.made + count
+        cdef Py_ssize_t upto = self.count() + count
         cdef Py_ssize_t i
         if count < 0 or upto > CHUNK * CHUNKS:
-            raise ValueError(f"cannot make {count} slots more than {self.made}: "
+            raise ValueError(f"cannot make {count} slots more than {self.count()}: "
                              f"at most {CHUNK * CHUNKS} are possible")
         for i in range((upto + CHUNK - 1) // CHUNK):
             if self.chunk[i] == NULL:
                 self.chunk[i] = <slot_entry*>PyMem_RawCalloc(CHUNK, sizeof(slot_entry))
                 if self.chunk[i] == NULL:
                     raise MemoryError("no memory for the table of slots")
-        self.made = upto
+        cseq_store_rel_u64(&self.made, <uint64_t>upto)  # SYNC: entries of slots are there
 
     # -- free and taken
 
     cdef Py_ssize_t find_free(self) noexcept:
         """The lowest free slot, or -1 when none is free."""
         cdef Py_ssize_t slot
-        for slot in range(self.made):
+        for slot in range(self.count()):
             if cseq_load_acq_u8(&self.at(slot).state) == FREE:  # SYNC: last view of slot is gone
                 return slot
         return -1
@@ -99,7 +125,8 @@ cdef class Slots:
     cdef bint is_fit(self, Py_ssize_t slot) noexcept:
         """Whether a slot's committed bytes are in [least, most]; else the arena changes them first
         (`Arena.prepare`)."""
-        return self.least <= self.at(slot).nbytes <= self.most
+        return (cseq_load_rlx_u64(&self.least_bytes) <= self.committed(slot)
+                <= cseq_load_rlx_u64(&self.most_bytes))
 
     cdef Py_ssize_t find_fit(self) noexcept:
         """The lowest free slot, or -1 when none is free or it is not fit."""
@@ -110,8 +137,16 @@ cdef class Slots:
         """Take a slot if it is still free: where there is no GIL, another thread may have taken it."""
         if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
             return False
-        self.top = max(self.top, slot)
+        if <uint64_t>slot >= cseq_load_rlx_u64(&self.reached):
+            cseq_store_rlx_u64(&self.reached, <uint64_t>(slot + 1))
         return True
+
+    cdef Py_ssize_t occupy_fit(self) noexcept:
+        """Take the slot that `find_fit` finds: its number, or -1."""
+        cdef Py_ssize_t slot = self.find_fit()
+        while slot >= 0 and not self.occupy(slot):
+            slot = self.find_fit()
+        return slot
 
     def acquire(self):
         """Take the lowest free slot: its number, or -1 when none is free."""
@@ -150,25 +185,29 @@ cdef class Slots:
         """
         cdef int error
         self.check(slot)
-        if self.at(slot).nbytes <= nbytes:
+        if self.committed(slot) <= nbytes:
             return False
         if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
             return False
         with nogil:
             error = cseq_punch(fd, slot * width + nbytes, width - nbytes)
         if not error:
-            self.at(slot).nbytes = nbytes
+            self.set_committed(slot, nbytes)
         cseq_store_rel_u8(&self.at(slot).state, FREE)
         return not error
 
     def free(self):
         """The free slots, in their order."""
-        return [slot for slot in range(self.made) if cseq_load_acq_u8(&self.at(slot).state) == FREE]
+        return [slot for slot in range(self.count()) if cseq_load_acq_u8(&self.at(slot).state) == FREE]
 
     def is_taken(self, Py_ssize_t slot):
         """Whether a slot is neither free nor leased nor a worker's."""
+        cdef int64_t owned
         self.check(slot)
-        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and self.at(slot).owned <= 0
+        self.seize()
+        owned = self.at(slot).owned
+        cseq_store_rel_u32(&self.lock, 0)
+        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and owned <= 0
 
     cpdef int release(self, Py_ssize_t slot) except -1:
         """Free a taken slot."""
@@ -191,7 +230,7 @@ cdef class Slots:
         cdef uint64_t nbytes
         cdef Lease lease
         self.check(slot)
-        nbytes = min(<uint64_t>mapping.size, self.at(slot).nbytes or <uint64_t>mapping.size)
+        nbytes = min(<uint64_t>mapping.size, self.committed(slot) or <uint64_t>mapping.size)
         lease = self.lent.get(slot)
         if lease is not None and lease.mapping is mapping and <uint64_t>lease.size == nbytes:
             return lease
@@ -249,20 +288,21 @@ cdef class Slots:
 
     cdef void settle(self, cseq_cell* c) noexcept nogil:
         """Record the owners of the slots of a published ticket, before its cell is used again."""
-        if c.slot >= self.made:  # in none
+        if c.slot >= self.count():  # in none
             return
-        if c.slot != c.home:
+        if c.slot != cseq_load_acq_u32(&c.home):  # SYNC: owners are entered
             self.seize()
             if c.slot != c.home:  # `reclaim` has not done it meanwhile
                 self.enter_owners(c)
             cseq_store_rel_u32(&self.lock, 0)
-        self.at(c.slot).nbytes = c.capacity
+        self.set_committed(c.slot, c.capacity)
 
     cdef void enter_owners(self, cseq_cell* c) noexcept nogil:
-        """Change the owners of a ticket's two slots, under `lock`."""
+        """Change the owners of a ticket's two slots, under `lock`. Then `settle` does not wait for
+        it, and the cell may be used again."""
         self.at(c.home).owned += c.by
         self.at(c.slot).owned -= c.by
-        c.home = c.slot
+        cseq_store_rel_u32(&c.home, c.slot)  # SYNC: owners are entered
 
     cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
                          Py_ssize_t* taken) noexcept nogil:
@@ -278,6 +318,7 @@ cdef class Slots:
         cdef uint32_t k
         cdef cseq_cell* c
         cdef uint64_t word
+        cdef uint32_t held
         cdef int state
         self.seize()
         for at in range(ring_count):
@@ -287,9 +328,11 @@ cdef class Slots:
                 state = CSEQ_STATE(word)
                 if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
                     continue
-                if c.slot != c.home and c.slot < self.made and cseq_cas_sc_u64(&c.word, word, word):
+                held = cseq_load_rlx_u32(&c.slot)
+                if (held != cseq_load_rlx_u32(&c.home) and held < self.count()
+                        and cseq_cas_sc_u64(&c.word, word, word)):
                     self.enter_owners(c)
-        for slot in range(self.made):
+        for slot in range(self.count()):
             if self.at(slot).owned == owner:
                 self.at(slot).owned = 0
                 taken[count] = slot

@@ -68,9 +68,7 @@ cdef class Request:
     def __cinit__(self, Slots slots not None):
         memset(self.words, 0, sizeof(self.words))
         self.slots = slots
-        self.slot = slots.find_fit()
-        if self.slot >= 0:
-            slots.occupy(self.slot)
+        self.slot = slots.occupy_fit()
 
     def __dealloc__(self):
         if self.slot >= 0:
@@ -168,7 +166,8 @@ cdef class StreamConsumer:
     cdef uint64_t count
     cdef uint64_t pace              # ns that an item of the last ticket took
     cdef bint quick                 # so little that waking a worker takes long beside it
-    cdef readonly uint64_t tickets, items, nbytes
+    # Which any thread reads: see `cseq_count_u64`.
+    cdef uint64_t ticket_count, item_count, byte_count
 
     def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
                   uint64_t prefetch, uint32_t depth, uint64_t most, small=None):
@@ -186,6 +185,18 @@ cdef class StreamConsumer:
         self.failed = ""
         self.count = 1
         self.pace = UNKNOWN_PACE
+
+    @property
+    def tickets(self):
+        return cseq_load_rlx_u64(&self.ticket_count)
+
+    @property
+    def items(self):
+        return cseq_load_rlx_u64(&self.item_count)
+
+    @property
+    def nbytes(self):
+        return cseq_load_rlx_u64(&self.byte_count)
 
     @property
     def delivered(self):
@@ -210,7 +221,7 @@ cdef class StreamConsumer:
 
     cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, uint64_t start,
                    Py_ssize_t slot, key):
-        """Post a ticket in a free cell, with a free slot for the answer.
+        """Post a ticket in a free cell, with a slot for the answer that was taken for it.
 
         `key`: the call or the key: a `Request`, or int64 in a `Block`. None: there is none.
         """
@@ -218,7 +229,6 @@ cdef class StreamConsumer:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
         cdef Request request = None
         cdef Block ints
-        self.slots.occupy(slot)
         words[STREAM_KEY] = NO_KEY
         if self.assignment is not None:
             memcpy(words + REQUEST_WORDS, self.assignment.words, sizeof(self.assignment.words))
@@ -232,7 +242,7 @@ cdef class StreamConsumer:
             memcpy(words, request.words, sizeof(request.words))
         self.assignments[cell], self.calls[cell] = self.assignment, request
         ring.fill(cell, self.epoch, kind, <uint32_t>count, start, <uint32_t>slot,
-                  self.slots.at(slot).nbytes)
+                  self.slots.committed(slot))
         cseq_ring_post(ring.r, cell, self.ticket)
         self.ticket = (self.ticket + 1) % TICKETS
         ring.unwoken += 1
@@ -247,12 +257,13 @@ cdef class StreamConsumer:
         self.unwoken += count
 
     cdef Py_ssize_t find_slot(self) except -2:
-        """A free slot for the answer to the next ticket; -1: the state has changed, try again."""
+        """Take a slot for the answer to the next ticket, which is to be posted before anything can be
+        raised; -1: the state has changed, try again."""
         cdef Py_ssize_t slot
         self.sweep()
         if cseq_ring_state(self.ring.r, self.next_cell) != CSEQ_FREE:
             raise RuntimeError("the ring of this stream is full, which it never should be")
-        slot = self.slots.find_fit()
+        slot = self.slots.occupy_fit()
         if slot < 0:
             self.extend()
         return slot
@@ -361,12 +372,16 @@ cdef class StreamConsumer:
             count += 1
         return count
 
-    cdef int post_key(self, key, uint64_t number, Py_ssize_t slot) except -1:
-        """Ask for the item of a key, with a free slot for it."""
+    cdef bint post_key(self, key, uint64_t number) except -1:
+        """Ask for the item of a key. False: there is no free slot for it."""
+        cdef Py_ssize_t slot
         self.sweep()
+        slot = self.slots.occupy_fit()
+        if slot < 0:
+            return False
         self.append(ASK_ITEMS, 1, number, slot, key)
         self.wake_in_time()
-        return 0
+        return True
 
     # -- the epoch and calls
 
@@ -392,6 +407,8 @@ cdef class StreamConsumer:
             Cell and number of the ticket whose answer is the worker's, if there is one.
         """
         cdef Py_ssize_t slot = -1
+        cdef uint32_t cell
+        cdef uint64_t ticket
         while not keyed and slot < 0:
             slot = self.find_slot()
         cell, ticket = self.next_cell, self.ticket
@@ -415,21 +432,21 @@ cdef class StreamConsumer:
         tuple of int
             Cell and number of its ticket.
         """
-        cdef Py_ssize_t slot
+        cdef Py_ssize_t slot = -1
         cdef uint32_t cell
-        while True:
+        cdef uint64_t ticket
+        while slot < 0:
             self.give_up_call()
             self.sweep()
-            slot = self.slots.find_fit()
-            if slot >= 0:
-                break
-            self.extend()
-        # One cell may be that of a call which was given up, and which the worker is busy with.
-        cell = self.round
-        while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
-            cell += 1
-            if cell == self.ring.r.capacity:
-                raise RuntimeError("a worker is busy with two calls, which it never should be")
+            # One cell may be that of a call which was given up, and which the worker is busy with.
+            cell = self.round
+            while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
+                cell += 1
+                if cell == self.ring.r.capacity:
+                    raise RuntimeError("a worker is busy with two calls, which it never should be")
+            slot = self.slots.occupy_fit()
+            if slot < 0:
+                self.extend()
         self.names[cell] = name
         ticket = self.ticket
         self.post(cell, ASK_CALL, 0, 0, slot, call)
@@ -554,9 +571,9 @@ cdef class StreamConsumer:
         self.ready, self.at, self.error = items, 0, error
         self.asked -= count
         self.start -= count - made
-        self.tickets += 1
-        self.items += <uint64_t>len(items)
-        self.nbytes += nbytes
+        cseq_count_u64(&self.ticket_count, 1)
+        cseq_count_u64(&self.item_count, <uint64_t>len(items))
+        cseq_count_u64(&self.byte_count, nbytes)
         if ended:
             self.failed = failed
             self.give_up()
@@ -882,17 +899,15 @@ cdef class ItemReader:
 
     cdef int post(self, bint in_turn) except -1:
         """Post the keys that were drawn, as far as their workers have room and there are slots."""
-        cdef Py_ssize_t worker, slot
+        cdef Py_ssize_t worker
         cdef StreamConsumer consumer
         while self.drawn:
             worker = self.choose(in_turn)
             if worker < 0:
                 break
             consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
-            slot = consumer.slots.find_fit()
-            if slot < 0:
+            if not consumer.post_key(<object>PyList_GET_ITEM(self.drawn, 0), self.posted):
                 break
-            consumer.post_key(<object>PyList_GET_ITEM(self.drawn, 0), self.posted, slot)
             del self.drawn[0]
             self.latest = worker
             self.posted += 1

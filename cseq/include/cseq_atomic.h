@@ -69,4 +69,10 @@ CSEQ_ATOMIC_OF(uint8_t, u8)
 CSEQ_ATOMIC_OF(uint32_t, u32)
 CSEQ_ATOMIC_OF(uint64_t, u64)
 
+/* Add to a counter that one thread at a time writes, and any thread reads (`cseq_load_rlx_u64`): an
+ * older value is as good. */
+CSEQ_INLINE void cseq_count_u64(uint64_t *p, uint64_t more) {
+    cseq_store_rlx_u64(p, cseq_load_rlx_u64(p) + more);
+}
+
 #endif

@@ -290,7 +290,7 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     uint64_t before = cseq_now_ns();
     cseq_wait(&g->event, seen, ns, (int)g->shared);
     cseq_runner *me = cseq_ring_runner(r, owner);
-    cseq_store_rlx_u64(&me->idle_ns, cseq_load_rlx_u64(&me->idle_ns) + cseq_now_ns() - before);
+    cseq_count_u64(&me->idle_ns, cseq_now_ns() - before);
     return cseq_ring_claim(r, stage, owner);
 }
 
@@ -300,7 +300,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_rlx_u64(&c->word);
     cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
-    cseq_store_rlx_u64(&me->batches, cseq_load_rlx_u64(&me->batches) + 1);
+    cseq_count_u64(&me->batches, 1);
     /* The next owner has not begun yet. SYNC: start visible with owner (the swap) */
     cseq_store_rlx_u64(&c->started_ns, 0);
     CSEQ_POINT("publish");
@@ -320,7 +320,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
  * Does not wake: see cseq_gate_notify(&r->gate[0]). SYNC: ticket visible to runner */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
-    c->home = c->slot;
+    cseq_store_rlx_u32(&c->home, c->slot);
     c->home_capacity = c->capacity;
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }

@@ -1,22 +1,40 @@
-"""Threads that share managers, iterators and what readers remember, for ThreadSanitizer.
+"""Threads that share managers, iterators, streams and what readers remember, for ThreadSanitizer.
 
-python tests/freethreaded/stress.py [BATCHES]
+python tests/freethreaded/stress.py [--unlocked] [--scale N] [SCENARIO...]
+
+All scenarios by default. With --unlocked, runs have no lock: what needs it must be found then.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
+import queue
+import signal
 import sys
 import threading
+import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import cseq
+from cseq import codec
+from cseq._core import Ring, Runner, ring_bytes
+from cseq._memory import Block
+from cseq._slots import Slots
+from cseq._stream import Request
+from cseq.producer import Scratch
+from cseq.run import Run
+from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 THREADS = 3
+SLOT = 4096  # bytes
 
 
 class Echo:
@@ -43,6 +61,48 @@ class Dicts:
         return {"floats": indices.astype(np.float32), "rest": [indices, "text"]}
 
 
+class Numbers:
+    """A producer: of its assignment's many items, or of the items of keys."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        self.number = number
+
+    def begin(self, length: int) -> int:
+        """Begin an epoch."""
+        self.length = length
+        return self.number
+
+    def items(self, start: int) -> Iterator[Any]:
+        """Yield a pair of numbers, and some data."""
+        for k in range(start, self.length):
+            yield self.make([self.number, k])
+
+    def make(self, key: list[int]) -> Any:
+        """Return the item of a key."""
+        return tuple(key), np.arange(8.0) + key[-1]
+
+    def which(self) -> int:
+        """Answer a call."""
+        return self.number
+
+
+class Unlocked:
+    """In place of a lock: none."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Do nothing."""
+        return True
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+
 def together(*functions: Callable[[], None]) -> None:
     """Run functions at once, in threads of their own; raise the first exception of any of them."""
     raised: list[BaseException] = []
@@ -55,64 +115,387 @@ def together(*functions: Callable[[], None]) -> None:
         except BaseException as error:  # noqa: BLE001 - it is raised below
             raised.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
+    begun = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in begun:
         thread.start()
-    for thread in threads:
+    for thread in begun:
         thread.join()
     if raised:
         raise raised[0]
 
 
-def share(manager: Any, ordered: bool, batches: int) -> None:
+def started(kind: Any, worker: Any, batches: int, **options: Any) -> Any:
+    """Start a manager of many batches of four samples."""
+    options = {"batch_size": 4, "buffer": 10, "out_type": "null", **options}
+    return kind(worker, 4 * batches, **options).start()
+
+
+def first_of(batch: Any) -> float:
+    """The first number of a batch."""
+    return float((batch[0] if isinstance(batch, tuple) else batch["floats"])[0])
+
+
+def look(manager: Any, times: int, *, ordered: bool = True) -> None:
+    """Read what any thread may read."""
+    for _ in range(times):
+        stats = manager.stats()
+        assert stats.batches >= 0 and len(stats.depths) == 3, stats
+        assert manager.skipped == []
+        if ordered:
+            assert manager.state_dict()["seed"] == manager.seed
+
+
+# -- one iterator, many threads
+
+
+def share(manager: Any, *, ordered: bool, batches: int) -> None:
     """Have threads take the batches of one iterator, and others look at the manager."""
     iterator = iter(manager)
     taken: list[float] = []
 
     def take() -> None:
-        taken.extend(float(batch["floats"][0]) for batch in iterator)
+        taken.extend(first_of(batch) for batch in iterator)
 
-    def look() -> None:
-        for _ in range(batches // 2):
-            manager.stats()
-            if ordered:
-                manager.state_dict()
-
-    together(*[take] * THREADS, look)
+    together(*[take] * THREADS, lambda: look(manager, batches // 4, ordered=ordered))
     assert len(set(taken)) == len(taken) == batches, len(taken)
 
 
-def alone(worker: Any, batches: int) -> None:
-    """Go through epochs of a manager of this thread."""
-    options = {"batch_size": 4, "shuffle": False, "out_type": "null"}
-    with cseq.MPSequence(worker, 4 * batches, num_workers=1, **options).start() as manager:
-        for _ in range(3):
-            for number, batch in enumerate(manager):
-                floats = batch[0] if worker is Pairs else batch["floats"]
-                assert floats.tolist() == list(range(4 * number, 4 * number + 4))
-            assert number == batches - 1
+def share_all(kind: Any, worker: Any, batches: int) -> None:
+    """Managers of one and two workers, in both orders."""
+    for workers, ordered in ((1, True), (2, True), (2, False)):
+        with started(kind, worker, batches, num_workers=workers, ordered=ordered) as manager:
+            for _ in range(2):
+                share(manager, ordered=ordered, batches=batches)
+            for _ in manager:
+                break  # an epoch that is given up
+            assert sum(1 for _ in manager) == batches
 
 
-def main(batches: int) -> None:
-    """Run everything once."""
-    for kind, worker, count in (
-        (cseq.MTSequence, Echo, 20 * batches),
-        (cseq.MTSequence, Dicts, batches),
-        (cseq.MPSequence, Dicts, batches),
+def threads(scale: int) -> None:
+    """Workers that are threads."""
+    share_all(cseq.MTSequence, Echo, 10 * scale)
+    share_all(cseq.MTSequence, Dicts, scale)
+
+
+def processes(scale: int) -> None:
+    """Workers that are processes."""
+    share_all(cseq.MPSequence, Dicts, 2 * scale)
+
+
+def inline(scale: int) -> None:
+    """Batches that are made by whichever thread asks."""
+    sequence: Any = cseq.MTSequence(Dicts, 4 * scale, 1, batch_size=4, out_type="null")
+    with sequence.start_test() as manager:
+        for _ in range(2):
+            share(manager, ordered=True, batches=scale)
+
+
+# -- one manager, many iterators
+
+
+def reset(scale: int) -> None:
+    """Threads that each begin epochs, which ends those of the others."""
+    for kind, workers in ((cseq.MTSequence, 1), (cseq.MTSequence, 2), (cseq.MPSequence, 2)):
+        with started(kind, Echo, scale, num_workers=workers) as manager:
+            state = manager.state_dict()
+
+            def begin(manager: Any = manager) -> None:
+                for _ in range(scale // 10):
+                    with contextlib.suppress(InterruptedError):
+                        for number, _batch in enumerate(manager):
+                            if number == scale // 4:
+                                break
+
+            def jump(manager: Any = manager, state: Any = state) -> None:
+                for epoch in range(scale // 20):
+                    manager.set_epoch(epoch)
+                    look(manager, 2)
+                    manager.load_state_dict(state)
+
+            together(begin, begin, jump)
+            assert sum(1 for _ in manager) == scale
+
+
+def closed(scale: int) -> None:
+    """A manager that is finished, or started again, in the middle of an epoch."""
+    for kind, workers, rounds in (
+        (cseq.MTSequence, 1, 8),
+        (cseq.MTSequence, 2, 8),
+        (cseq.MPSequence, 2, 2),
     ):
-        for ordered in (True, False):
-            options: dict[str, Any] = {"num_workers": 2, "batch_size": 4, "buffer": 10}
-            with kind(
-                worker, 4 * count, out_type="null", ordered=ordered, **options
-            ).start() as manager:
-                for _ in range(2):
-                    share(manager, ordered, count)
-                for _ in manager:
-                    break  # an epoch that is given up
-                assert sum(1 for _ in manager) == count
-    # Plans, and what the reader remembers, belong to all threads.
-    together(*[lambda worker=worker: alone(worker, batches) for worker in (Pairs, Dicts) * 2])  # type: ignore[misc]
+        manager = kind(Echo, 4 * scale, workers, batch_size=4, buffer=10, out_type="null")
+        for turn in range(rounds):
+            iterator = iter(manager.start())
+            begun = threading.Event()
+            ended: list[str] = []
+
+            def take(iterator: Any = iterator, begun: Any = begun, ended: Any = ended) -> None:
+                with contextlib.suppress(InterruptedError):
+                    for _ in iterator:
+                        begun.set()
+                    ended.append("over")
+                begun.set()
+
+            def end(begun: Any = begun, turn: int = turn, manager: Any = manager) -> None:
+                begun.wait()
+                if turn % 2:
+                    manager.start()
+                else:
+                    manager.finish()
+
+            together(take, take, end, lambda manager=manager: look(manager, 10))
+            manager.finish()
+
+
+# -- what readers and plans remember
+
+
+def alone(worker: Any, batches: int) -> None:
+    """Go through epochs of a manager of this thread; another thread drops the batches."""
+    handed: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def drop() -> None:
+        while (found := handed.get()) is not None:
+            number, batch = found
+            assert first_of(batch) == 4 * number
+
+    dropper = threading.Thread(target=drop)
+    dropper.start()
+    try:
+        with started(cseq.MPSequence, worker, batches, num_workers=1, shuffle=False) as manager:
+            for _ in range(3):
+                for number, batch in enumerate(manager):
+                    floats = batch[0] if worker is Pairs else batch["floats"]
+                    assert floats.tolist() == list(range(4 * number, 4 * number + 4))
+                    if number % 4 == 0:
+                        handed.put((number, batch))
+                assert number == batches - 1
+    finally:
+        handed.put(None)
+        dropper.join()
+
+
+def plans(scale: int) -> None:
+    """Threads with a manager each: plans, and what the reader remembers, belong to all of them."""
+    together(*[lambda worker=worker: alone(worker, scale) for worker in (Pairs, Pairs, Dicts)])  # type: ignore[misc]
+
+
+def readers(scale: int) -> None:
+    """The same without processes, with more structures than are compared one by one."""
+
+    def read() -> None:
+        scratch = Scratch()
+        held: list[Any] = []
+        for turn in range(20 * scale):
+            floats = np.arange(16.0) + turn
+            batch = [floats] * (turn // 3 % 6) + [(floats, turn)[: 1 + turn % 2]]
+            scratch.clear()
+            record = codec.encode(batch, scratch)
+            found = codec.reader.decode(scratch.memory, record, copied=True)
+            assert len(found) == len(batch)
+            for array, expected in zip(found[:-1], batch[:-1], strict=True):
+                assert (array == expected).all()
+            assert (found[-1][0] == floats).all()
+            held = [*held[-2:], found]
+
+    together(*[read] * THREADS)
+
+
+# -- streams
+
+
+def streams(scale: int) -> None:
+    """Several producers; threads take the items, and others look, interrupt and close."""
+    workers = 3
+    with Streams(Numbers, workers, prefetch=4) as made:
+        assert made.ask("which") == list(range(workers))
+        every = {(number, k) for number in range(workers) for k in range(scale)}
+        for keyed in (False, True, True):
+            made.begin([scale] * workers, map(list, sorted(every)) if keyed else None)
+            items = iter(made)
+            taken: list[Any] = []
+            together(
+                *[lambda items=items, taken=taken: taken.extend(key for key, _ in items)] * 2,
+                lambda: glance(made, scale),
+            )
+            assert len(taken) == len(every) and set(taken) == every, len(taken)
+        made.begin([scale] * workers)
+
+        def by_worker(number: int) -> None:
+            for k in range(scale):
+                assert made.next(number)[0] == (number, k)
+
+        together(
+            *[lambda number=number: by_worker(number) for number in range(workers)],  # type: ignore[misc]
+            lambda: glance(made, scale),
+        )
+        for _ in range(3):
+            cut(made, workers, scale, made.interrupt)
+        made.begin([1] * workers)
+        assert sum(1 for _ in made) == workers
+        cut(made, workers, scale, made.close)
+
+
+def glance(made: Streams, times: int) -> None:
+    """Read what any thread may read of streams."""
+    for _ in range(times // 4):
+        assert made.stats().samples >= 0
+        assert len(made.pids()) == made.num_workers
+
+
+def cut(made: Streams, workers: int, scale: int, end: Callable[[], None]) -> None:
+    """End an epoch from another thread."""
+    made.begin([100 * scale] * workers)
+    items = iter(made)
+    begun = threading.Event()
+
+    def take() -> None:
+        try:
+            for _ in items:
+                begun.set()
+        except InterruptedError:
+            return
+        finally:
+            begun.set()
+        raise AssertionError("the epoch was not interrupted")
+
+    def cut_it() -> None:
+        begun.wait()
+        end()
+
+    together(take, take, cut_it, lambda: glance(made, scale))
+
+
+# -- slots
+
+
+def owners(scale: int) -> None:
+    """Tickets whose slots change owners, while another thread grants slots, and takes them back."""
+    slots = Slots(8)
+    ring = Ring(Block(ring_bytes(4, 1, 1), zero=True), 4, 1, 1)
+    ring.arena = slots
+    over = threading.Event()
+
+    def post() -> None:
+        try:
+            for ticket in range(10 * scale):
+                while (slot := slots.acquire()) < 0:
+                    slots.extend(1)
+                slots.resize(slot, SLOT)
+                ring.post(ring.vacant(), ticket, 0, ticket, 1, slot=slot, capacity=SLOT)
+                while (taken := ring.take()) is None:
+                    ring.wait(ring.notices(), ns=1000)
+                slots.release(taken[2])
+        finally:
+            ring.close()
+            over.set()
+
+    def work() -> None:
+        runner = Runner(ring, 0, 1, last=True)
+        spare = slots.acquire()
+        slots.grant(spare, 1)
+        while (claimed := runner.claim()) is not None:
+            if claimed and runner.batch % 2:
+                own, spare = spare, runner.slot
+                runner.publish(0, (8,), SLOT, own)
+            elif claimed:
+                runner.publish(0, (8,), SLOT)
+
+    def supervise() -> None:
+        while not over.is_set():
+            slots.extend(1)
+            assert ring.reclaim(2) == []
+            slot = slots.acquire()
+            slots.grant(slot, 2)
+            assert ring.reclaim(2) == [slot]
+            slots.release(slot)
+            slots.top = -1
+
+    live: dict[int, int] = {}
+
+    def request() -> None:
+        me = threading.get_ident()
+        while not over.is_set():
+            held = Request(slots)
+            if held.slot >= 0:
+                assert live.setdefault(held.slot, me) == me
+                assert slots.is_taken(held.slot)
+                del live[held.slot]
+            del held
+
+    together(post, work, supervise, request, request)
+
+
+# -- deaths
+
+
+def deaths(scale: int) -> None:
+    """Workers that are killed while threads take batches, or items."""
+    with started(cseq.MPSequence, Dicts, 4 * scale, num_workers=2) as manager:
+        supervisor = manager._run.pool.supervisor
+
+        def kill(owner: int) -> None:
+            for _ in range(2):
+                await_ready(lambda: supervisor.is_ready(owner))
+                supervisor.kill(owner)
+
+        iterator = iter(manager)
+        taken: list[float] = []
+
+        def take() -> None:
+            taken.extend(first_of(batch) for batch in iterator)
+
+        together(take, take, lambda: kill(1), lambda: kill(2), lambda: look(manager, scale))
+        assert len(set(taken)) == len(taken) == 4 * scale, len(taken)
+    with Streams(Numbers, 2, prefetch=4) as made:
+        made.begin([4 * scale] * 2)
+        items = iter(made)
+        keys: list[Any] = []
+
+        def kill_one() -> None:
+            for pid in made.pids():
+                if pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+        together(
+            *[lambda: keys.extend(key for key, _ in items)] * 2,
+            kill_one,
+            lambda: glance(made, scale),
+        )
+        assert len(set(keys)) == len(keys) == 8 * scale, len(keys)
+
+
+def await_ready(ready: Callable[[], bool]) -> None:
+    """Wait until a worker is ready, at most a minute."""
+    deadline = time.monotonic() + 60
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        threads, inline, reset, closed, readers, owners, processes, plans, streams, deaths
+    )
+}
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scenarios", nargs="*", choices=[[], *SCENARIOS], metavar="SCENARIO")
+    parser.add_argument("--unlocked", action="store_true")
+    parser.add_argument("--scale", type=int, default=100)
+    arguments = parser.parse_args()
+    if arguments.unlocked:
+        Run.lock = property(lambda run: Unlocked(), lambda run, lock: None)  # type: ignore[assignment, method-assign]
+    for name in arguments.scenarios or SCENARIOS:
+        begun = time.monotonic()
+        SCENARIOS[name](arguments.scale)
+        print(f"{name}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    warnings.simplefilter("error", UserWarning)
+    main()
