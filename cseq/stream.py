@@ -370,12 +370,16 @@ class Streams:
         """Process ids of the workers, in their order; None for one that is just being started."""
         return self._run.pool.pids()
 
-    def children(self) -> list[Child | None]:
+    def children(self, *, wait: bool = False) -> list[Child | None]:
         """Worker processes, in their order; None for one that is just being started, or has ended.
 
-        A process that was returned can be asked for its exit code after its end.
+        A process that was returned can be asked for its exit code after its end. With `wait`, those
+        that are started for the first time are waited for.
         """
-        return self._run.pool.children()
+        pool = self._run.pool
+        if wait and self._run.is_ours:
+            pool.supervisor.await_launch()
+        return pool.children()
 
     def __enter__(self) -> Self:
         return self

@@ -33,7 +33,7 @@ from cseq.pickling import dump
 from cseq.segment import Segment
 from cseq.stage import START_SHARE, overdue, spin_ns
 from cseq.threads import Latch, Threads
-from cseq.worker import ENTERED, FAILED, NO_STACK, READY, Setup, WorkerProcess
+from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any syst
 SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
 GRACE = 5.0  # seconds that workers get to end by themselves
 LAST_GRACE = 2.0  # and to be gone after they were killed
+STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 
 
 class Supervisor:
@@ -272,9 +273,9 @@ class Supervisor:
                 self._kill_starting()
 
     def _kill_starting(self) -> None:
-        """Kill the workers that run nothing of the user's yet; importing may take them long."""
+        """Kill the workers that do not have the user's object yet; importing may take them long."""
         for worker in self._workers.values():
-            if not worker.state:
+            if worker.state in (b"", ENTERED):
                 worker.child.kill()
 
     def _launch(self, owner: int) -> None:
@@ -377,7 +378,7 @@ class Supervisor:
         if any(worker.state == READY for worker in workers):
             self._patience = math.inf
             return
-        entered = [worker for worker in workers if worker.state == ENTERED]
+        entered = [worker for worker in workers if worker.state in STARTING]
         module = self._launcher.importing
         doing = "their processes start"
         if module:
@@ -404,7 +405,7 @@ class Supervisor:
         `working` lists owners, since when they work (ns of `now_ns`), and on what; see `overdue`.
         Workers that are not ready are checked as well.
         """
-        starting = [(w.owner, w.entered) for w in self._snapshot() if w.state == ENTERED]
+        starting = [(w.owner, w.entered) for w in self._snapshot() if w.state in STARTING]
         for owner, took in overdue(working, starting, timeout):
             worker = self._workers.get(owner)
             stack = NO_STACK if worker is None else worker.stack()
@@ -415,6 +416,11 @@ class Supervisor:
             if worker is not None:  # this very process: it may have been replaced meanwhile
                 worker.is_overdue = True
                 worker.child.kill()
+
+    def await_launch(self) -> None:
+        """Wait until all workers have been started once; not if `launch` was not called."""
+        if self._thread.begun and self._wanted.wait(0):
+            self._launched.wait()
 
     def is_ready(self, owner: int) -> bool:
         """Whether a worker has reported that it is ready, and is not known to have ended."""
@@ -447,8 +453,8 @@ class Supervisor:
     def close(self) -> None:
         """Close the rings and end all workers; kill those that do not end within `GRACE` seconds.
 
-        Those that have not come to the user's code are killed at once. Calling it twice is fine,
-        also if a signal handler has raised in the first call.
+        Those that do not have the user's object yet, and may be importing its modules, are killed
+        at once. Calling it twice is fine, also if a signal handler has raised in the first call.
 
         Raises
         ------

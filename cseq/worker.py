@@ -4,11 +4,12 @@
 
     trainer                                          worker process
       WorkerProcess.handshake ── Setup, files ────►  enter ──► ring, writer, the user's object
-      WorkerProcess.receive ◄── ENTERED, READY … ──  send_state
+      WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
                             ◄── end of file ───────  its end
 
-A worker sends ENTERED when the user's code begins, then READY, or FAILED with the exception that
-kept it from getting ready, and NOTED, a warning, at any time.
+A worker sends ENTERED before it reads the user's object, which imports the user's modules, LOADED
+when it has it (a forked worker at once), then READY. FAILED comes with the exception that kept it
+from getting ready, NOTED with a warning, at any time.
 
 On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
 the socket: the signal handler may run while a message is being sent.
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTERED",
     "FAILED",
+    "LOADED",
     "NOTED",
     "NO_STACK",
     "READY",
@@ -55,7 +57,7 @@ __all__ = [
     "send_state",
 ]
 
-ENTERED, READY, FAILED, NOTED = b"E", b"R", b"F", b"N"
+ENTERED, LOADED, READY, FAILED, NOTED = b"E", b"L", b"R", b"F", b"N"
 HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 LENGTH = struct.Struct("<Q")  # of the setup that follows
 
@@ -86,6 +88,7 @@ class Setup(NamedTuple):
 class Entered(NamedTuple):
     """What `enter` gives a worker process."""
 
+    sock: socket.socket
     setup: Setup
     ring: Ring
     writer: Writer
@@ -101,7 +104,9 @@ class Entered(NamedTuple):
             return local
         (fd,) = self.object_fd
         with reading():
-            return codec.decode_pickled(Mapping(fd, 0, record.used, own=True), record)
+            worker = codec.decode_pickled(Mapping(fd, 0, record.used, own=True), record)
+        send_state(self.sock, LOADED)
+        return worker
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
@@ -114,11 +119,11 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=more.pop(0), all_threads=True)
-    send_state(sock, ENTERED)
+    send_state(sock, LOADED if setup.record is None else ENTERED)
     at, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
     Descriptor(int, ring_fd).close()
-    return Entered(setup, ring, Writer(arena_fd, setup.width, setup.spares), more)
+    return Entered(sock, setup, ring, Writer(arena_fd, setup.width, setup.spares), more)
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
@@ -135,7 +140,7 @@ def _leave() -> NoReturn:
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the trainer a message: ENTERED, then READY or FAILED; NOTED, a warning, at any time."""
+    """Send the trainer a message: the state of this worker, or NOTED, a warning."""
     sock.sendall(HEADER.pack(state, len(body)) + body)
 
 
@@ -150,9 +155,9 @@ class WorkerProcess:
     owner : int
         Its number among the owners of tickets, from 1.
     state : bytes
-        ENTERED, READY or FAILED, as the latest message said; empty before there is one.
+        ENTERED, LOADED, READY or FAILED, as the latest message said; empty before there is one.
     entered : int
-        When ENTERED came, in ns of `now_ns`.
+        When the first message came, in ns of `now_ns`.
     is_overdue : bool
         It was killed because it took longer than its timeout.
     """
@@ -196,7 +201,7 @@ class WorkerProcess:
                 break
             body = bytes(buffer[HEADER.size : end])
             del buffer[:end]
-            if state == ENTERED:
+            if not self.state:
                 self.entered = now_ns()
             if state != NOTED:
                 self.state = state

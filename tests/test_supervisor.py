@@ -18,11 +18,11 @@ from cseq import supervisor as supervisor_module
 from cseq._core import Runner, now_ns
 from cseq.deaths import Deaths, Held
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
-from cseq.launcher import make_launcher
+from cseq.launcher import make_launcher, start_methods
 from cseq.launcher.base import KILLED
 from cseq.stage import INDEXER
 from cseq.supervisor import Supervisor
-from cseq.worker import FAILED, HEADER, NO_STACK, READY, enter, send_state
+from cseq.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
@@ -36,11 +36,14 @@ if TYPE_CHECKING:
 
 def obey(sock: socket.socket, local: Any = None) -> None:
     """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
-    del local
     entered = enter(sock)
     runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
     for order in entered.setup.task:
-        if order == ord("R"):
+        if order == ord("L"):
+            entered.read(local)
+        elif order == ord("N"):
+            send_state(sock, NOTED, b"noted")
+        elif order == ord("R"):
             send_state(sock, READY)
         elif order == ord("F"):
             send_state(sock, FAILED, b"why " * 50_000)
@@ -319,6 +322,21 @@ def test_close_kills_the_busy(
     assert "worker 0 is busy: killed" in caplog.text
 
 
+@pytest.mark.parametrize("method", start_methods())
+def test_close_waits_for_what_is_made(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that has the user's object, and makes what it is asked for of it, gets its time."""
+    monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
+    one = Pool(b"LNS", method=method)
+    one.start()
+    seen = threading.Event()
+    while "noted" not in caplog.text:  # what it has sent before has come, too
+        seen.wait(0.001)
+    one.close()
+    assert "worker 0 is busy: killed" in caplog.text
+
+
 def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that ends badly while it leaves is in the log."""
     caplog.set_level(logging.WARNING)
@@ -338,7 +356,7 @@ def test_close_at_once(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
 
 
-# A worker's interpreter imports this before anything else, and does not come to the end of it.
+# A worker's interpreter that imports this does not come to the end of it.
 SLOW_START = """
 import sys, time
 if sys.orig_argv[-1].startswith("cseq-w"):
@@ -346,12 +364,15 @@ if sys.orig_argv[-1].startswith("cseq-w"):
     time.sleep(1000)
 """
 
+USERS = """
+class Indexer:
+    def __getitem__(self, indices): return indices
+"""
+
 UNUSED = """
 import os, sys, time
 import cseq
-
-class Indexer:
-    def __getitem__(self, indices): return indices
+from users import Indexer
 
 if __name__ == "__main__":
     manager = cseq.MPSequence(Indexer, 10, 2, out_type="null", start_method="spawn").start()
@@ -365,10 +386,18 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("module", ["sitecustomize", "users"])
 @pytest.mark.parametrize("what", ["finish", "drop", "end"])
-def test_the_end_waits_for_no_import(run_script: RunScript, tmp_path: Path, what: str) -> None:
-    """Workers that have not come to the user's code are killed at once, without a warning."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW_START, encoding="ascii")
+def test_the_end_waits_for_no_import(
+    run_script: RunScript, tmp_path: Path, what: str, module: str
+) -> None:
+    """Workers that do not have the user's object yet are killed at once, without a warning.
+
+    They may be in the interpreter's own start, or import the user's modules for that object.
+    """
+    for name, source in (("sitecustomize", ""), ("users", USERS)):
+        slow = SLOW_START if name == module else ""
+        (tmp_path / f"{name}.py").write_text(slow + source, encoding="ascii")
     path = os.pathsep.join([str(tmp_path), import_path()])
     done = run_script(UNUSED, what, PYTHONPATH=path)
     assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0)

@@ -14,6 +14,7 @@ from cseq.worker import (
     ENTERED,
     FAILED,
     HEADER,
+    LOADED,
     NO_STACK,
     NOTED,
     READY,
@@ -53,7 +54,8 @@ def test_messages_arrive_in_any_pieces(
     body = b"why\0\0E" * 3
     for last, told in ((READY, b""), (FAILED, body)):
         noted = HEADER.pack(NOTED, 4) + b"look"
-        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(last, len(told)) + told + noted
+        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(LOADED, 0)
+        sent += HEADER.pack(last, len(told)) + told + noted
         messages = []
         for k in range(0, len(sent), size):
             theirs.sendall(sent[k : k + size])

@@ -36,32 +36,36 @@ class WorkerProcess:
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.name!r} pid={self.pid}>"
 
-    def keep(self) -> None:
-        """Note the process; it may be another one than before, which has died."""
+    def keep(self, *, wait: bool = False) -> None:
+        """Note the process; it may be another one than before, which has died.
+
+        `wait`: until there is one. Spawned workers are started beside the loop.
+        """
         streams = self._streams()
         if streams is not None and not self._is_killed:
-            self._child = streams.children()[self._number] or self._child
+            children = streams.children(wait=wait and self._child is None)
+            self._child = children[self._number] or self._child
 
     @property
     def pid(self) -> int | None:
         """Its process id."""
-        self.keep()
+        self.keep(wait=True)
         return None if self._child is None else self._child.pid
 
     @property
     def exitcode(self) -> int | None:
         """Its exit code, or minus the signal's number; None: it lives."""
-        self.keep()
+        self.keep(wait=True)
         return None if self._child is None else self._child.status(0)
 
     def is_alive(self) -> bool:
         """Whether it lives."""
-        self.keep()
+        self.keep(wait=True)
         return self._child is not None and not self._child.gone
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, for so many seconds at most."""
-        self.keep()
+        self.keep(wait=True)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self.is_alive() and time.monotonic() < deadline:
             if self._child is not None:
@@ -73,7 +77,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill it. Another one takes its place."""
-        self.keep()
+        self.keep(wait=True)
         if self._child is not None:
             self._is_killed = True
             self._child.kill()

@@ -1,0 +1,89 @@
+"""The worker processes of a loader's iterator, as others see them: `iterator._workers`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kinds import QUICKEST  # noqa: E402
+from torch_data import Plain  # noqa: E402
+
+import cseq  # noqa: E402
+from cseq.launcher import direct  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few processors
+
+SLOW = 0.3  # seconds that each start takes here
+
+
+@pytest.fixture
+def _started_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have spawned workers started later than the iterator is there, on any machine."""
+    start: Any = direct.SpawnLauncher._start
+
+    def start_late(*args: Any) -> Any:
+        time.sleep(SLOW)
+        return start(*args)
+
+    monkeypatch.setattr(direct.SpawnLauncher, "_start", start_late)
+
+
+def spawned(count: int = 2) -> Any:
+    """An iterator whose workers are being spawned."""
+    return iter(cseq.DataLoader(Plain(), num_workers=count, multiprocessing_context="spawn"))
+
+
+@pytest.mark.usefixtures("_started_slowly")
+def test_a_process_is_there_as_soon_as_it_is_asked_for() -> None:
+    """As torch's is, though `iter` does not wait for spawned workers."""
+    iterator = spawned()
+    pids = [process.pid for process in iterator._workers]
+    assert all(isinstance(pid, int) for pid in pids)
+    assert len({*pids, os.getpid()}) == 3
+    iterator._shutdown_workers()
+    assert [process.pid for process in iterator._workers] == pids
+
+
+@pytest.mark.usefixtures("_started_slowly")
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [(lambda process: process.is_alive(), True), (lambda process: process.exitcode, None)],
+    ids=["is_alive", "exitcode"],
+)
+def test_it_is_alive_from_the_beginning(ask: Any, answer: Any) -> None:
+    iterator = spawned(1)
+    (process,) = iterator._workers
+    assert ask(process) is answer
+    process.kill()
+    process.join(100)
+    assert not process.is_alive()
+    assert process.exitcode not in (0, None)
+    iterator._shutdown_workers()
+
+
+@pytest.mark.usefixtures("_started_slowly")
+def test_nobody_is_waited_for_where_none_comes() -> None:
+    """One thread asks for a process that will not be started, since another one ends the loader."""
+    iterator = spawned(2)
+    asked: list[Any] = []
+    asking = threading.Thread(target=lambda: asked.append(iterator._workers[1].pid))
+    asking.start()
+    iterator._shutdown_workers()
+    asking.join(100)
+    assert len(asked) == 1
+
+
+def test_processes_are_named_at_once_where_they_are_there() -> None:
+    made = cseq.DataLoader(Plain(4), num_workers=1, multiprocessing_context=QUICKEST.start_method)
+    iterator = iter(made)
+    assert len(list(iterator)) == 4
+    (process,) = iterator._workers
+    assert repr(process) == f"<WorkerProcess 'cseq-w0' pid={process.pid}>"
+    process.join()
+    assert process.exitcode == 0
