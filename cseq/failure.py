@@ -7,8 +7,10 @@ fails is found there; then its type's name and its text are sent, and raised as 
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cseq.errors import RemoteTraceback, WorkerError
@@ -17,7 +19,10 @@ from cseq.pickling import dumps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["annotate", "deliver", "named", "pack", "pack_text", "unpack", "where"]
+__all__ = [
+    "Failure", "annotate", "deliver", "line_of", "named", "pack", "pack_text", "str_of", "unpack",
+    "where",
+]  # fmt: skip
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -91,6 +96,56 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+class Failure:
+    """The first error of some workers, raised by each call that asks until they are gone.
+
+    An exception that is raised refers to the frames of its caller, and so to the user's objects
+    there. The workers have this object: would they keep that exception, they would keep their
+    manager, which could never be dropped. So each is raised once, and a copy is kept.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def note(self, error: BaseException) -> None:
+        """Keep an error, if it is the first one."""
+        if self._error is None:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        error = self._error
+        if error is None:
+            return
+        try:
+            self._error = _copy_of(error)
+            raise error
+        finally:
+            del error  # its traceback refers to this frame: a reference cycle
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """Return an exception like this one; itself, if its class does not allow for that."""
+    rebuild = partial(_rebuild, type(error), error.args, vars(error))
+    for make in (partial(copy.copy, error), rebuild):
+        try:
+            made = make()
+        except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
+            continue
+        if type(made) is type(error) and str_of(made) == str_of(error):
+            break
+    else:
+        return error
+    if hasattr(error, "__notes__"):
+        made.__notes__ = list(error.__notes__)  # type: ignore[attr-defined]
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
 
 
 def _has_text(error: BaseException) -> bool:

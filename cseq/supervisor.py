@@ -86,8 +86,8 @@ class Supervisor:
 
     Attributes
     ----------
-    failure : BaseException or None
-        The first error of a worker or of the supervisor's thread; `check` raises it.
+    failure : Failure
+        Of a worker or of the supervisor's thread; `check` raises it.
     takes_objects : bool
         Whether workers are forked from this process: objects are inherited, not pickled.
     closed : bool
@@ -127,7 +127,7 @@ class Supervisor:
             ring.arena = self.arena.slots
         self.owners = owners
         self.deaths = deaths
-        self.failure: BaseException | None = None
+        self.failure = failure.Failure()
         self.closed = False
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
@@ -337,7 +337,7 @@ class Supervisor:
         held = [self._describe(owner, cell) for cell in ring.held(number)]
         ring.repost(number)
         self.arena.reclaim(owner, self.rings)
-        if self.failure is not None:
+        if self.failure:
             return
         was_ready = worker.state == READY
         error = self.deaths.count(
@@ -351,8 +351,7 @@ class Supervisor:
 
     def _fail(self, error: BaseException) -> None:
         """Store the first exception, which `check` raises in the consumer."""
-        if self.failure is None:
-            self.failure = error
+        self.failure.note(error)
         self.notify_all()
 
     # -- on any thread
@@ -366,8 +365,7 @@ class Supervisor:
         """Raise errors of workers and of the supervisor's thread."""
         if self.closed:
             raise InterruptedError("the manager was finished while a batch was awaited")
-        if self.failure is not None:
-            raise self.failure
+        self.failure.check()
         waited = time.monotonic() - self._begun
         if waited > self._patience:
             self._log_start(waited)

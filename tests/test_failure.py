@@ -354,6 +354,84 @@ def test_nothing_is_kept_alive(kind: Kind) -> None:
         gc.enable()
 
 
+class Unmade:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise Coded(3, reason="no data")
+
+    def __getitem__(self, indices: Any) -> Any:
+        raise NotImplementedError
+
+
+@every_kind
+def test_a_failed_manager_is_dropped(kind: Kind) -> None:
+    """Its workers have the error to raise, and not the frames of who was told; they end."""
+    manager = kind.start(Unmade, 4) if kind.parallel else kind.make(Unmade, 4)
+    told = []
+    for _ in range(3):
+        try:
+            list(kind.begin(manager))
+        except Coded as error:
+            told.append((error.code, str(error)))
+    assert told == [(3, "code 3: no data")] * 3
+    gone = weakref.ref(manager)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(Coded):
+            list(kind.begin(manager))
+        del manager
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Opaque(Exception):
+    """Neither its constructor nor its attributes can be guessed."""
+
+    __slots__ = ("why",)
+
+    def __init__(self, *, why: str) -> None:
+        super().__init__()
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"because of {self.why}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Coded(8, reason="stuck"),
+        OSError(2, "no such file", "x.bin"),
+        KeyError("k"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        Opaque(why="slots"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_is_raised_again_and_again(error: BaseException) -> None:
+    """With its type, attributes, notes and cause; what is added to one is not added to the next."""
+    stored = failure.Failure()
+    stored.check()
+    assert not stored
+    error.__cause__ = cause = ValueError("cause")
+    stored.note(error)
+    stored.note(RuntimeError("a later one"))
+    assert stored
+    for _ in range(3):
+        with pytest.raises(type(error)) as caught:
+            stored.check()
+        assert str(caught.value) == str(error)
+        assert vars(caught.value).get("code") == vars(error).get("code")
+        assert caught.value.__cause__ is cause
+        assert len(traceback.extract_tb(caught.value.__traceback__)) == 2 or type(error) is Opaque
+        if hasattr(caught.value, "add_note") and type(error) is not Opaque:
+            assert not hasattr(caught.value, "__notes__")
+            caught.value.add_note("noted")
+
+
 @every_kind
 def test_a_close_that_raises(
     kind: Kind, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]

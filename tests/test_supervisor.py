@@ -157,9 +157,9 @@ class Pool:
     def await_failure(self) -> None:
         """Sleep as the trainer does, until something has gone wrong."""
         (ring,) = self.supervisor.rings
-        while self.supervisor.failure is None:
+        while not self.supervisor.failure:
             seen = ring.notices()
-            if self.supervisor.failure is None:
+            if not self.supervisor.failure:
                 ring.wait(seen)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq import context, indexer
+from cseq import context, failure, indexer
 from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
 from cseq.converter.host import Converter
@@ -40,7 +40,7 @@ class ThreadGroup:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._threads = Threads()
-        self.failure: BaseException | None = None
+        self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None]) -> None:
         """Add a thread, which ends when the ring is closed."""
@@ -59,14 +59,12 @@ class ThreadGroup:
 
     def fail(self, error: BaseException) -> None:
         """Store the first exception, and wake the loop."""
-        if self.failure is None:
-            self.failure = error
+        self.failure.note(error)
         self._ring.notify_all()
 
     def check(self) -> None:
         """Raise the exception that has ended a thread."""
-        if self.failure is not None:
-            raise self.failure
+        self.failure.check()
 
     def stack(self, name: str) -> str:
         """Return a thread's stack, as text."""
@@ -183,7 +181,7 @@ class ThreadPool(Feed):
             while not turn.wait(LOOK_SECONDS):
                 if self._closed:
                     return None
-            if self._closed or self._group.failure is not None:
+            if self._closed or self._group.failure:
                 return None
             self._starting[number + 1] = now_ns()
             made = indexer.build(worker)

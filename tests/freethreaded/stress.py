@@ -476,7 +476,16 @@ def await_ready(ready: Callable[[], bool]) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        threads, inline, reset, closed, readers, owners, processes, plans, streams, deaths
+        threads,
+        inline,
+        reset,
+        closed,
+        readers,
+        owners,
+        processes,
+        plans,
+        streams,
+        deaths,
     )
 }
 
