@@ -73,6 +73,7 @@ class ItemReader:
         consumers: list[StreamConsumer],
         write: Callable[[Any, int], Request],
         wait: Callable[[list[StreamConsumer]], None],
+        over: Callable[[], None],
         *,
         depth: int,
     ) -> Self: ...

@@ -2,7 +2,7 @@
 """The trainer's end of a stream: items of workers, each with a queue of its own."""
 
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.list cimport PyList_GET_ITEM
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
@@ -684,6 +684,8 @@ cdef class ItemReader:
         ``write(key, number)`` → `Request`.
     wait : callable
         ``wait(consumers)`` sleeps until the oldest ticket of one of them is answered.
+    over : callable
+        ``over()`` is called where the caller is told that there are no more items, of any worker.
     depth : int
         The most keys of a worker that are posted, being made, or ready.
 
@@ -699,7 +701,7 @@ cdef class ItemReader:
     cdef readonly object generation
     cdef readonly uint64_t taken
     cdef list consumers
-    cdef object write, wait
+    cdef object write, wait, over
     cdef uint32_t depth
     cdef bint ordered
     cdef uint32_t* line             # numbers of workers
@@ -717,10 +719,11 @@ cdef class ItemReader:
     cdef uint64_t posted
     cdef Py_ssize_t latest          # the worker of the key that was posted last
 
-    def __cinit__(self, run, list consumers not None, write, wait, *, uint32_t depth):
+    def __cinit__(self, run, list consumers not None, write, wait, over, *, uint32_t depth):
         cdef size_t room = 1
         cdef StreamConsumer consumer
-        self.run, self.consumers, self.write, self.wait = run, consumers, write, wait
+        self.run, self.consumers = run, consumers
+        self.write, self.wait, self.over = write, wait, over
         self.depth = depth
         for consumer in consumers:
             room += consumer.ring.r.capacity
@@ -941,6 +944,9 @@ cdef class ItemReader:
                                        "use peek() and commit()")
                 consumer = self.consumers[worker]
                 if not consumer.prepare():
+                    if self.are_over():
+                        self.over()
+                        self.check(generation)
                     raise StopIteration
                 if self.run.generation == generation:
                     self.taken += 1
@@ -950,6 +956,16 @@ cdef class ItemReader:
             raise
         finally:
             lock.release()
+
+    cdef bint are_over(self) noexcept:
+        """Whether no worker has more items."""
+        cdef StreamConsumer consumer
+        cdef Py_ssize_t k
+        for k in range(PyList_GET_SIZE(self.consumers)):
+            consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, k)
+            if consumer.waiting() or consumer.error is not None or not consumer.over:
+                return False
+        return True
 
     cdef Py_ssize_t find_answered(self) noexcept:
         """Position in the line of the first worker with an item ready, or without more; -1:
@@ -985,6 +1001,8 @@ cdef class ItemReader:
                     if error is not self.incomplete:  # that is raised until an epoch begins
                         self.error = None
                     raise error
+                self.over()
+                self.check(generation)
                 return None
             k = 0 if self.ordered else self.find_answered()
             if k < 0:

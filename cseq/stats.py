@@ -160,6 +160,14 @@ class Pause(NamedTuple):
     computed: float
 
 
+def _longer(pauses: Pause, since: Pause, now: Pause | Times) -> Pause:
+    """Add a pause that began at `since`."""
+    return Pause(
+        pauses.elapsed + now.elapsed - since.elapsed,
+        pauses.computed + now.computed - since.computed,
+    )
+
+
 class Clock:
     """Times of the epochs of some rings; the clock stops between two epochs.
 
@@ -194,7 +202,7 @@ class Clock:
         """An epoch begins."""
         zero, pauses, since = self._state
         if since is not None:
-            self._state = zero, self._longer(pauses, since), None
+            self._state = zero, _longer(pauses, since, self._mark()), None
 
     def started(self) -> None:
         """The loop has waited for its first batch: the time waited until now was the start."""
@@ -214,9 +222,9 @@ class Clock:
     def read(self) -> Times:
         """Return the times of all epochs, up to now or to the end of the last one."""
         zero, pauses, since = self._state
-        if since is not None:
-            pauses = self._longer(pauses, since)
         now = self._now()
+        if since is not None:
+            pauses = _longer(pauses, since, now)
         elapsed = now.elapsed - zero.elapsed - pauses.elapsed
         return Times(
             elapsed,
@@ -232,14 +240,6 @@ class Clock:
     def _mark(self) -> Pause:
         """Read the clocks of a pause."""
         return Pause(now_ns() / 1e9, self._process_time())
-
-    def _longer(self, pauses: Pause, since: Pause) -> Pause:
-        """Add a pause that began at `since`."""
-        now = self._mark()
-        return Pause(
-            pauses.elapsed + now.elapsed - since.elapsed,
-            pauses.computed + now.computed - since.computed,
-        )
 
     def _now(self) -> Times:
         """Read all clocks."""

@@ -29,6 +29,7 @@ from cseq._slots import Lease
 from cseq._stream import ItemIterator, ItemReader, Request, StreamConsumer
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
+from cseq.errors import RemoteTraceback
 from cseq.launcher import make_launcher, start_methods
 from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
@@ -163,8 +164,8 @@ class Streams:
                 f"producer={producer!r} cannot be called; give producer(number, num_workers)"
             )
         early = choice("launch", launch, ("now", "begin")) == "now"
+        preload = modules("preload", preload)
         pool = StreamPool(
-            producer,
             count("num_workers", num_workers, most=MOST_WORKERS),
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
             key_size=count("key_size", key_size, least=0, most=MOST_KEY),
@@ -175,16 +176,22 @@ class Streams:
             restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
-            preload=modules("preload", preload),
-            encoded=encoded,
+            encoded=flag("encoded", encoded),
         )
         self._run = Run(pool)
         self._reader = ItemReader(
-            self._run, pool.consumers, pool.write_key, pool.await_any, depth=pool.depth
+            self._run,
+            pool.consumers,
+            pool.write_key,
+            pool.await_any,
+            pool.clock.stop,
+            depth=pool.depth,
         )
         self._finalizer = close_with(self, self._run)
         try:
-            pool.prepare()
+            pool.supervisor.prepare(
+                producer, name="producer", preload=preload, timeout=pool.timeout
+            )
             if early:
                 pool.supervisor.launch()
         except BaseException:
@@ -258,6 +265,7 @@ class Streams:
                 f"{len(assignments)} assignments for {self.num_workers} workers; give one for each"
             )
         free = choice("assign", assign, ("turn", "free")) == "free"
+        ordered = flag("ordered", ordered)
         first = count("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
@@ -265,7 +273,6 @@ class Streams:
         generation = run.interrupt()
         with run.lock:
             reader.end()
-            ordered = flag("ordered", ordered)
             post = partial(reader.begin, keys, ordered=ordered, free=free, first=first)
             try:
                 replies = run.pool.begin(assignments, post, keyed=keys is not None)
@@ -406,7 +413,6 @@ class StreamPool:
 
     def __init__(
         self,
-        producer: Callable[[int, int], Producer | KeyProducer],
         num_workers: int,
         *,
         prefetch: int,
@@ -418,12 +424,11 @@ class StreamPool:
         restart: bool,
         memory_limit: int,
         threads: int | None,
-        preload: tuple[str, ...] | Literal[False] | None,
         encoded: bool,
     ) -> None:
         self.num_workers = num_workers
         self._encoded = encoded
-        self._timeout, self._patient, self._restart = timeout, patient, restart
+        self.timeout, self._patient, self._restart = timeout, patient, restart
         depth = min(prefetch, DEEPEST)
         # One worker may have all keys.
         self.depth = min(prefetch * num_workers, DEEPEST)
@@ -447,7 +452,7 @@ class StreamPool:
         )
         self._arena = arena = supervisor.arena
         self._slots = SlotReader(arena)
-        self._writer = Writer(arena.segment.fd, arena.segment.width)
+        self._writers: list[Writer] = []  # that nothing is written with
         self.consumers = [
             StreamConsumer(
                 ring,
@@ -467,11 +472,7 @@ class StreamPool:
         self._epoch = 0
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
-        self._clock = Clock(*supervisor.rings)
-        # Whatever that raises, also by a signal handler: `close` ends what has begun.
-        self.prepare = partial(
-            supervisor.prepare, producer, name="producer", preload=preload, timeout=timeout
-        )
+        self.clock = Clock(*supervisor.rings)
 
     @property
     def segment(self) -> Segment:
@@ -481,16 +482,21 @@ class StreamPool:
     # -- requests
 
     def _write(self, value: Any, name: str) -> Request:
-        """Write something for a worker into a slot."""
+        """Write something for a worker into a slot.
+
+        A signal handler may do the same meanwhile, with another writer.
+        """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
         while request.slot < 0:
             self._arena.prepare()
             request = Request(self._arena.slots)
-        writer = self._writer
+        segment = self._arena.segment
+        writer = self._writers.pop() if self._writers else Writer(segment.fd, segment.width)
         writer.begin(request.slot, self._arena.capacity(request.slot))
         record = codec.encode_pickled(pickled, writer)
         request.locate(writer.capacity, record)
+        self._writers.append(writer)
         return request
 
     def _pickle(self, value: Any, name: str) -> Pickled:
@@ -526,9 +532,9 @@ class StreamPool:
                 if answer is not None or not consumer.holds(*post):
                     return answer
             self.supervisor.check()
-            if self._timeout is not None:
+            if self.timeout is not None:
                 working = self._awaited(waiting, idle, begun)
-                self.supervisor.check_time(working, self._timeout, restart=self._restart)
+                self.supervisor.check_time(working, self.timeout, restart=self._restart)
             for each in self.consumers:
                 each.wake()
             rings = [consumer.ring for consumer, _ in waiting]
@@ -605,7 +611,14 @@ class StreamPool:
         answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._began)
         if answer is None:
             return None
-        items, error = self._decode(consumer, answer)
+        if self.clock.starting:
+            self.clock.started()
+        try:
+            items, error = self._decode(consumer, answer)
+        except MemoryError:
+            raise  # the next attempt may find more memory
+        except Exception as raised:  # noqa: BLE001 - takes the place of the item
+            items, error = [], raised
         token, cell, record, number = answer[0], answer[1], answer[5], consumer.number
         failed = ""
         if error is not None:
@@ -663,7 +676,7 @@ class StreamPool:
             self._end()
             raise
         self._began = generation
-        self._clock.run()
+        self.clock.run()
         return replies
 
     def _write_all(self, assignments: Sequence[Any]) -> list[Request]:
@@ -725,7 +738,7 @@ class StreamPool:
 
     def stats(self) -> Stats:
         """Return counts and times of this pool so far."""
-        times = self._clock.read()
+        times = self.clock.read()
         deaths, consumers, rings = self.supervisor.deaths, self.consumers, self.supervisor.rings
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return Stats(
@@ -736,6 +749,7 @@ class StreamPool:
             retries=deaths.retries,
             copies=self._arena.copies,
             depths=(sum(posted), sum(middle), sum(ready)),
+            start_waited=self.clock.start_waited,
             loop_waited=times.waited,
             workers_waited=sum(times.idle),
             elapsed=times.elapsed,
@@ -753,14 +767,16 @@ class StreamPool:
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""
         self.supervisor.close()
-        self._writer.close()
+        for writer in self._writers:
+            writer.close()
         self.supervisor.free()
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:
-    """Set the worker's number on the cause of its exception."""
-    cause: Any = error.__cause__
-    cause.worker = worker
+    """Set the worker's number on the cause of its exception, if it was raised there."""
+    cause = error.__cause__
+    if isinstance(cause, RemoteTraceback):
+        cause.worker = worker
     return error
 
 

@@ -472,7 +472,7 @@ class Supervisor:
                 log.warning("worker %d is busy: killed after %g s", worker.owner - 1, GRACE)
                 worker.child.kill()
             self._ended.wait(LAST_GRACE)
-        if self._gone is None:  # the thread has failed, or hangs
+        if not self._gone:  # the thread has failed, or hangs; or processes lived on
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")

@@ -319,6 +319,46 @@ class TwoArguments(Exception):
         self.second = second
 
 
+def fail_to_unpickle(pid: int) -> str:
+    """Raise, except in the process of this number."""
+    if os.getpid() != pid:
+        raise TwoArguments("unpickled elsewhere", 2)
+    return "fine"
+
+
+class Homebound:
+    """Cannot be unpickled but where it was pickled."""
+
+    def __reduce__(self) -> Any:
+        return fail_to_unpickle, (os.getpid(),)
+
+
+class MakesHomebound(Makes):
+    """Two of its items cannot be read."""
+
+    def make(self, key: Any) -> Any:
+        return (0, key, Homebound()) if key[0] in (2, 7) else super().make(key)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_item_that_cannot_be_read_is_an_exception(ordered: bool) -> None:
+    """In its place, once; the items behind it come."""
+    with streams(MakesHomebound) as s:
+        begin(s, lists(10), ordered=ordered)
+        got: list[Any] = []
+        raised: list[str] = []
+        items = iter(s)
+        while len(got) + len(raised) < 10:
+            try:
+                got.append(next(items)[1])
+            except TwoArguments as error:
+                raised.append(str(error))
+        assert raised == ["unpickled elsewhere"] * 2
+        assert sorted(got) == [key for key in lists(10) if key[0] not in (2, 7)]
+        assert list(items) == []
+        assert not lost_slots(s)
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_exception_is_an_answer(ordered: bool) -> None:
     """It is raised in place of its item, a key is drawn for it, and the stream goes on."""

@@ -659,6 +659,32 @@ def test_a_loader_in_a_worker() -> None:
     assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
 
 
+class Leaving(Plain):
+    """Raises what ends a program."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(8)
+        self.error = error
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise self.error
+        return index
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_a_worker_that_would_leave(error: BaseException) -> None:
+    """The trainer does not end as if all were well: torch's exception, in place of the batch."""
+    iterator = iter(loader(Leaving(error), batch_size=None))
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    name = type(error).__name__
+    with pytest.raises(RuntimeError, match=rf"\(pid\(s\) \d+\) exited unexpectedly: {name}"):
+        next(iterator)
+    assert list(iterator) == [4, 5, 6, 7]
+    left_out = loader(Leaving(error), batch_size=None, on_error="skip")
+    assert list(left_out) == [0, 1, 2, 4, 5, 6, 7]
+
+
 class Related(Plain):
     """Tells what multiprocessing knows of its process, and of the trainer's."""
 

@@ -10,6 +10,8 @@ import os
 import random
 import signal
 import threading
+import time
+import weakref
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -739,12 +741,20 @@ def test_wrong_arguments(error: type[Exception], options: dict[str, Any]) -> Non
 def test_wrong_calls() -> None:
     """One assignment for each worker, and workers that exist."""
     with streams() as s:
+        with pytest.raises(TypeError, match="ordered='x'"):
+            s.begin([None] * 2, ordered="x")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="first=2 is above 1"):
             s.begin([None] * 2, first=2)
         with pytest.raises(ValueError, match="3 assignments for 2 workers"):
             s.begin([1, 2, 3])
         with pytest.raises(TypeError, match="assignment"):
             s.begin([threading.Lock(), 1])
+        s.begin([2, 2])
+        items = iter(s)
+        assert next(items)[:2] == (0, 0)
+        with pytest.raises(TypeError, match="ordered='x'"):
+            s.begin([9, 9], ordered="x")  # type: ignore[arg-type]
+        assert len(list(items)) == 3  # of the epoch that goes on
         s.begin([2, 2])
         for worker in (-1, 2):
             with pytest.raises(IndexError, match="worker"):
@@ -854,3 +864,59 @@ def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert launch == "begin"
         s.begin([0, 0], iter(range(5)))
     assert forked
+
+
+class MakesNumbers(Numbers):
+    """The items of keys, too."""
+
+    def make(self, key: int) -> Any:
+        return self.item(key)
+
+
+class Kept:
+    """A producer's maker of the user's."""
+
+    def __call__(self, number: int, num_workers: int) -> Any:
+        return Numbers(number, num_workers)
+
+
+def test_nothing_of_the_user_is_kept() -> None:
+    """Streams that were closed have dropped the producer, with no help of the garbage collector."""
+    producer = Kept()
+    gone = weakref.ref(producer)
+    gc.collect()
+    gc.disable()
+    try:
+        s = streams(producer)
+        s.begin([2, 2])
+        assert len(list(s)) == 4
+        s.close()
+        del producer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("by", ["turn", "worker", "keys"])
+def test_times(by: str) -> None:
+    """The start is no time of the loop's, nor is a pause between two epochs."""
+    with streams(MakesNumbers) as s:
+        for _ in range(3):
+            if by == "keys":
+                s.begin([2, 2], iter(range(8)))
+            else:
+                s.begin([4, 4])
+            if by == "worker":
+                assert [len(list(iter(partial(next_or_none, s, n), None))) for n in (0, 1)] == [
+                    4,
+                    4,
+                ]
+            else:
+                assert len(list(s)) == 8
+            over = s.stats()
+            begun = time.monotonic()
+            while time.monotonic() < begun + 0.05:
+                pass
+            assert s.stats().elapsed == pytest.approx(over.elapsed)
+        assert over.start_waited > 0
+        assert over.samples == 24

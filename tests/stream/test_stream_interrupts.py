@@ -204,6 +204,58 @@ def test_a_signal_handler_may_do_anything(verb: str, keyed: bool, prefetch: int)
         assert not lost_slots(shared)
 
 
+class Echoing(Wide):
+    """Its items are made of what it is told."""
+
+    told: Any = None
+
+    def begin(self, assignment: Any) -> Any:
+        self.told = assignment
+        return super().begin(4)
+
+    def make(self, key: Any) -> Any:
+        return self.told[0], key, self.told[1]
+
+    def item(self, k: int) -> Any:
+        return self.told[0], k, self.told[1]
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_signal_handler_may_call(keyed: bool) -> None:
+    """In the middle of the writing of an assignment or a key, too: each gets what was meant."""
+    with streams(Echoing, 2, prefetch=2) as s:
+
+        def begin(tag: str) -> Any:
+            told = [(f"{tag}{number}", np.full(30_000, number)) for number in range(2)]
+            if keyed:
+                s.begin(told, iter((tag, k, "y" * 999) for k in range(6)))
+            else:
+                s.begin(told)
+            return iter(s)
+
+        def step(countdown: int) -> bool:
+            def handler() -> None:
+                value = "h" * 7000
+                assert s.ask("echo", value) == [value, value]
+
+            with handled(countdown, *STEPS, by=handler) as struck:
+                items = begin("a")
+                got = [next(items)]
+            got += items
+            for at, (tag, k, data) in enumerate(got):
+                assert tag == f"a{at % 2}"
+                assert k == (("a", at, "y" * 999) if keyed else at // 2)
+                assert np.array_equal(data, np.full(30_000, at % 2))
+            assert len(got) == (6 if keyed else 8)
+            return struck.is_set()
+
+        assert first_hits(step) > 30
+        assert not lost_slots(s)
+
+
 @pytest.mark.parametrize(("how", "encoded"), HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_again_and_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.process
 import multiprocessing.util
+import os
 import pickle
 import reprlib
 from functools import cached_property
@@ -215,8 +216,8 @@ class Batches:
                 self._is_set_up = True
                 self._set_up(epoch)
             self._begin(epoch)
-        except Exception as error:  # noqa: BLE001 - it is raised in the trainer
-            self._broken = failure.pack(error)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
+            self._broken = _packed(error)
 
     def _set_up(self, epoch: Epoch) -> None:
         """Do what torch does at the beginning of a worker."""
@@ -271,10 +272,10 @@ class Batches:
         self._made += 1
         try:
             batch = self._fetcher.fetch(key)
-        except Exception as error:  # noqa: BLE001 - it is raised in the trainer
+        except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
             if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
                 return END
-            return Raised(self._number, failure.pack(error), self._place(key))
+            return Raised(self._number, _packed(error), self._place(key))
         epoch = self._epoch
         assert epoch is not None
         if self._state and not self._made % epoch.snapshot_every:
@@ -298,6 +299,20 @@ class Batches:
         if self._worker.fetching.kind == names.ITERABLE:
             return f"batch {self._made - 1} of worker {self._number}"
         return f"the batch of {reprlib.repr(key)} in worker {self._number}"
+
+
+def _packed(error: BaseException) -> bytes:
+    """Pack an exception; `sys.exit` and the like as what torch's loader raises then.
+
+    In the trainer SystemExit would end the program as if all were well, KeyboardInterrupt as if the
+    user had pressed Ctrl-C.
+    """
+    if isinstance(error, Exception):
+        return failure.pack(error)
+    text = f"DataLoader worker (pid(s) {os.getpid()}) exited unexpectedly: {failure.line_of(error)}"
+    ended = RuntimeError(text).with_traceback(error.__traceback__)
+    ended.__cause__ = error
+    return failure.pack(ended)
 
 
 class Trainer(PROCESS._ParentProcess):  # type: ignore[misc]
