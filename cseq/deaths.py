@@ -59,6 +59,7 @@ class Deaths:
         exitcode: int | None,
         held: Sequence[Held],
         *,
+        pid: int | None = None,
         was_ready: bool,
         is_overdue: bool = False,
     ) -> WorkerDied | None:
@@ -86,6 +87,7 @@ class Deaths:
             indices=indices,
             exitcode=exitcode,
             worker=worker,
+            pid=pid,
         )
 
     def _too_many(self, place: str) -> str | None:

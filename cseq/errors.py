@@ -42,6 +42,8 @@ class WorkerDied(CseqError, RuntimeError):
         Exit code, or minus the signal's number; None if it could not be learnt.
     worker : int or None
         The worker's number, from 0.
+    pid : int or None
+        Its process id.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WorkerDied(CseqError, RuntimeError):
         indices: list[int] | None = None,
         exitcode: int | None = None,
         worker: int | None = None,
+        pid: int | None = None,
     ) -> None:
         super().__init__(message)
         self.epoch = epoch
@@ -60,6 +63,7 @@ class WorkerDied(CseqError, RuntimeError):
         self.indices = indices or []
         self.exitcode = exitcode
         self.worker = worker
+        self.pid = pid
 
 
 class WorkerTimeout(CseqError, TimeoutError):

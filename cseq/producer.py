@@ -50,6 +50,7 @@ __all__ = [
     "CALLED",
     "ENDED",
     "ENTRY",
+    "IN_REQUEST",
     "ITEMS",
     "KEY",
     "KEYS",
@@ -65,7 +66,7 @@ __all__ = [
 
 ENTRY = "cseq.producer:main"
 
-# The cell's words, as in `_core`.
+# The cell's words, as in `_stream`.
 CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests; a key is `CALLED`, too
 SINCE = 12  # the time (`now_ns`) at which the worker began the present item
 NS, MADE = 13, 14  # of an answer: ns that its items took; how many there are, and flags

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
 from cseq._core import now_ns, wait_any
-from cseq._memory import SMALL
+from cseq._memory import SMALL, Mapping
 from cseq._slots import Lease
 from cseq._stream import ItemIterator, ItemReader, Request, StreamConsumer
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
@@ -35,8 +35,10 @@ from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
 from cseq.producer import (
     BROKEN,
+    CALLED,
     ENDED,
     ENTRY,
+    IN_REQUEST,
     ITEMS,
     KEY,
     KEYS,
@@ -109,6 +111,8 @@ class Streams:
         See `MSequence`.
     encoded : bool
         Items come out as `EncodedItem`, for another process to decode; see `segment`.
+    show : callable, optional
+        ``show(key)`` is what messages and errors have for a key, if not the key itself.
     launch : 'now' or 'begin'
         When workers are started: by the constructor, or by the first `begin` (or `ask`), once it
         has posted what they have to do. A forked worker then makes its first items while others are
@@ -157,6 +161,7 @@ class Streams:
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
         encoded: bool = False,
+        show: Callable[[Any], Any] | None = None,
         launch: Literal["now", "begin"] = "now",
     ) -> None:
         if not callable(producer):
@@ -177,6 +182,7 @@ class Streams:
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
             encoded=flag("encoded", encoded),
+            show=show,
         )
         self._run = Run(pool)
         self._reader = ItemReader(
@@ -425,9 +431,11 @@ class StreamPool:
         memory_limit: int,
         threads: int | None,
         encoded: bool,
+        show: Callable[[Any], Any] | None,
     ) -> None:
         self.num_workers = num_workers
         self._encoded = encoded
+        self._show = show
         self.timeout, self._patient, self._restart = timeout, patient, restart
         depth = min(prefetch, DEEPEST)
         # One worker may have all keys.
@@ -587,11 +595,23 @@ class StreamPool:
         of_key = "" if key is None else f" ({reprlib.repr(key)})"
         return f"{named}{of_key} of worker {consumer.number}, epoch {epoch}"
 
-    def _key(self, consumer: StreamConsumer, cell: int) -> list[int] | None:
-        """Return the key of the ticket in a cell, if it lies there."""
+    def _key(self, consumer: StreamConsumer, cell: int) -> Any:
+        """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
         words = consumer.ring.indices(cell)
         count = int(words[KEY])
-        return words[KEYS : KEYS + count].tolist() if count >= 0 else None
+        if count >= 0:
+            key = words[KEYS : KEYS + count].tolist()
+        elif count == IN_REQUEST:
+            slot, capacity, *record = words[CALLED].tolist()
+            # Not by the arena, whose lock the loop's thread may have.
+            memory = Mapping(self.segment.fd, slot * self.segment.width, capacity, own=True)
+            try:
+                key = codec.decode(memory, record)
+            except Exception:  # noqa: BLE001 - the user's class; the item has a number, too
+                return None
+        else:
+            return None
+        return key if self._show is None else self._show(key)
 
     def _describe(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held."""
@@ -599,7 +619,9 @@ class StreamPool:
         epoch, kind, count = consumer.ring.ticket(cell)
         start = consumer.ring.start(cell)
         key = self._key(consumer, cell) if kind == ITEMS else None
-        items = list(range(start, start + count)) if key is None else key
+        items = list(range(start, start + count))
+        if key is not None:
+            items = key if isinstance(key, list) else [key]
         return Held(epoch, start, items, self._place(consumer, cell))
 
     # -- items

@@ -341,7 +341,12 @@ class Supervisor:
             return
         was_ready = worker.state == READY
         error = self.deaths.count(
-            owner - 1, exitcode, held, was_ready=was_ready, is_overdue=worker.is_overdue
+            owner - 1,
+            exitcode,
+            held,
+            pid=child.pid,
+            was_ready=was_ready,
+            is_overdue=worker.is_overdue,
         )
         if error is not None:
             self._fail(error)

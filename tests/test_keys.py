@@ -770,22 +770,41 @@ def test_a_dead_worker_s_keys_are_made_by_its_replacement(
         assert not lost_slots(s)
 
 
-def test_an_item_that_kills_again_and_again_is_named() -> None:
-    """WorkerDied has the key, if that is a list of ints."""
-    with streams(Killing) as s:
-        begin(s, [[0], [1], [7, 8], [3]])
-        with pytest.raises(
-            cseq.WorkerDied, match=r"item 2 \(\[7, 8\]\) of worker 0, epoch 1; this item has"
-        ) as caught:
+@pytest.mark.parametrize(
+    ("fatal", "shown", "indices"),
+    [([7, 8], r"\[7, 8\]", [7, 8]), (7, "7", [7]), (("a", 7), r"\('a', 7\)", [("a", 7)])],
+)
+def test_an_item_that_kills_again_and_again_is_named(
+    fatal: Any, shown: str, indices: list[Any]
+) -> None:
+    """WorkerDied has the key, and the process."""
+    with streams(partial(Killing, fatal)) as s:
+        begin(s, [[0], [1], fatal, [3]])
+        named = rf"item 2 \({shown}\) of worker 0, epoch 1; this item has"
+        with pytest.raises(cseq.WorkerDied, match=named) as caught:
             list(s)
-        assert caught.value.indices == [7, 8]
+        assert caught.value.indices == indices
+        assert caught.value.pid not in (None, os.getpid())
+
+
+def test_what_is_shown_of_a_key() -> None:
+    """Numbers that the keys were given, for example, are left out."""
+    with streams(partial(Killing, [7, 8]), show=lambda key: key[1:]) as s:
+        begin(s, [[0], [1], [7, 8], [3]])
+        with pytest.raises(cseq.WorkerDied, match=r"item 2 \(\[8\]\) of worker 0") as caught:
+            list(s)
+        assert caught.value.indices == [8]
 
 
 class Killing(Makes):
     """Dies at a key."""
 
+    def __init__(self, fatal: Any, number: int, num_workers: int) -> None:
+        super().__init__(number, num_workers)
+        self.fatal = fatal
+
     def make(self, key: Any) -> Any:
-        if key == [7, 8]:
+        if key == self.fatal:
             kill(os.getpid())
         return super().make(key)
 
