@@ -373,7 +373,8 @@ def difference(case: Case, first: list[Event], second: list[Event]) -> tuple[Any
     """Return the first two events that differ, or None."""
     first, second = alike(case, first), alike(case, second)
     if case.fails("sampler") and case.num_workers > 0:
-        # Where a sampler fails, torch loses the batch received in that call; others may give it.
+        # Where a sampler fails, torch loses the batch, or exception, received in that call; others
+        # may give it.
         mine, theirs = (
             [event[1:2] for event in events if re.match(r"(batch|first|second) \d+$", event[0])]
             for events in (first, second)
@@ -390,7 +391,14 @@ def difference(case: Case, first: list[Event], second: list[Event]) -> tuple[Any
             ]
             for events in (first, second)
         )
-        first, second = ([event[1:] for event in events] for events in (first, second))
+        raised, ours = ([e[1:] for e in events if "error" in e[0]] for events in (first, second))
+        rest = iter(ours)
+        lost = [error for error in raised if error not in rest]
+        if lost:
+            return lost[0], "not raised, or in another order"
+        first, second = (
+            [event[1:] for event in events if "error" not in event[0]] for events in (first, second)
+        )
     for a, b in zip(first, second, strict=False):
         if a != b:
             return a, b
