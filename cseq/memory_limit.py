@@ -121,8 +121,8 @@ def check_available(nbytes: int) -> None:
     free = available_memory()
     if free is not None and nbytes > free:
         raise MemoryError(
-            f"no room for {nbytes} bytes of shared memory: {free} are available; make batch_size "
-            "or buffer smaller"
+            f"no room for {nbytes} bytes of shared memory: {free} are available; make batches "
+            "smaller, or fewer of them at a time (batch_size, buffer or prefetch)"
         )
 
 

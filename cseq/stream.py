@@ -114,8 +114,8 @@ class Streams:
     show : callable, optional
         ``show(key)`` is what messages and errors have for a key, if not the key itself.
     launch : 'now' or 'begin'
-        When workers are started: by the constructor, or by the first `begin` (or `ask`), once it
-        has posted what they have to do. A forked worker then makes its first items while others are
+        When workers are started: by the constructor; or by the first `ask`, or the first `begin`
+        once it has posted what they have to do. A forked worker then makes its first items while others are
         forked; what the iterator of keys has changed in this process, it has changed in theirs.
 
     Raises

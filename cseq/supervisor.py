@@ -369,7 +369,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread."""
         if self.closed:
-            raise InterruptedError("the manager was finished while a batch was awaited")
+            raise InterruptedError("the workers were ended while a batch, or item, was awaited")
         self.failure.check()
         waited = time.monotonic() - self._begun
         if waited > self._patience:

@@ -101,7 +101,7 @@ class Counted(Deaths):
         self.replace = replace
 
     def count(
-        self, worker: int, exitcode: int | None, held: Sequence[Held], **told: bool
+        self, worker: int, exitcode: int | None, held: Sequence[Held], **told: Any
     ) -> WorkerDied | None:
         """Note a death down."""
         assert not held
@@ -302,6 +302,24 @@ def test_close_waits_for_all() -> None:
     assert supervisor.pid(1) is None
     with pytest.raises(InterruptedError):
         supervisor.check()
+
+
+def test_close_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where processes have lived on, the next `close` may find that they have ended."""
+    one = Pool(b"R")
+    supervisor = one.start()
+    one.await_ready(1)
+    close, ends = one.launcher.close, [False] * 3  # asked by a thread, then by each call
+
+    def linger(deadline: float) -> bool:
+        return close(deadline) and (ends.pop() if ends else True)
+
+    monkeypatch.setattr(one.launcher, "close", linger)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="have not ended"):
+            supervisor.close()
+    supervisor.close()
+    one.close()
 
 
 def test_close_without_a_start() -> None:
