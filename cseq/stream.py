@@ -115,8 +115,8 @@ class Streams:
         ``show(key)`` is what messages and errors have for a key, if not the key itself.
     launch : 'now' or 'begin'
         When workers are started: by the constructor; or by the first `ask`, or the first `begin`
-        once it has posted what they have to do. A forked worker then makes its first items while others are
-        forked; what the iterator of keys has changed in this process, it has changed in theirs.
+        once it has posted what they have to do. A forked worker then makes its first items while
+        others are forked; what the iterator of keys has changed here, it has changed in theirs.
 
     Raises
     ------
