@@ -73,7 +73,7 @@ class Bench:
         """Have a ticket posted and claimed."""
         self.consumer.refill()
         assert self.runner.claim()
-        self.batch_writer.begin(self.runner)
+        self.batch_writer.ticket_writer.begin_ticket(self.runner)
 
     def send(self, batch: Any) -> None:
         """Put a batch through the first stage."""
