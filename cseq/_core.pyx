@@ -973,6 +973,7 @@ cdef class Consumer:
     cdef object lend
     cdef object leaf_for
     cdef dict converters  # by plan
+    cdef Plan found       # that of the latest batch
     cdef Plan latest
     cdef list leaves      # converters of `latest`
     cdef bint passes          # batches are objects that are handed over as they are
@@ -1211,7 +1212,9 @@ cdef class Consumer:
         if (small and c.capacity > MOST_KEPT
                 and self.taken % (4 * self.ring.r.capacity) < self.ring.r.capacity):
             return UNREAD
-        plan = self.reader.find(slot, f)
+        plan = self.found
+        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
+            plan = self.found = self.reader.find(slot, f)
         if plan is None:
             return UNREAD
         memory, objects = slot, None

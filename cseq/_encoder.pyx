@@ -13,7 +13,7 @@ from cseq._core cimport arm as arm_core
 from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
 from cseq._memory cimport arm as arm_memory
-from cseq._plan cimport RECENT, Leaf, Plan, aligned
+from cseq._plan cimport RECENT, Leaf, Plan, aligned, cseq_set_own
 from cseq._work cimport TicketWriter
 
 cnp.import_array()
@@ -118,7 +118,7 @@ cdef class SlotEncoder(TicketWriter):
         cdef Py_ssize_t k
         if arrays is not None:
             for k in range(PyList_GET_SIZE(arrays)):
-                arrays[k] = None
+                cseq_set_own(arrays, k, None)
 
     def match(self, batch, cast):
         """Find the plan of a batch.

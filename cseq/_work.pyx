@@ -9,7 +9,7 @@ from cseq._core cimport Runner
 from cseq._headers cimport *
 from cseq._shelf cimport Shelf
 
-cdef uint64_t SERVE_NS = 50_000  # how long tickets are worked on between two instructions of Python
+cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
 
 cdef class BatchState:
@@ -114,8 +114,9 @@ cdef class BatchMaker:
     def serve(self, Runner runner not None):
         """Work on the present ticket, then on those that can be claimed at once.
 
-        Not for long: between two calls, the interpreter lets other threads run, collects garbage, and
-        frees what other threads have dropped.
+        Not on many slow ones: between two calls, the interpreter lets other threads run, collects
+        garbage, and frees what other threads have dropped. So `SERVE_NS` after the first claim, only
+        the ticket in hand is worked on.
         """
         cdef uint64_t begun = runner.since
         self.make(runner)

@@ -322,7 +322,7 @@ def test_objects() -> None:
     gc.collect()
     assert Batch.alive == 0
     assert bench.receive() is error
-    assert bench.batch_reader.ends["objects"] == [None, None]
+    assert list(bench.batch_reader.ends["objects"]) == [None, None]
 
 
 def test_objects_dropped() -> None:
