@@ -16,6 +16,8 @@
  *              `parked`
  *   a runner   claims once there is a ticket `apart` - 1 behind the first, or one and the trainer `waits`
  *
+ * The trainer of processes spins in this way, too; their runners do not use this file.
+ *
  * No result depends on it: a thread that has spun for `ns` sleeps as without this file
  * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
  *
