@@ -114,7 +114,19 @@ def of_this_project(extensions: list[Extension]) -> list[Extension]:
 
 
 # One extension module for each family; a module includes what headers it needs.
-FAMILIES = ["_memory", "_slots", "_placement", "_tensors", "_plan", "_core", "_stream", "_encoder"]
+FAMILIES = [
+    "_memory",
+    "_slots",
+    "_placement",
+    "_tensors",
+    "_plan",
+    "_run",
+    "_shelf",
+    "_core",
+    "_work",
+    "_stream",
+    "_encoder",
+]
 
 core = [
     Extension(

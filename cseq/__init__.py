@@ -54,7 +54,10 @@ The modules; imports point down::
     ├── stats.py        counts, waiting times, and the bottleneck
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
+    ├── _work.pyx       the work of a runner: making batches, publishing them
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
+    ├── _run.pyx        what the core reads of a run: its generation, its lock
+    ├── _shelf.pyx      where threads leave their batches
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _tensors.pyx    tensors of copied bytes, by DLPack
     ├── _placement.pyx  arrays made in place, by numpy's allocator

@@ -42,6 +42,7 @@ cdef class Ring:
     cdef readonly uint32_t abandoned_count
     cdef uint32_t next_cell
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
+    cdef bint expected        # the oldest ticket was waited for in vain, without sleeping
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
     cdef public Slots arena   # the slots of its tickets; None: they have none
@@ -64,6 +65,7 @@ cdef class Ring:
     cdef int place(self, uint32_t cell) noexcept
     cdef void leave(self, uint32_t k) noexcept
     cdef int find(self, bint ordered) noexcept
+    cdef bint expect(self, uint32_t seen) noexcept
     cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept
     cdef inline void settle(self, cseq_cell* c) noexcept:
         """Record the owner of the slot that a published ticket lies in."""
@@ -82,5 +84,8 @@ cdef class Runner:
     cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
+    cdef uint64_t since        # when the present ticket was claimed
+    cdef void hold(self, int cell) noexcept
+    cdef bint claim_at_once(self) noexcept
     cdef cseq_cell* held(self) except NULL
     cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept

@@ -7,6 +7,8 @@ from typing_extensions import Self, disjoint_base
 
 from cseq._memory import Mapping, Memory
 from cseq._plan import Reader
+from cseq._run import RunState
+from cseq._shelf import Shelf
 from cseq._slots import Slots
 
 FIELDS: Final[int]
@@ -57,6 +59,7 @@ class Ring:
     wake_at: int
     spin: int
     gil_spin: int
+    apart: int
     def __new__(
         cls,
         memory: Memory,
@@ -139,29 +142,9 @@ class Runner:
     ) -> None: ...
 
 @final
-class ObjectWriter:
-    def __new__(cls, objects: list[Any]) -> Self: ...
-    def begin(self, runner: Runner) -> None: ...
-    def try_publish(self, runner: Runner, batch: Any) -> bool: ...
-
-@disjoint_base
-class BatchMaker:
-    indexer: Any
-    @property
-    def batch_writer(self) -> Any: ...
-    def __new__(
-        cls,
-        indexer: Any,
-        batch_context: Any,
-        batch_writer: Any,
-        convert: Callable[[Any], Any] | None = None,
-        seeds: Any = None,
-    ) -> Self: ...
-    def work(self, runner: Runner) -> None: ...
-
-@final
 class Consumer:
     ring: Final[Ring]
+    prompt: bool
     alone: Final[bool]
     skipped: Final[list[Any]]
     ticket: Final[int]
@@ -179,12 +162,13 @@ class Consumer:
         *,
         ordered: bool = True,
         skip_errors: bool = False,
-        objects: list[Any] | None = None,
+        objects: Shelf | None = None,
         slots: Slots | None = None,
         extend: Callable[[], None] | None = None,
         discard: Callable[[int], None] | None = None,
         small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
         | None = None,
+        wait: Callable[[], Any] | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...
@@ -211,9 +195,11 @@ class Consumer:
 
 @disjoint_base
 class BatchIterator:
-    run: Final[Any]
+    run: Final[RunState]
     generation: Final[int]
-    def __new__(cls, run: Any, consumer: Consumer | None, following: Callable[[], Any]) -> Self: ...
+    def __new__(
+        cls, run: RunState, consumer: Consumer | None, following: Callable[[], Any]
+    ) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
 

@@ -16,6 +16,8 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport MOST_KEPT, Block, Mapping, Memory
 from cseq._plan cimport MOST_KNOWN, Plan, Reader
+from cseq._run cimport RunState
+from cseq._shelf cimport Shelf
 from cseq._slots cimport NO_SLOT, Slots
 
 import os
@@ -397,6 +399,18 @@ cdef class Ring:
     def gil_spin(self, uint32_t ns):
         self.gil.ns = ns
 
+    @property
+    def apart(self):
+        """How many batches or tickets lie between threads that work at the same time, see cseq_gil.h;
+        0: they take turns."""
+        return self.gil.apart
+
+    @apart.setter
+    def apart(self, uint32_t count):
+        if count > self.r.capacity:
+            raise ValueError(f"apart={count} exceeds {self.r.capacity} cells")
+        self.gil.apart = count
+
     def indices(self, uint32_t cell):
         """The cell's room for indices: an int64 array on the ring's memory."""
         self.at(cell)
@@ -458,7 +472,7 @@ cdef class Ring:
 
         `start` is the position of the first sample in the order of the epoch. The runners are woken
         when `wake_at` tickets have gathered and whenever the trainer waits, but not while one of
-        them spins (see `gil_spin`).
+        them will see the ticket by itself (see `gil_spin`).
         """
         self.at(cell)
         if count > self.r.batch_size:
@@ -478,7 +492,7 @@ cdef class Ring:
         self.next_cell = 0 if cell + 1 == self.r.capacity else cell + 1
         cseq_ring_post(self.r, cell, ticket)
         self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_gil_is_spinning(&self.gil):
+        if self.unwoken >= self.wake_at and not cseq_gil_is_served(&self.gil, self.r):
             self.wake()
 
     cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
@@ -593,15 +607,32 @@ cdef class Ring:
             Wait for the ticket in this cell.
         """
         cdef uint64_t before
+        cdef bint spun = cell < 0 and self.expected
         if cell >= 0:
             self.at(<uint32_t>cell)
         elif ordered and self.outstanding:
             cell = <int>self.order[self.first]
+            if not spun and self.expect(seen):
+                PyErr_CheckSignals()
+                return
         before = cseq_now_ns()
         with nogil:
             cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns, &self.unwoken)
+        self.expected = False
         cseq_count_u64(&self.waited, cseq_now_ns() - before)
         PyErr_CheckSignals()
+
+    cdef bint expect(self, uint32_t seen) noexcept:
+        """Wait for the oldest ticket, but do not sleep; True: it is ready. False: sleep next."""
+        cdef uint32_t cell = self.order[self.first]
+        cdef uint32_t last = self.outstanding_cell(min(max(self.gil.apart, 1), self.outstanding) - 1)
+        cdef uint64_t before = cseq_now_ns()
+        cdef int ready
+        with nogil:
+            ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen, &self.unwoken)
+        self.expected = not ready
+        cseq_count_u64(&self.waited, cseq_now_ns() - before)
+        return ready
 
     def awaited(self, bint ordered=True):
         """Cells of the tickets that the trainer waits for: the oldest's, or (unordered) all."""
@@ -768,9 +799,24 @@ cdef class Runner:
             return None
         if cell < 0:
             return False
+        self.hold(cell)
+        return True
+
+    cdef void hold(self, int cell) noexcept:
+        """Begin with the ticket in a cell that was claimed."""
         self.cell = cell
         self.c = cseq_ring_cell(self.r, cell)
-        cseq_store_rlx_u64(&self.c.started_ns, cseq_now_ns())
+        self.since = cseq_now_ns()
+        cseq_store_rlx_u64(&self.c.started_ns, self.since)
+
+    cdef bint claim_at_once(self) noexcept:
+        """Claim a ticket, if there is one; none is in hand."""
+        cdef int cell = CSEQ_NONE
+        if not cseq_ring_closed(self.r):
+            cell = cseq_ring_claim(self.r, self.stage, self.owner)
+        if cell < 0:
+            return False
+        self.hold(cell)
         return True
 
     cdef cseq_cell* held(self) except NULL:
@@ -866,80 +912,6 @@ cdef class Runner:
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
 
 
-@cython.final
-cdef class ObjectWriter:
-    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest.
-
-    Parameters
-    ----------
-    objects : list
-        By cell.
-    """
-
-    cdef list objects
-
-    def __cinit__(self, list objects not None):
-        self.objects = objects
-
-    def begin(self, Runner runner):
-        """Nothing to do."""
-
-    def try_publish(self, Runner runner not None, batch):
-        """Store the batch under the cell's number, and publish the ticket."""
-        cdef cseq_cell* c = runner.held()
-        self.objects[runner.cell] = batch
-        runner.deliver(c, 0, 0)
-        return True
-
-
-cdef class BatchMaker:
-    """Makes and publishes batches: the part of `indexer.Indexing` that is in C.
-
-    Parameters
-    ----------
-    indexer : object
-    batch_context : BatchContext
-        The one that this thread has entered.
-    batch_writer : BatchWriter
-    convert : callable, optional
-        Applied to every batch.
-    seeds : Seeds, optional
-        Seeds the global generators for each batch.
-    """
-
-    cdef public object indexer
-    cdef object batch_context, convert, seeds
-    cdef list loaded
-    cdef readonly object batch_writer
-    cdef object begin, try_publish  # its methods
-
-    def __cinit__(self, indexer, batch_context, batch_writer, convert=None, seeds=None):
-        self.indexer, self.batch_context, self.batch_writer = indexer, batch_context, batch_writer
-        self.begin, self.try_publish = batch_writer.begin, batch_writer.try_publish
-        self.convert, self.seeds = convert, seeds
-        self.loaded = [] if seeds is None else seeds.loaded
-
-    def work(self, Runner runner not None):
-        """Make the present ticket's batch and publish it; `fail` publishes an exception."""
-        try:
-            if self.batch_context.drawn is not None or self.batch_context.ticket is not runner:
-                self.batch_context.set(runner)
-            if self.loaded:
-                self.seeds.seed()
-            self.begin(runner)
-            indexer = self.indexer  # the first call changes it
-            batch = indexer[runner.indices()]
-            if self.convert is not None:
-                batch = self.convert(batch)
-            if self.try_publish(runner, batch):
-                return
-            record = self.batch_writer.write(runner, batch)
-            del batch  # publish checks whether the indexer has kept arrays in the slot
-            self.batch_writer.publish(runner, record)
-        except BaseException as error:  # SystemExit, too, is the user's to see
-            self.fail(runner, error)
-
-
 cdef object UNREAD = object()
 
 
@@ -975,8 +947,8 @@ cdef class Consumer:
         Batches come out in the order of their tickets, not in that of completion.
     skip_errors : bool
         Leave out a batch whose indexer raised, instead of raising.
-    objects : list, optional
-        The batches of threads, by cell.
+    objects : Shelf, optional
+        The batches of threads.
     slots : Slots, optional
         The slots of processes; without it, tickets have no slot.
     extend : callable, optional
@@ -987,6 +959,9 @@ cdef class Consumer:
         ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded
         in C; arrays of at most `most` bytes together are copied, and others are views of what
         `lend` (see `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
+    wait : callable, optional
+        ``wait()`` returns once the next batch is there, or raises what `read` would; most batches are
+        then decoded in C.
     convert : callable, optional
         Applied to a batch that is decoded in C; `read` applies it to others.
     leaf_for : callable, optional
@@ -1000,13 +975,17 @@ cdef class Consumer:
         The same as `taken`, but a batch that raised counts only once the loop has gone on.
     skipped : list
         The entries of `describe` for the batches left out.
+    prompt : bool
+        A batch that is not ready is waited for in C, for some microseconds, before `read` is called, which
+        looks for errors and sleeps. The first waiting is left to `read`.
     """
 
     cdef readonly Ring ring
+    cdef public bint prompt
     cdef Order order
-    cdef object fill, read, describe, extend, discard, convert
+    cdef object fill, read, describe, extend, discard, wait, convert
     cdef bint ordered, skip_errors
-    cdef list objects
+    cdef Shelf objects
     cdef Slots slots
     cdef list mapped
     cdef Reader reader
@@ -1014,8 +993,10 @@ cdef class Consumer:
     cdef object lend
     cdef object leaf_for
     cdef dict converters  # by plan
+    cdef Plan found       # that of the latest batch
     cdef Plan latest
     cdef list leaves      # converters of `latest`
+    cdef bint passes          # batches are objects that are handed over as they are
     cdef readonly bint alone  # nothing converts batches as a whole: `step` can take them
     cdef readonly list skipped
     cdef uint64_t interrupts
@@ -1036,17 +1017,19 @@ cdef class Consumer:
     cdef uint32_t next_count
 
     def __cinit__(self, Ring ring not None, Order order not None, fill, read, describe, *,
-                  bint ordered=True, bint skip_errors=False, list objects=None, Slots slots=None,
-                  extend=None, discard=None, small=None, convert=None, leaf_for=None):
+                  bint ordered=True, bint skip_errors=False, Shelf objects=None, Slots slots=None,
+                  extend=None, discard=None, small=None, wait=None, convert=None,
+                  leaf_for=None):
         self.ring, self.order = ring, order
         self.fill, self.read, self.describe = fill, read, describe
         self.ordered, self.skip_errors = ordered, skip_errors
         self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
         if small is not None:
             self.mapped, self.reader, self.most, self.lend = small
-        self.convert, self.leaf_for = convert, leaf_for
+        self.wait, self.convert, self.leaf_for = wait, convert, leaf_for
         self.converters = {}
         self.alone = convert is None or leaf_for is not None
+        self.passes = objects is not None and convert is None
         self.skipped = []
         self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
         self.next_indices = self.next_memory.view(
@@ -1194,7 +1177,7 @@ cdef class Consumer:
         """Empty a cell: the slot that its next ticket can have, or -1."""
         cdef Py_ssize_t slot = -1
         if self.objects is not None:
-            self.objects[cell] = None
+            self.objects.put(cell, None)
         if self.slots is not None and c.slot != NO_SLOT:
             slot = self.slots.leave(c)
             if slot >= 0 and (release or not self.slots.is_fit(slot)):
@@ -1234,7 +1217,7 @@ cdef class Consumer:
         if c.status or not (whole or self.convert is None or (leaves and self.objects is None)):
             return UNREAD
         if self.objects is not None:
-            batch = self.objects[cell]
+            batch = self.objects.get(cell)
             if batch is None:
                 return UNREAD
         else:
@@ -1264,7 +1247,9 @@ cdef class Consumer:
         if (small and c.capacity > MOST_KEPT
                 and self.taken_count % (4 * self.ring.r.capacity) < self.ring.r.capacity):
             return UNREAD
-        plan = self.reader.find(slot, f)
+        plan = self.found
+        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
+            plan = self.found = self.reader.find(slot, f)
         if plan is None:
             return UNREAD
         memory, objects = slot, None
@@ -1331,6 +1316,29 @@ cdef class Consumer:
             return None
         cell = self.ring.outstanding_cell(k)
         token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
+        if self.passes:
+            if cseq_ring_cell(self.ring.r, cell).status or not self.objects.has(cell):
+                return None
+            batch = None  # it stays in its place until the commit
+        else:
+            batch = self.decode_for_step(cell, token)
+            if batch is None:
+                return None
+        PyErr_CheckSignals()
+        # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
+        k = self.ring.place(cell)
+        if (cseq_load_rlx_u64(&self.interrupts) != interrupts or k < 0
+                or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
+                or not self.is_prepared()):
+            return None
+        if self.passes:
+            batch = self.objects.put(cell, None)
+        self.commit(<uint32_t>k)
+        cseq_store_rlx_u64(&self.done_count, self.taken_count)
+        return batch
+
+    cdef object decode_for_step(self, uint32_t cell, uint64_t token):
+        """`decode`, not `whole`. None: `next` is to take the batch."""
         try:
             batch = self.decode(cell, False)
         except MemoryError:
@@ -1340,18 +1348,7 @@ cdef class Consumer:
             return None
         if batch is None:
             self.decoded = token, cell, None, None
-        if batch is None or batch is UNREAD:
-            return None
-        PyErr_CheckSignals()
-        # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
-        k = self.ring.place(cell)
-        if (cseq_load_rlx_u64(&self.interrupts) != interrupts or k < 0
-                or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
-                or not self.is_prepared()):
-            return None
-        self.commit(<uint32_t>k)
-        cseq_store_rlx_u64(&self.done_count, self.taken_count)
-        return batch
+        return None if batch is UNREAD else batch
 
     def next(self):
         """Take the next batch.
@@ -1398,6 +1395,12 @@ cdef class Consumer:
         """Decode the next ticket, in C if possible, else by `read`."""
         cdef uint32_t cell
         cdef int k = self.ring.find(self.ordered)
+        if (k < 0 and self.ordered and self.prompt and self.ring.outstanding
+                and self.ring.expect(cseq_ring_notices(self.ring.r))):
+            k = self.ring.find(True)
+        if k < 0 and self.wait is not None:
+            self.wait()
+            k = self.ring.find(self.ordered)
         if k < 0:
             return self.read()
         cell = self.ring.outstanding_cell(k)
@@ -1416,22 +1419,21 @@ cdef class BatchIterator:
 
     Parameters
     ----------
-    run : object
-        `generation` is a number: when it changes, this iterator ends. `lock` is a lock, held while Python
-        code may run. `asked` is set when this iterator first takes the lock.
+    run : RunState
+        When its generation changes, this iterator ends.
     consumer : Consumer or None
         None: there is no ring.
     following : callable
         Returns the next batch.
     """
 
-    cdef readonly object run
-    cdef readonly object generation
+    cdef readonly RunState run
+    cdef readonly uint64_t generation
     cdef object following
     cdef Consumer consumer
     cdef bint asked
 
-    def __cinit__(self, run, Consumer consumer, following):
+    def __cinit__(self, RunState run not None, Consumer consumer, following):
         self.run, self.generation, self.following = run, run.generation, following
         self.consumer = consumer
 
@@ -1439,35 +1441,39 @@ cdef class BatchIterator:
         return self
 
     cdef int check(self) except -1:
-        if self.run.generation != self.generation:
+        if not self.run.is_at(self.generation):
             raise InterruptedError(
                 "this iterator was interrupted: the manager was started or finished, or a "
                 "newer iterator began; call iter() on the manager again") from None
         return 0
 
+    cdef object step(self):
+        """The next batch, if it can be taken in C alone; else None."""
+        if GIL:
+            return self.consumer.step() if self.run.is_at(self.generation) else None
+        self.run.lock.enter()  # it is what a GIL would be here
+        try:
+            return self.consumer.step() if self.run.is_at(self.generation) else None
+        finally:
+            self.run.lock.leave()
+
     def __next__(self):
-        cdef bint steps = self.consumer is not None and self.consumer.alone
-        if GIL and steps and self.run.generation == self.generation:
-            batch = self.consumer.step()
+        if self.consumer is not None and self.consumer.alone:
+            batch = self.step()
             if batch is not None:
                 return batch
-        lock = self.run.lock
-        lock.acquire()
+        self.run.lock.enter()
         try:
             self.check()
             if not self.asked:
                 self.asked = self.run.asked = True
             try:
-                if not GIL and steps:  # under the lock, which is what a GIL would be here
-                    batch = self.consumer.step()
-                    if batch is not None:
-                        return batch
                 return self.following()
             except Exception:
                 self.check()  # a signal handler may have finished the manager in the middle of it
                 raise
         finally:
-            lock.release()
+            self.run.lock.leave()
 
 
 @cython.final

@@ -4,13 +4,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._core import Runner
 from cseq._memory import Mapping, Memory
 from cseq._placement import SlotAllocator
 from cseq._plan import Plan
+from cseq._work import TicketWriter
 
 @disjoint_base
-class SlotEncoder:
+class SlotEncoder(TicketWriter):
     memory: Memory
     used: int
     capacity: int
@@ -35,7 +35,5 @@ class SlotEncoder:
         pickled: bytes | None = None,
         buffers: list[memoryview] | None = None,
     ) -> tuple[int, int, int, int]: ...
-    def begin_ticket(self, runner: Runner) -> None: ...
-    def try_publish(self, runner: Runner, batch: Any) -> bool: ...
 
 def arm_fault(worker: int) -> None: ...

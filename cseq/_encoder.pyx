@@ -13,14 +13,15 @@ from cseq._core cimport arm as arm_core
 from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
 from cseq._memory cimport arm as arm_memory
-from cseq._plan cimport RECENT, Leaf, Plan, aligned
+from cseq._plan cimport RECENT, Leaf, Plan, aligned, cseq_set_own
+from cseq._work cimport TicketWriter
 
 cnp.import_array()
 
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
 
-cdef class SlotEncoder:
+cdef class SlotEncoder(TicketWriter):
     """The part of a writer that is in C: its state for the present ticket, and writing by plans.
 
     `try_publish` writes and publishes a batch that has the structure of one of the last four, in one call.
@@ -117,7 +118,7 @@ cdef class SlotEncoder:
         cdef Py_ssize_t k
         if arrays is not None:
             for k in range(PyList_GET_SIZE(arrays)):
-                arrays[k] = None
+                cseq_set_own(arrays, k, None)
 
     def match(self, batch, cast):
         """Find the plan of a batch.
@@ -251,21 +252,22 @@ cdef class SlotEncoder:
             end, structure, layout, objects)
         return 0
 
-    def begin_ticket(self, Runner runner not None):
+    cdef int open_ticket(self, Runner runner) except -1:
         """Make the slot of the present ticket the present one."""
         cdef cseq_cell* c = runner.held()
         cdef Mapping mapping = self.mapped.get(c.slot)
         if (mapping is None or <uint64_t>mapping.size < c.capacity or self.target is not None
                 or self.loaned or self.older or (self.placement is not None and mapping.size > MOST_COPIED)):
             self.begin(c.slot, c.capacity)
-            return
+            return 0
         self.slot = c.slot
         self.memory = mapping
         self.capacity = <Py_ssize_t>c.capacity
         self.used = 0
         self.watched = False
+        return 0
 
-    def try_publish(self, Runner runner not None, batch):
+    cdef bint publish_batch(self, Runner runner, object batch) except -1:
         """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
         cdef cseq_cell* c
         cdef int k

@@ -28,6 +28,17 @@ cdef extern from "cseq_wait.h" nogil:
     uint64_t cseq_now_ns() noexcept
 
 
+cdef extern from "cseq_lock.h" nogil:
+    ctypedef struct cseq_lock:
+        pass
+
+    int cseq_lock_is_mine(const cseq_lock* l, uint64_t me) noexcept
+    int cseq_lock_try(cseq_lock* l, uint64_t me) noexcept
+    int cseq_lock_await(cseq_lock* l, uint64_t me, uint64_t ns) noexcept
+    void cseq_lock_leave(cseq_lock* l) noexcept
+    void cseq_lock_inherit(cseq_lock* l, uint64_t me) noexcept
+
+
 cdef extern from "cseq_fault.h" nogil:
     void cseq_fault_arm(long worker) noexcept
     void CSEQ_POINT(const char* name) noexcept
@@ -113,11 +124,14 @@ cdef extern from "cseq_ring.h" nogil:
 cdef extern from "cseq_gil.h" nogil:
     ctypedef struct cseq_gil:
         uint32_t ns
+        uint32_t apart
 
     int cseq_gil_await(cseq_gil* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
-    int cseq_gil_is_spinning(const cseq_gil* t) noexcept
-    void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
+    int cseq_gil_is_served(const cseq_gil* t, const cseq_ring* r) noexcept
+    int cseq_gil_expect(cseq_gil* t, cseq_ring* r, uint32_t cell, uint32_t last, uint32_t seen,
                         uint32_t* unwoken) noexcept
+    void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
+                             uint32_t* unwoken) noexcept
 
 
 cdef extern from "cseq_shuffle.h" nogil:

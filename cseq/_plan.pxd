@@ -11,6 +11,18 @@ from cseq._memory cimport Block, Memory
 from cseq._tensors cimport TensorMaker
 
 
+cdef extern from *:
+    """
+    /* Set an item of a list that no other thread uses: without the list's lock. */
+    static inline void cseq_set_own(PyObject *list, Py_ssize_t k, PyObject *value) {
+        PyObject *before = PyList_GET_ITEM(list, k);
+        PyList_SET_ITEM(list, k, Py_NewRef(value));
+        Py_DECREF(before);
+    }
+    """
+    void cseq_set_own(list one, Py_ssize_t k, object value) noexcept
+
+
 cdef enum:
     MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
     MOST_KNOWN = 64  # structures that a reader remembers
@@ -82,6 +94,7 @@ cdef class Plan:
     cdef list kept         # what nodes and leaves point to
     cdef PyObject* blocks[2]  # of the latest copied batches
     cdef int turn             # which of them is replaced next
+    cdef bint is_of(self, Memory memory, uint64_t* record) noexcept
     cdef PyObject* keep(self, object value)
     cdef int add(self, token, dict containers, raw) except -1
     cdef bint match(self, object batch, list arrays, list objects) except -1

@@ -125,6 +125,13 @@ cdef class Plan:
         Py_XDECREF(self.blocks[0])
         Py_XDECREF(self.blocks[1])
 
+    cdef bint is_of(self, Memory memory, uint64_t* record) noexcept:
+        """Whether the batch in a memory has this structure."""
+        cdef uint64_t size = <uint64_t>memory.size
+        return (record[1] == <uint64_t>self.text_bytes and record[0] <= size
+                and record[1] <= size - record[0]
+                and memcmp(self.text, memory.data + record[0], record[1]) == 0)
+
     cdef PyObject* keep(self, object value):
         self.kept.append(value)
         return <PyObject*>value
@@ -246,7 +253,7 @@ cdef class Plan:
                 cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
                 or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
             return False
-        arrays[k] = value
+        cseq_set_own(arrays, k, value)
         return True
 
     cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1:

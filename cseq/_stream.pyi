@@ -6,6 +6,7 @@ from typing_extensions import Self
 from cseq._core import Ring
 from cseq._memory import Mapping
 from cseq._plan import Reader
+from cseq._run import RunState
 from cseq._slots import Slots
 
 ITEMS: Final[int]
@@ -64,12 +65,12 @@ class StreamConsumer:
 
 @final
 class ItemReader:
-    run: Final[Any]
+    run: Final[RunState]
     generation: Final[int]
     taken: Final[int]
     def __new__(
         cls,
-        run: Any,
+        run: RunState,
         consumers: list[StreamConsumer],
         write: Callable[[Any, int], Request],
         wait: Callable[[list[StreamConsumer]], None],

@@ -15,6 +15,7 @@ from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport MOST_KEPT, Block, Mapping
 from cseq._plan cimport Plan, Reader
+from cseq._run cimport RunState
 from cseq._slots cimport FREE, Slots
 
 import os
@@ -677,8 +678,8 @@ cdef class ItemReader:
 
     Parameters
     ----------
-    run : object
-        `generation` is a number: when it changes, the epoch ends. `lock` is a lock.
+    run : RunState
+        When its generation changes, the epoch ends.
     consumers : list of StreamConsumer
     write : callable
         ``write(key, number)`` → `Request`.
@@ -697,8 +698,8 @@ cdef class ItemReader:
         Items that were returned in this epoch, or (those of keys) raised.
     """
 
-    cdef readonly object run
-    cdef readonly object generation
+    cdef readonly RunState run
+    cdef readonly int64_t generation
     cdef readonly uint64_t taken
     cdef list consumers
     cdef object write, wait, over
@@ -719,7 +720,8 @@ cdef class ItemReader:
     cdef uint64_t posted
     cdef Py_ssize_t latest          # the worker of the key that was posted last
 
-    def __cinit__(self, run, list consumers not None, write, wait, over, *, uint32_t depth):
+    def __cinit__(self, RunState run not None, list consumers not None, write, wait, over, *,
+                  uint32_t depth):
         cdef size_t room = 1
         cdef StreamConsumer consumer
         self.run, self.consumers = run, consumers
@@ -793,14 +795,14 @@ cdef class ItemReader:
         for consumer in self.consumers:
             consumer.wake()
 
-    def open(self, generation):
+    def open(self, int64_t generation):
         """Let the epoch be read: the workers have begun it."""
         self.generation = generation
 
-    cdef int check(self, generation) except -1:
+    cdef int check(self, int64_t generation) except -1:
         """Raise InterruptedError if the epoch is not under way: a signal handler may have begun
         another one, or ended all, which fails what it has interrupted."""
-        if self.run.generation != generation:
+        if not self.run.is_at(<uint64_t>generation):
             raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
                                    "call begin()") from None
         return 0
@@ -931,8 +933,8 @@ cdef class ItemReader:
             No epoch is under way: none was begun, or it was interrupted.
         """
         cdef StreamConsumer consumer
-        lock = self.run.lock
-        lock.acquire()
+        cdef int64_t generation
+        self.run.lock.enter()
         generation = self.generation
         try:
             while True:
@@ -948,14 +950,14 @@ cdef class ItemReader:
                         self.over()
                         self.check(generation)
                     raise StopIteration
-                if self.run.generation == generation:
+                if self.run.is_at(<uint64_t>generation):
                     self.taken += 1
                     return consumer.pop()
         except Exception:
             self.check(generation)
             raise
         finally:
-            lock.release()
+            self.run.lock.leave()
 
     cdef bint are_over(self) noexcept:
         """Whether no worker has more items."""
@@ -981,7 +983,7 @@ cdef class ItemReader:
         self.length -= 1
         memmove(self.line + k, self.line + k + 1, 4 * <size_t>(self.length - k))
 
-    cdef StreamConsumer find(self, generation, bint strict):
+    cdef StreamConsumer find(self, int64_t generation, bint strict):
         """The consumer at the beginning of the line, with an item ready; None: there are no more.
 
         `strict`: raise RuntimeError for a stream that an exception has ended.
@@ -1013,7 +1015,8 @@ cdef class ItemReader:
             self.line[0] = worker
             consumer = self.at(0)
             found = consumer.prepare()
-            if self.run.generation != generation or not self.length or consumer is not self.at(0):
+            if (not self.run.is_at(<uint64_t>generation) or not self.length
+                    or consumer is not self.at(0)):
                 continue  # a signal handler has taken items, or begun an epoch
             if not found:
                 if self.keyed:
@@ -1067,8 +1070,8 @@ cdef class ItemReader:
             No epoch is under way: none was begun, or it was interrupted.
         """
         cdef StreamConsumer consumer
-        lock = self.run.lock
-        lock.acquire()
+        cdef int64_t generation
+        self.run.lock.enter()
         generation = self.generation
         try:
             consumer = self.find(generation, True)
@@ -1081,13 +1084,13 @@ cdef class ItemReader:
             self.check(generation)
             raise
         finally:
-            lock.release()
+            self.run.lock.leave()
 
     def commit(self, uint64_t number):
         """Take out the item that `peek` has returned with this number, unless that was done."""
         cdef StreamConsumer consumer
-        lock = self.run.lock
-        lock.acquire()
+        cdef int64_t generation
+        self.run.lock.enter()
         generation = self.generation
         try:
             while True:
@@ -1104,7 +1107,7 @@ cdef class ItemReader:
             self.check(generation)
             raise
         finally:
-            lock.release()
+            self.run.lock.leave()
 
 
 @cython.final
@@ -1119,7 +1122,7 @@ cdef class ItemIterator:
     """
 
     cdef readonly ItemReader reader
-    cdef readonly object generation
+    cdef readonly int64_t generation
     cdef object keep
 
     def __cinit__(self, ItemReader reader not None, *keep):
@@ -1131,8 +1134,7 @@ cdef class ItemIterator:
 
     def __next__(self):
         cdef StreamConsumer consumer
-        lock = self.reader.run.lock
-        lock.acquire()
+        self.reader.run.lock.enter()
         try:
             consumer = self.reader.find(self.generation, False)
             if consumer is None:
@@ -1142,4 +1144,4 @@ cdef class ItemIterator:
             self.reader.check(self.generation)
             raise
         finally:
-            lock.release()
+            self.reader.run.lock.leave()

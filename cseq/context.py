@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cseq._core import derive
+from cseq._work import BatchState
 from cseq.check import dimensions
 from cseq.threads import imported
 
@@ -73,18 +74,22 @@ class WorkerInfo:
     batch: int | None
 
 
-class BatchContext:
-    """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket."""
+class BatchContext(BatchState):
+    """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket.
 
-    __slots__ = ("allocator", "drawn", "num_workers", "number", "seed", "ticket")
+    The ticket, and the generator drawn for it, are in C: `BatchState`.
+    """
+
+    __slots__ = ("allocator", "num_workers", "number", "seed")
+
+    ticket: Ticket | None
+    drawn: np.random.Generator | None
 
     def __init__(self, number: int, num_workers: int, seed: int) -> None:
         self.number = number
         self.num_workers = num_workers
         self.seed = seed
-        self.ticket: Ticket | None = None
         self.allocator: Allocator | None = None
-        self.drawn: np.random.Generator | None = None  # of the present ticket, once asked for
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""

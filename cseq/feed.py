@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sampler import Indices, Sampler
     from cseq.transport import BatchReader
 
-__all__ = ["Feed", "wake_at"]
+__all__ = ["Feed", "apart", "wake_at"]
 
 log = logging.getLogger("cseq")
 
@@ -36,6 +36,15 @@ def wake_at(buffer: int, num_workers: int) -> int:
     uses these until the woken workers have made the next, so there must be one for each worker.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
+
+
+def apart(buffer: int) -> int:
+    """Return how many batches the loop and the workers keep apart while both work.
+
+    Half of the buffer: each side then has one half for itself. Both in the same batches would wait
+    for memory that the other core has just written.
+    """
+    return max(1, buffer // 2)
 
 
 class Feed:
@@ -94,6 +103,7 @@ class Feed:
             self._describe,
             ordered=ordered,
             skip_errors=skip_errors,
+            wait=self._await,
             convert=convert,
             leaf_for=leaf_for,
             **batch_reader.ends,
@@ -203,6 +213,7 @@ class Feed:
             if found is not None:
                 if self._clock.starting:
                     self._clock.started()
+                    consumer.prompt = True
                 return found
             ring.wait(seen, self._ordered)
 

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq import failure
-from cseq._core import BatchMaker
+from cseq._work import BatchMaker
 from cseq.converter.output import explain_cast
 from cseq.dataset import DatasetIndexer
 
@@ -202,7 +202,7 @@ class _FirstBatch:
 class Indexing(BatchMaker):
     """The work of the first stage: makes the batch of a ticket's indices, and publishes it.
 
-    `work` is in C.
+    `work` and `serve` are in C.
     """
 
     def fail(self, runner: Runner, error: BaseException) -> None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from cseq._run import RunState
 from cseq.launcher.forks import in_forked_children
 from cseq.threads import Latch
 
@@ -42,14 +43,14 @@ class Interruptible(Protocol):
 P = TypeVar("P", bound=Interruptible)
 
 
-class Run(Generic[P]):
-    """One start of a manager, up to its end."""
+class Run(RunState, Generic[P]):
+    """One start of a manager, up to its end.
+
+    What iterators read for every batch is in C: `RunState`.
+    """
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
-        self.generation = 0  # an iterator of another generation is void
-        self.lock = threading.RLock()  # around every use of the pool but `interrupt`
-        self.asked = False  # the present iterator has taken `lock` for a batch
         self._pid = os.getpid()
         _runs.add(self)
 
@@ -63,16 +64,15 @@ class Run(Generic[P]):
 
         Returns the generation that begins here; a signal handler may begin a later one.
         """
-        self.generation += 1
-        generation = self.generation  # no handler runs between these two
+        generation = self.supersede()
         if self.is_ours:
             self.pool.interrupt()
         return generation
 
     def disown(self) -> None:
-        """In a forked process: end all iterators; the thread that held `lock` is not there."""
-        self.generation += 1
-        self.lock = threading.RLock()
+        """In a forked process: end all iterators; another thread that had `lock` is not there."""
+        self.supersede()
+        self.lock.inherit()
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""

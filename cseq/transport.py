@@ -12,8 +12,9 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
-from cseq._core import ObjectWriter
 from cseq._memory import SMALL
+from cseq._shelf import Shelf
+from cseq._work import ObjectWriter, TicketWriter
 from cseq.stage import BATCH, CONVERTER, RAISED
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     class Ends(TypedDict, total=False):
         """Keywords of `Consumer`."""
 
-        objects: list[Any]
+        objects: Shelf
         slots: Slots
         extend: Callable[[], None]
         discard: Callable[[int], None]
@@ -68,12 +69,8 @@ class BatchWriter(Protocol):
     """Takes a batch from a runner."""
 
     @property
-    def begin(self) -> Callable[[Runner], None]:
-        """Prepare for the runner's present ticket."""
-
-    @property
-    def try_publish(self) -> Callable[[Runner, Any], bool]:
-        """Write and publish a batch, if one call can do both; else return False."""
+    def ticket_writer(self) -> TicketWriter:
+        """Its part in C: publishes most batches in one call."""
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Write the batch to where the next stage, or the trainer, reads it; return its record."""
@@ -129,12 +126,9 @@ class Objects:
     """
 
     def __init__(self, cells: int, below: SlotReader | None = None) -> None:
-        self._held: list[Any] = [None] * cells
+        self._held = Shelf(cells)
         self._below = below
-        # Methods in C, without a call in between.
-        object_writer = ObjectWriter(self._held)
-        self.begin = object_writer.begin
-        self.try_publish = object_writer.try_publish
+        self.ticket_writer = ObjectWriter(self._held)
 
     @property
     def ends(self) -> Ends:
@@ -179,7 +173,8 @@ class SlotWriter:
     def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
         self._writer = writer
         self._cast = writer.cast = cast
-        # The writer's methods, without a call in between.
+        self.ticket_writer = writer
+        # Its methods, without a call in between.
         self.begin = writer.begin_ticket
         self.try_publish = writer.try_publish
 

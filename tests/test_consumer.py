@@ -13,6 +13,8 @@ import pytest
 from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
 from cseq._memory import HAS_GIL, Block, Mapping, commit
+from cseq._run import RunState
+from cseq._shelf import Shelf
 from cseq._slots import Lease, Slots
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
@@ -34,7 +36,7 @@ class Counter:
 
     def __init__(self, convert: Callable[[Any], Any] | None = None, **options: Any) -> None:
         self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
-        self.held: list[Any] = [None, None]
+        self.held = Shelf(2)
         self.runner = Runner(self.ring, 0, 1, last=True)
         self.reads: list[Callable[[], Any]] = []  # what `read` does before it looks
         self.convert = convert
@@ -615,22 +617,14 @@ def test_a_batch_is_taken_while_one_converts_it() -> None:
 # -- the iterator
 
 
-class Going:
-    """A run whose iterators may go on as long as `generation` does not change."""
-
-    def __init__(self) -> None:
-        self.generation = 3
-        self.lock = threading.RLock()
-
-
 def test_the_iterator() -> None:
     """A step in C if that can be, else the next batch, with the lock held; then the end."""
-    run, counter = Going(), Counter()
+    run, counter = RunState(), Counter()
     following = iter(["next"])
     locked = []
 
     def go() -> Any:
-        locked.append(run.lock._is_owned())  # type: ignore[attr-defined]
+        locked.append(run.lock.is_mine())
         return next(following)
 
     batches = BatchIterator(run, counter.consumer, go)
@@ -644,11 +638,13 @@ def test_the_iterator() -> None:
 
 def test_a_step_while_another_thread_has_the_lock() -> None:
     """A GIL stands in for the lock: without one, the step waits for it."""
-    run, counter = Going(), Counter()
+    run, counter = RunState(), Counter()
     batches = BatchIterator(run, counter.consumer, list)
     counter.work("step")
     got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.append((next(batches), run.lock.acquire(False))))
+    thread = threading.Thread(
+        target=lambda: got.append((next(batches), run.lock.acquire(timeout=0)))
+    )
     with run.lock:
         thread.start()
         thread.join(60 if HAS_GIL else 0.1)
@@ -660,11 +656,11 @@ def test_a_step_while_another_thread_has_the_lock() -> None:
 
 def test_another_iterator() -> None:
     """Once another iterator is the present one, nothing is taken; the lock is free again."""
-    run, counter = Going(), Counter()
+    run, counter = RunState(), Counter()
     batches = BatchIterator(run, counter.consumer, list)
     counter.work()
-    run.generation = 4
+    run.supersede()
     with pytest.raises(InterruptedError, match="newer iterator"):
         next(batches)
-    assert not run.lock._is_owned()  # type: ignore[attr-defined]
+    assert not run.lock.is_mine()
     assert counter.consumer.taken == 0

@@ -830,10 +830,12 @@ def alternate(ring: Ring, turns: int) -> None:
             assert ring.ticket(taken[0])[1] == batch
 
 
-def test_threads_take_turns_awake() -> None:
+@pytest.mark.parametrize("apart", [0, 2])
+def test_threads_take_turns_awake(apart: int) -> None:
     """Trainer and runner take turns without going to sleep, and without being woken."""
     ring = make_ring(runners=1)
     ring.gil_spin = LONG
+    ring.apart = apart
     with serving(ring):
         alternate(ring, 50)
         assert ring.idle_ns() == [0]
@@ -857,10 +859,55 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
     assert alone > 20
 
 
-def test_turns_that_never_come() -> None:
+def test_a_runner_begins_when_there_are_enough_tickets() -> None:
+    """It leaves one alone while the trainer has something else to do, and claims two."""
+    ring = make_ring(runners=1)
+    ring.gil_spin = LONG
+    ring.apart = 2
+    with serving(ring):
+        for batch in (0, 1):
+            post(ring, batch)
+            ring.wait(ring.notices())
+            assert take(ring) == batch
+        for batch in range(2, 40, 2):
+            post(ring, batch)
+            post(ring, batch + 1)
+            while ring.depths() != (0, 0, 2):  # nobody waits
+                pass
+            assert [take(ring), take(ring)] == [batch, batch + 1]
+
+
+def test_the_trainer_goes_on_when_there_are_enough_batches() -> None:
+    """Though a runner works, which it would wait for without `apart`; and if one ticket is left."""
+    for posted in (3, 1):
+        ring = make_ring(runners=2)
+        ring.gil_spin = LONG
+        ring.apart = 2
+        runner = Runner(ring, 0, 1, last=True)
+        post(ring, *range(posted))
+        waited = []
+
+        def wait(ring: Ring = ring, waited: list[int | None] = waited) -> None:
+            ring.wait(ring.notices())
+            waited.append(take(ring))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        for _ in range(min(posted, 2)):
+            assert not waited
+            assert runner.claim()
+            runner.publish()
+        thread.join()
+        assert waited == [0]
+        assert ring.waited_ns < LONG
+
+
+@pytest.mark.parametrize("apart", [0, 2])
+def test_turns_that_never_come(apart: int) -> None:
     """Looking in vain changes nothing: who sleeps is woken, and everything is delivered."""
     ring = make_ring(runners=2)  # the other one is never parked
     ring.gil_spin = 1000
+    ring.apart = apart
     ring.wake_at = 3
     with serving(ring):
         alternate(ring, 300)
@@ -887,6 +934,7 @@ BAD_RINGS: list[Callable[[], Any]] = [
     lambda: Runner(make_ring(), 0, 0, last=True),
     lambda: Runner(make_ring(), 0, 4, last=True),
     lambda: make_ring(size=2).post(0, 1, 1, 1, 3),
+    lambda: setattr(make_ring(), "apart", 5),
 ]
 
 

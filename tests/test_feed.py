@@ -382,7 +382,7 @@ def test_ctrl_c_twice(ordered: bool) -> None:
         hits += strike(stage, first, got) and strike(stage, second, got)
         assert stage.feed.position == min(2 * len(got), 9)
         assert got + stage.drain() == [*PAIRS[:4], [8]]
-    assert hits > 5
+    assert hits > 3
 
 
 @pytest.mark.parametrize("skip", [True, False])

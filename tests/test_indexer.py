@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -173,18 +174,22 @@ class Bench:
     """One runner at a ring of its own, in this thread."""
 
     def __init__(self, made: Any, convert: Any = None) -> None:
-        self.ring = Ring(Block(ring_bytes(2, 4, 1), zero=True), 2, 4, 1)
+        self.ring = Ring(Block(ring_bytes(3, 4, 1), zero=True), 3, 4, 1)
         self.runner = Runner(self.ring, INDEXER, 1, last=True)
-        self.edge = Objects(2)
-        self.work = indexer.Indexing(made, context.BatchContext(0, 1, 5), self.edge, convert).work
+        self.edge = Objects(3)
+        self.indexing = indexer.Indexing(made, context.BatchContext(0, 1, 5), self.edge, convert)
 
-    def do(self, *indices: int) -> tuple[int, Any]:
-        """Post a ticket, work on it, take it: status and object."""
+    def post(self, *indices: int) -> None:
+        """Post a ticket."""
         cell = self.ring.vacant()
         self.ring.indices(cell)[: len(indices)] = indices
         self.ring.post(cell, 1, 2, 3, len(indices))
+
+    def do(self, *indices: int) -> tuple[int, Any]:
+        """Post a ticket, work on it, take it: status and object."""
+        self.post(*indices)
         assert self.runner.claim()
-        self.work(self.runner)
+        self.indexing.work(self.runner)
         taken = self.ring.take()
         assert taken is not None
         cell, status, slot, capacity, record = taken
@@ -195,6 +200,23 @@ def test_indexing() -> None:
     """A ticket's indices go to the indexer, its batch to the edge."""
     status, batch = Bench(np.arange(10) * 2).do(4, 1, 3)
     assert (status, batch.tolist()) == (BATCH, [8, 2, 6])
+
+
+def test_tickets_in_a_row() -> None:
+    """What is there is worked on, too; but the interpreter need not wait for more than two."""
+
+    class Slow:
+        def __getitem__(self, indices: Any) -> Any:
+            time.sleep(0.001)
+            return indices
+
+    bench = Bench(Slow())
+    for number in range(3):
+        bench.post(number)
+    assert bench.runner.claim()
+    bench.indexing.serve(bench.runner)
+    assert bench.runner.cell == -1
+    assert bench.ring.depths() == (1, 0, 2)
 
 
 def test_indexing_converts() -> None:

@@ -73,7 +73,7 @@ class Bench:
         """Have a ticket posted and claimed."""
         self.consumer.refill()
         assert self.runner.claim()
-        self.batch_writer.begin(self.runner)
+        self.batch_writer.ticket_writer.begin_ticket(self.runner)
 
     def send(self, batch: Any) -> None:
         """Put a batch through the first stage."""
@@ -322,7 +322,7 @@ def test_objects() -> None:
     gc.collect()
     assert Batch.alive == 0
     assert bench.receive() is error
-    assert bench.batch_reader.ends["objects"] == [None, None]
+    assert list(bench.batch_reader.ends["objects"]) == [None, None]
 
 
 def test_objects_dropped() -> None:

@@ -8,14 +8,21 @@
  *   trainer    goes on once its batch is ready and all runners are `parked`
  *   a runner   claims once there is a ticket and the trainer `waits`
  *
- * Without a GIL, threads with quick batches take the same turns: a thread that finds its side in use
- * waits for memory that the other core has just written, or sleeps and is woken, for each batch.
+ * Without a GIL both sides work at the same time, but `apart`: a thread that works on what the other
+ * core has just written waits for that memory, or sleeps and is woken, for each batch. So it spins
+ * until it has several batches or tickets to go through:
+ *
+ *   trainer    goes on once its batch is ready and the one `apart` - 1 behind it, or all runners are
+ *              `parked`
+ *   a runner   claims once there is a ticket `apart` - 1 behind the first, or one and the trainer `waits`
+ *
+ * The trainer of processes spins in this way, too; their runners do not use this file.
  *
  * No result depends on it: a thread that has spun for `ns` sleeps as without this file
  * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
  *
  *   word       written by
- *   ns         the trainer, before there are runners
+ *   ns, apart  the trainer, before there are runners
  *   parked     each runner: +1 on its way into a wait, -1 on its way out
  *   spinner    a runner: its number by compare-and-swap, then 0. One is enough to catch the next
  *              ticket
@@ -51,8 +58,9 @@ CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
 }
 
 typedef struct {
-    uint32_t ns; /* to spin at most; 0: not at all */
-    char pad[CSEQ_LINE - 4];
+    uint32_t ns;    /* to spin at most; 0: not at all */
+    uint32_t apart; /* batches or tickets that a thread goes on for; 0: both sides take turns */
+    char pad[CSEQ_LINE - 8];
     uint32_t parked, spinner;
     cseq_trust runners;
     char pad1[CSEQ_LINE - 16];
@@ -60,6 +68,13 @@ typedef struct {
     cseq_trust trainer;
     char pad2[CSEQ_LINE - 12];
 } cseq_gil;
+
+/* Whether there are tickets that a runner goes on for while the trainer works. */
+CSEQ_INLINE int cseq_gil_is_stocked(const cseq_gil *t, const cseq_ring *r, uint32_t stage) {
+    if (!t->apart) return 0;
+    const uint32_t last = (cseq_load_rlx_u32(&r->hint[stage]) + t->apart - 1) % cseq_ring_round(r);
+    return cseq_ring_state(r, last) == (stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED);
+}
 
 /* For a runner without a ticket and without the GIL: spin; a claimed cell, or CSEQ_NONE.
  * SYNC: spinner's trust (the store of 0; against the compare-and-swap) */
@@ -71,7 +86,8 @@ CSEQ_INLINE int cseq_gil_claim(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
         const uint64_t begun = cseq_now_ns();
         while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < t->ns) {
             cseq_pause();
-            if (cseq_load_rlx_u32(&t->waits)) cell = cseq_ring_claim(r, stage, owner);
+            if (cseq_load_rlx_u32(&t->waits) || cseq_gil_is_stocked(t, r, stage))
+                cell = cseq_ring_claim(r, stage, owner);
         }
         cseq_trust_tell(&t->runners, cell >= 0);
     }
@@ -89,20 +105,27 @@ CSEQ_INLINE int cseq_gil_await(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
     return cell;
 }
 
-/* Whether a runner sees new tickets without a wake-up, since it spins. */
-CSEQ_INLINE int cseq_gil_is_spinning(const cseq_gil *t) {
-    return cseq_load_rlx_u32(&t->spinner) != 0;
+/* For the trainer: whether a runner sees new tickets without a wake-up, since it spins, or since it
+ * works and will look for the next one. The others are not woken then, while batches are quick: before
+ * the trainer sleeps, it wakes them. */
+CSEQ_INLINE int cseq_gil_is_served(const cseq_gil *t, const cseq_ring *r) {
+    return cseq_load_rlx_u32(&t->spinner) != 0 ||
+           (t->apart && !r->gate[0].shared && !t->trainer.doubt &&
+            cseq_load_rlx_u32(&t->parked) < r->runners);
 }
 
-/* For the trainer that waits for a cell, without the GIL: spin; 1 if its batch is ready. */
-CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, uint32_t seen) {
+/* For the trainer that waits for a cell, without the GIL: spin; 1 if its batch is ready. `last`: the
+ * cell `apart` - 1 behind it. */
+CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, uint32_t last,
+                              uint32_t seen) {
     int ready = 0, worth = 0;
     if (!t->ns || !cseq_trust_ask(&t->trainer)) return ready;
     const uint64_t begun = cseq_now_ns();
     do {
         cseq_pause();
         ready = cseq_ring_ready(r, cell);
-        worth = ready && cseq_load_rlx_u32(&t->parked) >= r->runners;
+        worth = ready && (cseq_load_rlx_u32(&t->parked) >= r->runners ||
+                          (t->apart && cseq_ring_ready(r, last)));
     } while (!worth && cseq_ring_notices(r) == seen && cseq_now_ns() - begun < t->ns);
     cseq_trust_tell(&t->trainer, worth);
     return ready;
@@ -116,17 +139,24 @@ CSEQ_INLINE void cseq_gil_wake(cseq_ring *r, uint32_t *unwoken) {
     }
 }
 
-/* The trainer waits for a cell (for cell < 0, any), without the GIL. As cseq_ring_wait_ready.
- * `unwoken`: tickets posted since the runners were last woken; for these it wakes them before it
- * sleeps. */
-CSEQ_INLINE void cseq_gil_wait_ready(cseq_gil *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
+/* The trainer waits for a cell, without the GIL, and does not sleep: 1 if its batch is ready. `last`: as
+ * for cseq_gil_spin. `unwoken`: tickets posted since the runners were last woken. */
+CSEQ_INLINE int cseq_gil_expect(cseq_gil *t, cseq_ring *r, uint32_t cell, uint32_t last, uint32_t seen,
                                 uint32_t *unwoken) {
     cseq_store_rlx_u32(&t->waits, 1);
-    if (!cseq_gil_is_spinning(t)) cseq_gil_wake(r, unwoken);
-    if (cell < 0 || !cseq_gil_spin(t, r, (uint32_t)cell, seen)) {
-        cseq_gil_wake(r, unwoken);
-        cseq_ring_wait_ready(r, cell, seen, ns);
-    }
+    if (!cseq_gil_is_served(t, r)) cseq_gil_wake(r, unwoken);
+    const int ready = cseq_gil_spin(t, r, cell, last, seen);
+    cseq_store_rlx_u32(&t->waits, 0);
+    return ready;
+}
+
+/* The trainer waits for a cell (for cell < 0, any), without the GIL, and has spun for it. As
+ * cseq_ring_wait_ready; wakes the runners first. */
+CSEQ_INLINE void cseq_gil_wait_ready(cseq_gil *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
+                                     uint32_t *unwoken) {
+    cseq_store_rlx_u32(&t->waits, 1);
+    cseq_gil_wake(r, unwoken);
+    cseq_ring_wait_ready(r, cell, seen, ns);
     cseq_store_rlx_u32(&t->waits, 0);
 }
 

@@ -22,12 +22,12 @@ from cseq._core import Runner, await_hangup
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.deaths import Deaths, Held
-from cseq.feed import Feed, wake_at
+from cseq.feed import Feed, apart, wake_at
 from cseq.launcher import ENTRY, make_launcher
 from cseq.launcher.forks import in_forked_children
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
-from cseq.stage import CONVERTER, INDEXER, run
+from cseq.stage import CONVERTER, INDEXER, run, spin_ns
 from cseq.supervisor import Supervisor
 from cseq.threads import imported
 from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
@@ -118,7 +118,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
         send_state(sock, NOTED, note.encode())
 
     indexer.LabelHint(task.output, tell).watch(indexing)
-    run(runner, indexing.work)
+    run(runner, indexing.serve)
     batch_context.clear()
     indexer.dispose(worker, made, copied=True)
 
@@ -187,6 +187,7 @@ class ProcessPool(Feed):
         )
         (ring,), self._arena = supervisor.rings, supervisor.arena
         ring.wake_at = wake_at(job.buffer, job.num_workers)
+        ring.gil_spin, ring.apart = spin_ns(), apart(job.buffer)
         self._group = ThreadGroup(ring)
         self._reader = SlotReader(self._arena)
         self._receiver: Receiver | None = None

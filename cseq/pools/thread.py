@@ -14,7 +14,7 @@ from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
 from cseq.converter.host import Converter
 from cseq.errors import WorkerTimeout
-from cseq.feed import Feed, wake_at
+from cseq.feed import Feed, apart, wake_at
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads, imported
 from cseq.transport import Objects
@@ -123,6 +123,7 @@ class ThreadPool(Feed):
         ring = Ring(memory, job.buffer, job.room, runners)
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
+        ring.apart = 0 if HAS_GIL else apart(job.buffer)
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring)
         self._closed = False
@@ -162,7 +163,7 @@ class ThreadPool(Feed):
         indexing = indexer.Indexing(made, batch_context, self._objects, convert=self._converter())
         self._hint.watch(indexing)
         try:
-            run(runner, indexing.work)
+            run(runner, indexing.serve)
         finally:
             batch_context.clear()
             del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back

@@ -159,7 +159,8 @@ static void trainer_post(trainer *t, uint32_t cell) {
     if (cell < cseq_ring_round(t->ring)) t->next_cell = (cell + 1) % cseq_ring_round(t->ring);
     cseq_ring_post(t->ring, cell, ticket);
     t->posted++;
-    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_gil_is_spinning(t->turn))) trainer_wake(t);
+    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_gil_is_served(t->turn, t->ring)))
+        trainer_wake(t);
 }
 
 static void trainer_sweep(trainer *t) {
@@ -267,6 +268,12 @@ static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
     int cell = -1;
     if (t->ordered && t->outstanding) cell = (int)t->order[t->first];
     if (t->turn) {
+        uint32_t most = t->turn->apart ? t->turn->apart : 1, behind = t->outstanding;
+        if (behind > most) behind = most;
+        if (cell >= 0 && cseq_gil_expect(t->turn, t->ring, (uint32_t)cell,
+                                         t->order[(t->first + behind - 1) % t->ring->capacity], seen,
+                                         &t->unwoken))
+            return;
         cseq_gil_wait_ready(t->turn, t->ring, cell, seen, ns, &t->unwoken);
         return;
     }

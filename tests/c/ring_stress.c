@@ -182,6 +182,7 @@ static void make_plan(void) {
     cseq_wait_nap = below(rng, 4) == 0;
     memset(&turn, 0, sizeof turn);
     turn.ns = below(rng, 2) ? 0 : 1 + below(rng, 50000);
+    turn.apart = below(rng, boss.ring->capacity + 1);
     boss.turn = below(rng, 2) ? &turn : 0;
 }
 

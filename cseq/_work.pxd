@@ -1,0 +1,31 @@
+"""The work of a runner: making batches, and publishing them."""
+
+cimport cython
+
+from cseq._core cimport Runner
+from cseq._shelf cimport Shelf
+
+
+cdef class BatchState:
+    cdef public object ticket
+    cdef public object drawn
+
+
+cdef class TicketWriter:
+    cdef int open_ticket(self, Runner runner) except -1
+    cdef bint publish_batch(self, Runner runner, object batch) except -1
+
+
+@cython.final
+cdef class ObjectWriter(TicketWriter):
+    cdef Shelf objects
+
+
+cdef class BatchMaker:
+    cdef public object indexer
+    cdef readonly object batch_writer
+    cdef BatchState batch_state
+    cdef TicketWriter writer
+    cdef object convert, seeds
+    cdef list loaded
+    cdef int make(self, Runner runner) except -1

@@ -1,0 +1,183 @@
+"""The lock of a run: one thread at a time, which may take it again; signals and forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cseq._run import Lock, RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def taken_elsewhere(lock: Lock) -> Iterator[threading.Event]:
+    """Have another thread hold the lock; it gives it back once the event is set."""
+    has, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            has.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has.wait()
+    try:
+        yield leave
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_one_thread_at_a_time() -> None:
+    """What one reads and then writes, no other one changes meanwhile; all get their turn."""
+    lock, count, turns = Lock(), 0, 1000
+
+    def work() -> None:
+        nonlocal count
+        for _ in range(turns):
+            with lock:
+                seen = count
+                time.sleep(0)  # another thread may run
+                count = seen + 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count == 4 * turns
+
+
+def test_it_is_given_back_as_often_as_taken() -> None:
+    """Until then, it is its thread's."""
+    lock = Lock()
+    got = []
+
+    def look() -> None:
+        got.append(lock.acquire(timeout=0))
+        if got[-1]:
+            lock.release()
+
+    def elsewhere() -> bool:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return got[-1]
+
+    assert not lock.is_mine()
+    with lock:
+        assert lock.acquire()
+        assert lock.acquire(timeout=0)
+        for _ in range(2):
+            assert not elsewhere()
+            lock.release()
+        assert lock.is_mine()
+        assert not elsewhere()
+    assert not lock.is_mine()
+    assert elsewhere()
+
+
+def test_a_time_limit() -> None:
+    """It is not taken then, and not by a thread that does not have it given back."""
+    lock = Lock()
+    with taken_elsewhere(lock):
+        before = time.monotonic()
+        assert not lock.acquire(timeout=0.05)
+        assert time.monotonic() - before >= 0.05
+        with pytest.raises(RuntimeError, match="does not have"):
+            lock.release()
+    assert lock.acquire(timeout=60)
+    lock.release()
+
+
+def test_a_waiter_is_woken() -> None:
+    """Long before it would look by itself, if it slept without a limit."""
+    lock = Lock()
+    with taken_elsewhere(lock) as leave:
+        threading.Timer(0.05, leave.set).start()
+        assert lock.acquire(timeout=60)
+    assert lock.is_mine()
+    lock.release()
+
+
+class Struck(Exception):
+    """What the signal handler raises."""
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("timeout", [-1, 60])
+def test_a_signal_handler_that_raises(timeout: float) -> None:
+    """It ends the waiting; the lock is not taken."""
+    lock = Lock()
+
+    def handle(*_: object) -> None:
+        raise Struck
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with taken_elsewhere(lock):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(Struck):
+                lock.acquire(timeout=timeout)
+            assert not lock.is_mine()
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert lock.acquire(timeout=60)
+    lock.release()
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_fork(mine: bool) -> None:
+    """Only the thread that forked is there: the lock stays its own, or is free."""
+    lock = Lock()
+
+    def exits_well() -> bool:
+        child = os.fork()
+        if not child:
+            try:
+                lock.inherit()
+                good = lock.is_mine() == mine and lock.acquire(timeout=0)
+                lock.release()
+                if mine:
+                    lock.release()
+                os._exit(not good or lock.is_mine())
+            finally:
+                os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    if mine:
+        with lock:
+            assert exits_well()
+    else:
+        with taken_elsewhere(lock):
+            assert exits_well()
+
+
+def test_generations() -> None:
+    """Each is another number, also if several threads begin one at a time."""
+    state, begun = RunState(), []
+
+    def begin() -> None:
+        begun.extend([state.supersede() for _ in range(2000)])
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(begun) == list(range(1, 8001))
+    assert state.generation == 8000
+    state.generation = 3
+    assert state.generation == 3
