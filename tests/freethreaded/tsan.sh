@@ -87,7 +87,7 @@ for _ in $(seq "${TIMES:-1}"); do
 done
 
 watch core
-under "$PWD" timeout 600 "$python" "$here/stress.py" || result=1
+under "$PWD" timeout 1800 "$python" "$here/stress.py" || result=1
 under "$PWD" "$python" -m pytest -p no:cacheprovider -m "not slow" "${@:-tests/test_consumer.py}" || result=1
 count=$(ours core)
 if [ "$count" != 0 ]; then
