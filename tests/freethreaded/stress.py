@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 THREADS = 3
 SLOT = 4096  # bytes
+MANY = 10**9  # samples, or items: no epoch of so many comes to its end
 
 
 class Echo:
@@ -139,7 +141,7 @@ def look(manager: Any, times: int, *, ordered: bool = True) -> None:
     """Read what any thread may read."""
     for _ in range(times):
         stats = manager.stats()
-        assert stats.batches >= 0 and len(stats.depths) == 3, stats
+        assert len(stats.depths) == 3, stats
         assert manager.skipped == []
         if ordered:
             assert manager.state_dict()["seed"] == manager.seed
@@ -156,7 +158,7 @@ def share(manager: Any, *, ordered: bool, batches: int) -> None:
     def take() -> None:
         taken.extend(first_of(batch) for batch in iterator)
 
-    together(*[take] * THREADS, lambda: look(manager, batches // 4, ordered=ordered))
+    together(*[take] * THREADS, partial(look, manager, batches // 4, ordered=ordered))
     assert len(set(taken)) == len(taken) == batches, len(taken)
 
 
@@ -223,18 +225,21 @@ def closed(scale: int) -> None:
         (cseq.MTSequence, 2, 8),
         (cseq.MPSequence, 2, 2),
     ):
-        manager = kind(Echo, 4 * scale, workers, batch_size=4, buffer=10, out_type="null")
+        options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "out_type": "null"}
+        manager = kind(Echo, MANY, workers, **options)
         for turn in range(rounds):
             iterator = iter(manager.start())
             begun = threading.Event()
-            ended: list[str] = []
 
-            def take(iterator: Any = iterator, begun: Any = begun, ended: Any = ended) -> None:
-                with contextlib.suppress(InterruptedError):
+            def take(iterator: Any = iterator, begun: Any = begun) -> None:
+                try:
                     for _ in iterator:
                         begun.set()
-                    ended.append("over")
-                begun.set()
+                except InterruptedError:
+                    return
+                finally:
+                    begun.set()
+                raise AssertionError("the epoch was not interrupted")
 
             def end(begun: Any = begun, turn: int = turn, manager: Any = manager) -> None:
                 begun.wait()
@@ -243,7 +248,7 @@ def closed(scale: int) -> None:
                 else:
                     manager.finish()
 
-            together(take, take, end, lambda manager=manager: look(manager, 10))
+            together(take, take, end, partial(look, manager, 10))
             manager.finish()
 
 
@@ -277,7 +282,7 @@ def alone(worker: Any, batches: int) -> None:
 
 def plans(scale: int) -> None:
     """Threads with a manager each: plans, and what the reader remembers, belong to all of them."""
-    together(*[lambda worker=worker: alone(worker, scale) for worker in (Pairs, Pairs, Dicts)])  # type: ignore[misc]
+    together(*[partial(alone, worker, scale) for worker in (Pairs, Pairs, Dicts)])
 
 
 def readers(scale: int) -> None:
@@ -316,9 +321,9 @@ def streams(scale: int) -> None:
             taken: list[Any] = []
             together(
                 *[lambda items=items, taken=taken: taken.extend(key for key, _ in items)] * 2,
-                lambda: glance(made, scale),
+                partial(glance, made, scale),
             )
-            assert len(taken) == len(every) and set(taken) == every, len(taken)
+            assert sorted(taken) == sorted(every), len(taken)
         made.begin([scale] * workers)
 
         def by_worker(number: int) -> None:
@@ -326,14 +331,14 @@ def streams(scale: int) -> None:
                 assert made.next(number)[0] == (number, k)
 
         together(
-            *[lambda number=number: by_worker(number) for number in range(workers)],  # type: ignore[misc]
-            lambda: glance(made, scale),
+            *[partial(by_worker, number) for number in range(workers)],
+            partial(glance, made, scale),
         )
         for _ in range(3):
-            cut(made, workers, scale, made.interrupt)
+            cut(made, scale, made.interrupt)
         made.begin([1] * workers)
         assert sum(1 for _ in made) == workers
-        cut(made, workers, scale, made.close)
+        cut(made, scale, made.close)
 
 
 def glance(made: Streams, times: int) -> None:
@@ -343,9 +348,9 @@ def glance(made: Streams, times: int) -> None:
         assert len(made.pids()) == made.num_workers
 
 
-def cut(made: Streams, workers: int, scale: int, end: Callable[[], None]) -> None:
+def cut(made: Streams, scale: int, end: Callable[[], None]) -> None:
     """End an epoch from another thread."""
-    made.begin([100 * scale] * workers)
+    made.begin([MANY] * made.num_workers)
     items = iter(made)
     begun = threading.Event()
 
@@ -363,7 +368,7 @@ def cut(made: Streams, workers: int, scale: int, end: Callable[[], None]) -> Non
         begun.wait()
         end()
 
-    together(take, take, cut_it, lambda: glance(made, scale))
+    together(take, take, cut_it, partial(glance, made, scale))
 
 
 # -- slots
@@ -445,7 +450,7 @@ def deaths(scale: int) -> None:
         def take() -> None:
             taken.extend(first_of(batch) for batch in iterator)
 
-        together(take, take, lambda: kill(1), lambda: kill(2), lambda: look(manager, scale))
+        together(take, take, partial(kill, 1), partial(kill, 2), partial(look, manager, scale))
         assert len(set(taken)) == len(taken) == 4 * scale, len(taken)
     with Streams(Numbers, 2, prefetch=4) as made:
         made.begin([4 * scale] * 2)
@@ -461,7 +466,7 @@ def deaths(scale: int) -> None:
         together(
             *[lambda: keys.extend(key for key, _ in items)] * 2,
             kill_one,
-            lambda: glance(made, scale),
+            partial(glance, made, scale),
         )
         assert len(set(keys)) == len(keys) == 8 * scale, len(keys)
 
@@ -498,7 +503,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=100)
     arguments = parser.parse_args()
     if arguments.unlocked:
-        Run.lock = property(lambda run: Unlocked(), lambda run, lock: None)  # type: ignore[assignment, method-assign]
+        Run.lock = property(lambda run: Unlocked(), lambda run, lock: None)  # type: ignore[assignment]
     for name in arguments.scenarios or SCENARIOS:
         begun = time.monotonic()
         SCENARIOS[name](arguments.scale)

@@ -67,7 +67,7 @@ weakened() {
     name=$1 folder=$2 count=0
     watch "weak-$name"
     shift 2
-    CSEQ_WEAK=$name under "$folder" timeout -k 5 90 "$python" "$here/stress.py" "$@" \
+    CSEQ_WEAK=$name under "$folder" timeout -k 5 240 "$python" "$here/stress.py" "$@" \
         >"$reports/weak-$name/output" 2>&1 || true
     count=$(ours "weak-$name")
     if [ "$count" = 0 ]; then
@@ -87,7 +87,7 @@ for _ in $(seq "${TIMES:-1}"); do
 done
 
 watch core
-under "$PWD" timeout 600 "$python" "$here/stress.py" || result=1
+under "$PWD" timeout 1800 "$python" "$here/stress.py" || result=1
 under "$PWD" "$python" -m pytest -p no:cacheprovider -m "not slow" "${@:-tests/test_consumer.py}" || result=1
 count=$(ours core)
 if [ "$count" != 0 ]; then

@@ -336,6 +336,33 @@ def test_a_request_has_its_slot_for_life() -> None:
     assert (slots.acquire(), slots.acquire()) == (0, -1)
 
 
+def test_requests_of_threads_have_slots_of_their_own() -> None:
+    """Where there is no GIL, a slot that one thread finds free may be taken by another."""
+    slots = Slots(3)
+    users: dict[int, int] = {}
+    shared: list[int] = []
+
+    def take() -> None:
+        me = threading.get_ident()
+        for _ in range(300_000):
+            request = Request(slots)
+            if request.slot < 0:
+                continue
+            if users.setdefault(request.slot, me) == me:
+                users.pop(request.slot, None)
+            else:
+                shared.append(request.slot)
+            del request
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not shared
+    assert slots.free() == [0, 1, 2]
+
+
 class Pausing(Gated):
     """Presses Ctrl-C in a call, and does not come back before it is told to."""
 
