@@ -383,16 +383,24 @@ class Streams:
         """Process ids of the workers, in their order; None for one that is just being started."""
         return self._run.pool.pids()
 
-    def children(self, *, wait: bool = False) -> list[Child | None]:
+    def children(self) -> list[Child | None]:
         """Worker processes, in their order; None for one that is just being started, or has ended.
 
-        A process that was returned can be asked for its exit code after its end. With `wait`, those
-        that are started for the first time are waited for.
+        A process that was returned can be asked for its exit code after its end.
         """
-        pool = self._run.pool
+        return self._run.pool.children()
+
+    def processes(self, *, wait: bool = False) -> dict[int, Child]:
+        """Latest process of each worker, by the worker's number; it may have ended.
+
+        Always the same dict, into which a process is put when it is started: who holds it knows the
+        processes also when the streams are gone. With `wait`, all are started on return, unless the
+        streams end meanwhile.
+        """
+        supervisor = self._run.pool.supervisor
         if wait and self._run.is_ours:
-            pool.supervisor.await_launch()
-        return pool.children()
+            supervisor.await_launch()
+        return supervisor.processes
 
     def __enter__(self) -> Self:
         return self

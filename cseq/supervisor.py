@@ -92,6 +92,8 @@ class Supervisor:
         Whether workers are forked from this process: objects are inherited, not pickled.
     closed : bool
         `close` was called: workers that end are not replaced.
+    processes : dict
+        The latest process of each worker, by its number from 0; it stays when that has ended.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Supervisor:
         self.deaths = deaths
         self.failure = failure.Failure()
         self.closed = False
+        self.processes: dict[int, Child] = {}
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
@@ -285,6 +288,7 @@ class Supervisor:
         child = self._launcher.launch(owner - 1, local=self._local)
         worker = WorkerProcess(owner, child)
         self._workers[owner] = worker
+        self.processes[owner - 1] = child
         self._selector.register(child.sock, selectors.EVENT_READ, worker)
         if self.closed:
             child.kill()

@@ -326,10 +326,14 @@ for dataset in (Images(), Subset(Images(), [3, 1, 4, 1, 5]), tensors):
             for at in range(0, len(numbers), 4)]
     process, thread = cseq.MPSequence, cseq.MTSequence
     for kind, out in ((process, "null"), (thread, "null"), (process, "cpu")):
-        options = {}
+        options = {"num_workers": 2}
         if kind is process and "fork" in start_methods() and (dataset is tensors or out == "cpu"):
             options["start_method"] = "fork"  # another server would import torch again
-        m = kind(cseq.from_dataset(dataset), num_workers=2, batch_size=4, shuffle=False,
+        elif kind is process and "fork" not in start_methods():  # each worker imports torch
+            options["num_workers"] = 1
+            if dataset is not tensors and out == "cpu":
+                continue
+        m = kind(cseq.from_dataset(dataset), batch_size=4, shuffle=False,
                  out_type=out, dtype=None, **options)
         for start in (m.start, m.start_test):
             with start() as batches:

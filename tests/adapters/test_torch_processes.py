@@ -16,6 +16,7 @@ from torch_data import Plain  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq.launcher import direct  # noqa: E402
+from cseq.launcher.base import KILLED  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few processors
 
@@ -77,6 +78,16 @@ def test_nobody_is_waited_for_where_none_comes() -> None:
     iterator._shutdown_workers()
     asking.join(100)
     assert len(asked) == 1
+
+
+def test_the_process_of_an_iterator_that_was_dropped_before_it_was_asked_for() -> None:
+    iterator = spawned(1)
+    assert next(iterator) == 0
+    (process,) = iterator._workers
+    del iterator
+    process.join(100)
+    assert process.exitcode in (0, KILLED)
+    assert process.pid not in (None, os.getpid())
 
 
 def test_processes_are_named_at_once_where_they_are_there() -> None:

@@ -30,6 +30,7 @@ class WorkerProcess:
         self.name = f"cseq-w{number}"
         self._number = number
         self._streams = weakref.ref(streams)
+        self._processes = streams.processes()
         self._child: Child | None = None
         self._is_killed = False  # another process takes its place, which is not this one
 
@@ -42,9 +43,10 @@ class WorkerProcess:
         `wait`: until there is one. Spawned workers are started beside the loop.
         """
         streams = self._streams()
-        if streams is not None and not self._is_killed:
-            children = streams.children(wait=wait and self._child is None)
-            self._child = children[self._number] or self._child
+        if wait and self._number not in self._processes and streams is not None:
+            streams.processes(wait=True)
+        if not self._is_killed:
+            self._child = self._processes.get(self._number)
 
     @property
     def pid(self) -> int | None:
