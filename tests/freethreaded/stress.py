@@ -1,8 +1,8 @@
 """Threads that share managers, iterators, streams and what readers remember, for ThreadSanitizer.
 
-python tests/freethreaded/stress.py [--unlocked] [--scale N] [SCENARIO...]
+python tests/freethreaded/stress.py [--scale N] [SCENARIO...]
 
-All scenarios by default. With --unlocked, runs have no lock: what needs it must be found then.
+All scenarios by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from cseq._memory import Block
 from cseq._slots import Slots
 from cseq._stream import Request
 from cseq.producer import Scratch
-from cseq.run import Run
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
@@ -86,23 +85,6 @@ class Numbers:
     def which(self) -> int:
         """Answer a call."""
         return self.number
-
-
-class Unlocked:
-    """In place of a lock: none."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Do nothing."""
-        return True
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing."""
 
 
 def together(*functions: Callable[[], None]) -> None:
@@ -499,11 +481,8 @@ def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenarios", nargs="*", choices=[[], *SCENARIOS], metavar="SCENARIO")
-    parser.add_argument("--unlocked", action="store_true")
     parser.add_argument("--scale", type=int, default=100)
     arguments = parser.parse_args()
-    if arguments.unlocked:
-        Run.lock = property(lambda run: Unlocked(), lambda run, lock: None)  # type: ignore[assignment]
     for name in arguments.scenarios or SCENARIOS:
         begun = time.monotonic()
         SCENARIOS[name](arguments.scale)

@@ -81,7 +81,7 @@ weakened() {
 }
 
 for _ in $(seq "${TIMES:-1}"); do
-    weakened lock "$PWD" --unlocked threads
+    weakened lock "$weak/lib" threads
     weakened section "$weak/lib" readers
     weakened counter "$weak/lib" threads
 done

@@ -2,6 +2,7 @@
  *
  * CSEQ_WEAK names what is weakened when the process starts; every one must be caught.
  *
+ *   lock       runs have no lock
  *   section    critical sections are not entered
  *   counter    counters that other threads read are plain words
  */
@@ -14,11 +15,13 @@
 #include <string.h>
 
 #include "cseq_atomic.h"
+#include "cseq_lock.h"
 
-static int weak_section, weak_counter;
+static int weak_lock, weak_section, weak_counter;
 
 __attribute__((constructor)) static void weak_read(void) {
     const char *name = getenv("CSEQ_WEAK");
+    weak_lock = name && strcmp(name, "lock") == 0;
     weak_section = name && strcmp(name, "section") == 0;
     weak_counter = name && strcmp(name, "counter") == 0;
 }
@@ -28,6 +31,16 @@ CSEQ_INLINE void weak_begin(PyCriticalSection *c, PyObject *one) {
 }
 CSEQ_INLINE void weak_end(PyCriticalSection *c) {
     if (!weak_section) PyCriticalSection_End(c);
+}
+
+CSEQ_INLINE int weak_lock_is_mine(const cseq_lock *l, uint64_t me) {
+    return weak_lock || cseq_lock_is_mine(l, me);
+}
+CSEQ_INLINE int weak_lock_try(cseq_lock *l, uint64_t me) {
+    return weak_lock || cseq_lock_try(l, me);
+}
+CSEQ_INLINE void weak_lock_leave(cseq_lock *l) {
+    if (!weak_lock) cseq_lock_leave(l);
 }
 
 CSEQ_INLINE uint64_t weak_load(const uint64_t *p) {
@@ -42,6 +55,9 @@ CSEQ_INLINE void weak_count(uint64_t *p, uint64_t more) { weak_store(p, weak_loa
 /* Only from here on, so that the functions above call the real ones. */
 #define PyCriticalSection_Begin weak_begin
 #define PyCriticalSection_End weak_end
+#define cseq_lock_is_mine weak_lock_is_mine
+#define cseq_lock_try weak_lock_try
+#define cseq_lock_leave weak_lock_leave
 #define cseq_load_rlx_u64 weak_load
 #define cseq_store_rlx_u64 weak_store
 #define cseq_count_u64 weak_count
