@@ -60,6 +60,7 @@ HERE = {
     "POSIX": os.name == "posix",
     "Linux": sys.platform == "linux",
     "fork": hasattr(os, "fork"),
+    "quick processes": hasattr(os, "fork") or "CSEQ_TESTS_START" in os.environ,  # or patience
     "worker processes": True,
 }
 
@@ -325,6 +326,15 @@ def cuda_started(request: pytest.FixtureRequest) -> None:
     wanted = any("gpu" in item.path.parts for item in request.session.items)
     if wanted and torch is not None and torch.cuda.is_available():
         torch.zeros(1, device="cuda").cpu()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tracker_started() -> None:
+    """Start what multiprocessing starts once in a process that spawns others, if tests will."""
+    if os.environ.get("CSEQ_TESTS_START") == "spawn" and os.name == "posix":
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from conftest import import_path  # noqa: E402
+from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import Augmented, Plain, same, seed_all, without_told  # noqa: E402
 
@@ -32,9 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 METHODS = multiprocessing.get_all_start_methods()
-FORK: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+QUICK = QUICKEST.start_method  # forked, where the system can
+FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
-pytestmark = pytest.mark.needs("fork")
+pytestmark = pytest.mark.needs("quick processes")
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +169,7 @@ def test_a_datapipe(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_context_that_is_not_known(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    class Other(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
+    class Other(type(multiprocessing.get_context(QUICK))):  # type: ignore[misc]
         def get_start_method(self, allow_none: bool = False) -> str:
             return "other"
 
@@ -198,7 +202,7 @@ class Numbers:
     def __getitem__(self, index):
         return index
 
-loader = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork")
+loader = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context=sys.argv[3])
 iterator = iter(loader)
 print(__name__, sys.argv[1:], type(iterator).__module__)
 print([batch.tolist() for batch in iterator])
@@ -215,15 +219,16 @@ def test_the_command(tmp_path: Path, as_module: bool) -> None:
     path.write_text(SCRIPT)
     what = ["-m", "training"] if as_module else [path.name]
     done = subprocess.run(
-        [sys.executable, "-m", "cseq", "run", "--rng", "batch", *what, "--lr", "3"],
+        [sys.executable, "-m", "cseq", "run", "--rng", "batch", *what, "--lr", "3", QUICK],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "__main__ ['--lr', '3'] cseq.adapters.torch.iterator",
+        f"__main__ ['--lr', '3', '{QUICK}'] cseq.adapters.torch.iterator",
         "[[0, 1], [2, 3]]",
         "batch",
         "True",
@@ -232,7 +237,11 @@ def test_the_command(tmp_path: Path, as_module: bool) -> None:
 
 def test_the_command_without_a_script() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cseq"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "cseq"],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "required: command" in done.stderr

@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Augmented,
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 METHODS = multiprocessing.get_all_start_methods()
 
 pytestmark = [
-    pytest.mark.needs("fork"),
+    pytest.mark.needs("quick processes"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
 ]
 
 
 def loader(dataset: Any, num_workers: int = 2, **options: Any) -> Any:
     """Make a loader of ours."""
-    context = "fork" if num_workers else None
+    context = QUICKEST.start_method if num_workers else None
     return cseq.DataLoader(
         dataset, num_workers=num_workers, multiprocessing_context=context, **options
     )
@@ -834,7 +835,7 @@ class TestTorchdata:
         """Take some batches of theirs; return the state and the rest."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        context = "fork" if num_workers else None
+        context = QUICKEST.start_method if num_workers else None
         made = StatefulDataLoader(
             dataset, num_workers=num_workers, multiprocessing_context=context, **options
         )

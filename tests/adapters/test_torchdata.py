@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MULTI = SHARDING_PRIORITIES.MULTIPROCESSING
 # Many loaders are started here, whose processes import torch: for minutes where they are spawned.
-pytestmark = pytest.mark.needs("fork")
+pytestmark = pytest.mark.needs("quick processes")
 
 QUICK = QUICKEST.start_method
 
