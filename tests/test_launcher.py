@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import HAS_PROC, pids
+from interrupting import first_hits, interrupted
 
 from cseq import launcher
-from cseq.launcher import make_launcher, processes, server, start_methods
+from cseq.launcher import make_launcher, processes, server, start_methods, waiting
 from cseq.launcher.waiting import hung_up
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def ask(child: Child, question: str) -> Any:
     child.sock.settimeout(PATIENCE)
     child.sock.sendall(question.encode())
     answer = child.sock.recv(1 << 16).decode()
-    assert answer, f"worker {child.number} has ended instead of answering {question!r}"
+    assert answer, f"process {child.pid} has ended instead of answering {question!r}"
     return eval(answer)
 
 
@@ -160,7 +161,6 @@ def test_a_worker_is_a_process_of_its_own_at_the_other_end_of_its_socket(
     """`launch` returns a child whose pid is the process that answers on its socket."""
     child = launch(3)
     assert ask(child, "os.getpid()") == child.pid != os.getpid()
-    assert child.number == 3
     assert not child.gone
 
 
@@ -322,6 +322,22 @@ def test_a_worker_ends_when_the_trainer_closes_its_socket(launch: Callable[..., 
     assert child.status(0) == 0
 
 
+def test_the_end_of_a_worker_is_there_for_other_threads_to_see(
+    launch: Callable[..., Child],
+) -> None:
+    """`ended` is set, and `code` there, once any thread has found the end; not before."""
+    child = launch()
+    ask(child, "0")
+    assert not child.ended.wait(0)
+    watching = threading.Thread(target=child.status, args=(PATIENCE,))
+    watching.start()
+    assert not child.ended.wait(0.01)
+    child.kill()
+    assert child.ended.wait(PATIENCE)
+    assert child.code == -signal.SIGKILL
+    watching.join()
+
+
 @pytest.mark.parametrize("sent", [b"", b"unread"])
 def test_a_worker_that_finds_the_trainer_gone_is_silent(
     make: Callable[..., Launcher], capfd: pytest.CaptureFixture[str], sent: bytes
@@ -417,7 +433,7 @@ def test_who_waits_for_a_worker_does_not_hold_up_others(make: Callable[..., Laun
     codes: dict[int, int | None] = {}
 
     def wait(child: Child) -> None:
-        codes[child.number] = child.status(PATIENCE)
+        codes[child.pid] = child.status(PATIENCE)
 
     threads = [threading.Thread(target=wait, args=(child,)) for child in workers]
     for thread in threads:
@@ -428,7 +444,7 @@ def test_who_waits_for_a_worker_does_not_hold_up_others(make: Callable[..., Laun
         child.kill()
     for thread in threads:
         thread.join(PATIENCE)
-    assert codes == dict.fromkeys(range(4), -signal.SIGKILL)
+    assert codes == {child.pid: -signal.SIGKILL for child in workers}
     for child in (*workers, late):
         child.sock.close()
 
@@ -444,6 +460,44 @@ def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
     assert one.close(time.monotonic())
     for child in workers:
         child.sock.close()
+
+
+def test_ctrl_c_while_a_launcher_is_closed(method: str) -> None:
+    """Wherever a handler raises in `close`, calling it again ends everything, and says so.
+
+    The supervisor's thread closes its launcher; if it has failed, the user's thread does.
+    """
+
+    def close_interrupted(countdown: int) -> bool:
+        with closing() as make_any:
+            one = make_any(method)
+            child = one.launch(0)
+            with interrupted(countdown, "launcher/", "threads.py") as struck:
+                one.close(time.monotonic() + PATIENCE)
+            assert one.close(time.monotonic() + PATIENCE)
+            assert child.ended.wait(0)
+            assert child.code == -signal.SIGKILL
+            child.sock.close()
+        return struck.is_set()
+
+    # What the methods have in common is in `apart`; a worker is forked from the trainer soonest.
+    assert first_hits(close_interrupted, 1 if method == "fork" else 5) > 3
+
+
+def test_a_launcher_is_closed_where_there_can_be_no_more_threads(
+    make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread does then what it would have another one do."""
+    one = make()
+    child = one.launch(0)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    assert one.close(time.monotonic() + PATIENCE)
+    assert child.code == -signal.SIGKILL
+    child.sock.close()
 
 
 def test_a_launcher_that_launched_nothing_has_nothing_to_close(method: str) -> None:
@@ -801,6 +855,8 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     assert child.sock.recv(1) == b""
     assert child.status(PATIENCE) is None
     assert child.gone
+    assert child.ended.wait(0)
+    assert child.code is None
     child.sock.close()
 
 
@@ -893,6 +949,25 @@ def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     assert ask(child, "sys.modules['useful'].pid") == server_pid()
     assert "no_such_module" in caplog.text
     child.sock.close()
+
+
+@linux
+def test_ctrl_c_while_a_pidfd_is_dropped_does_not_leak_it() -> None:
+    """A handler cannot run in the middle, since no Python code does."""
+
+    def strike(frame: Any, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == waiting.__file__:
+            raise KeyboardInterrupt
+
+    pidfd = waiting.PidFd.open(os.getpid())
+    assert pidfd is not None
+    fd = pidfd.fileno()
+    before = sys.gettrace()
+    sys.settrace(strike)
+    del pidfd
+    sys.settrace(before)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
 
 
 def test_without_pidfds_workers_are_ended_and_reaped_too(

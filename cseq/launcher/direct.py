@@ -10,6 +10,7 @@ from cseq.launcher.base import (
     KILL,
     START,
     Children,
+    apart,
     check_owner,
     flush_output,
     no_objects,
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
 class _DirectChild:
     """A worker that is the trainer's own child process."""
 
-    def __init__(self, number: int, sock: socket.socket, process: Process) -> None:
-        self.number = number
+    def __init__(self, sock: socket.socket, process: Process) -> None:
         self.pid = process.pid
         self.sock = sock
         self.handle = process.handle
+        self.ended = process.ended
         self._process = process
+
+    @property
+    def code(self) -> int | None:
+        return self._process.code
 
     @property
     def gone(self) -> bool:
@@ -85,7 +90,7 @@ class _DirectLauncher:
         try:
             with theirs, signals_blocked():
                 process = self._start(number, theirs, local)
-                child = _DirectChild(number, ours, process)
+                child = _DirectChild(ours, process)
                 self._children.add(child)
         except BaseException:
             ours.close()
@@ -98,7 +103,7 @@ class _DirectLauncher:
     def close(self, deadline: float) -> bool:
         if os.getpid() != self._owner:
             return True  # a process that the user forked: these are not its children
-        return all(child.gone for child in self._children.end(deadline))
+        return apart(lambda: all(child.gone for child in self._children.end(deadline)))
 
 
 class SpawnLauncher(_DirectLauncher):
