@@ -19,7 +19,7 @@ from conftest import HAS_PROC, pids
 from interrupting import first_hits, interrupted
 
 from cseq import launcher
-from cseq.launcher import make_launcher, processes, server, start_methods, waiting
+from cseq.launcher import forks, make_launcher, processes, server, start_methods, waiting
 from cseq.launcher.waiting import hung_up
 
 if TYPE_CHECKING:
@@ -780,6 +780,62 @@ class TestFork:
         done = run_script(source, "fork", PYTHONPATH=path, PYTHONUNBUFFERED="")
         assert done.stdout.count("buffered") == 1
 
+    def test_a_fork_leaves_the_filters_of_warnings_alone(
+        self, run_script: RunScript, entries: Path
+    ) -> None:
+        """That the process has threads, of which `os.fork` warns, is known; audits see the fork."""
+        done = run_script(FILTERS, PYTHONPATH=python_path(entries))
+        assert (done.stdout, done.stderr) == ("True True [] [0, 0]\n", "")
+
+    def test_ctrl_c_while_the_user_forks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wherever a handler raises before or after a fork, workers can still be started."""
+        unraisable: list[object] = []
+        monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+        def fork(countdown: int) -> bool:
+            with interrupted(countdown, "launcher/") as struck:
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            made: list[tuple[socket.socket, ...]] = []
+            making = threading.Thread(target=lambda: made.append(forks.pair()), daemon=True)
+            making.start()
+            making.join(PATIENCE)
+            for sock in made.pop():  # or that thread waits for ever
+                sock.close()
+            return struck.is_set()
+
+        first_hits(fork)
+        assert not unraisable
+
+
+FILTERS = """
+import os, sys, threading, warnings
+from cseq.launcher import make_launcher
+
+seen, events, children = [], [], []
+os.register_at_fork(before=lambda: seen.append(warnings.filters))
+sys.addaudithook(lambda event, _: events.append(event) if event == "os.fork" else None)
+launcher = make_launcher("fork", entry="entries:ready")
+
+def launch():
+    for number in range(2):
+        children.append(launcher.launch(number))
+        children[-1].sock.recv(1)
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ours = warnings.filters
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+for child in children:
+    child.sock.close()
+codes = [child.status(60) for child in children]
+print(len(seen) == len(events) == 2, all(them is ours for them in seen), caught, codes)
+"""
+
 
 @pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
 def test_other_methods_take_no_objects(make: Callable[..., Launcher]) -> None:
@@ -912,8 +968,10 @@ def test_an_interrupted_launch_is_undone(
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
-        "import errno, os\nfrom entries import answer\nfork = os.fork\n"
-        "def fail():\n    os.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\nos.fork = fail"
+        "import errno\nfrom cseq.launcher import child\nfrom entries import answer\n"
+        "fork = child.fork\n"
+        "def fail():\n    child.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\n"
+        "child.fork = fail"
     )
     one = served(entry="full:answer")
     with pytest.raises(BlockingIOError, match="no worker process"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from cseq._memory import fork
 from cseq.launcher.base import (
     FOREVER,
     KILL,
@@ -16,7 +17,7 @@ from cseq.launcher.base import (
     no_objects,
 )
 from cseq.launcher.child import begin_as_copy
-from cseq.launcher.forks import fork, handing_over, pair
+from cseq.launcher.forks import handing_over, pair
 from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
 
 if TYPE_CHECKING:
