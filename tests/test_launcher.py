@@ -996,6 +996,45 @@ def test_a_server_that_was_killed_does_not_blame_what_it_was_to_import(
     child.sock.close()
 
 
+def test_no_server_is_started_any_more_once_it_is_cancelled(
+    served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the one that imports something is ended: `preload` returns, `launch` raises."""
+    starts: list[int] = []
+    start = server.ForkServer.start
+
+    def count(self: server.ForkServer, *args: Any) -> None:
+        starts.append(1)
+        start(self, *args)
+
+    monkeypatch.setattr(server.ForkServer, "start", count)
+    (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
+    one = served()
+    importing = threading.Thread(target=one.preload, args=(["endless"],))
+    importing.start()
+    while not one.importing:
+        importing.join(0.001)
+    one.cancel()
+    importing.join(PATIENCE)
+    assert not importing.is_alive()
+    one.prepare()
+    with pytest.raises(InterruptedError):
+        one.launch(0)
+    assert len(starts) == 1
+
+
+def test_a_cancelled_launcher_still_launches_by_the_server_that_is_there(
+    served: Callable[..., Launcher],
+) -> None:
+    """A pool that is being ended ends that worker as the others, in good order."""
+    one = served()
+    one.prepare()
+    one.cancel()
+    child = one.launch(0)
+    assert ask(child, "1") == 1
+    child.sock.close()
+
+
 def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     served: Callable[..., Launcher], entries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

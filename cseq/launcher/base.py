@@ -103,7 +103,7 @@ class Launcher(Protocol):
         """The module that is being imported for all workers now; "" if none is."""
 
     def cancel(self) -> None:
-        """Interrupt `preload`: no worker will be launched any more."""
+        """Interrupt `preload`: no worker will be launched any more, unless it can be at once."""
 
     def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
@@ -120,7 +120,8 @@ class Launcher(Protocol):
         Raises
         ------
         OSError
-            When the process cannot be started, or not in time (TimeoutError).
+            When the process cannot be started, not in time (TimeoutError), or only by a new server
+            after `cancel` (InterruptedError).
         """
 
     def close(self, deadline: float) -> bool:

@@ -57,6 +57,10 @@ MOST_TRIES = 4  # servers that are started to find the modules that a server mus
 _unfit: dict[str, str] = {}
 
 
+class _Cancelled(InterruptedError):
+    """A server would have to be started, and no worker will be launched any more."""
+
+
 class _Import:
     """A module that a fork server imports."""
 
@@ -292,24 +296,32 @@ class ForkServerLauncher:
 
     def prepare(self) -> None:
         """Begin to start the server."""
-        self._serving()
+        with contextlib.suppress(_Cancelled):
+            self._serving()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make the server import modules; start another one without those that it must not have."""
         check_owner(self._owner)
         self._modules = [name for name in dict.fromkeys(modules) if name not in _unfit]
         self._seconds = seconds
-        self._serving()
+        with contextlib.suppress(_Cancelled):
+            self._serving()
 
     def cancel(self) -> None:
-        """End a server that is importing something."""
+        """End a server that is importing something, and start no other one."""
         self._cancelled = True  # first: `_preload_into` sets `_importer` before it reads this
         server = self._importer
         if server is not None:
             server.kill()
 
     def _serving(self) -> ForkServer:
-        """Return a server that has imported its modules and is not known to be dead."""
+        """Return a server that has imported its modules and is not known to be dead.
+
+        Raises
+        ------
+        _Cancelled
+            There is none, and `cancel` was called: nobody would use another one.
+        """
         for _ in range(MOST_TRIES):
             server = self._start()
             fault = self._preload_into(server)
@@ -371,6 +383,8 @@ class ForkServerLauncher:
                 self._server.close(time.monotonic() + LAST)
                 self._server = None
             if self._server is None:
+                if self._cancelled:
+                    raise _Cancelled("no worker processes: they are being ended")
                 self._server = ForkServer()
                 self._server.start(self._entry, self._threads)
             return self._server
