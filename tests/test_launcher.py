@@ -936,13 +936,14 @@ def test_a_server_that_cannot_start_is_an_error(
 
 
 def test_a_server_that_does_not_get_ready_is_a_timeout(
-    served: Callable[..., Launcher], entries: Path
+    served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served(entry="endless:answer")
+    monkeypatch.setattr(server, "START", 0.01)
     with pytest.raises(TimeoutError, match="in time"):
-        one.launch(0, timeout=0.01)
+        one.launch(0)
     assert one.close(time.monotonic())
 
 
@@ -1123,7 +1124,7 @@ def test_start_methods_of_other_systems() -> None:
 def test_an_unknown_method_is_an_error_that_names_the_known() -> None:
     """`make_launcher` raises ValueError with the value and the choices."""
     with pytest.raises(ValueError, match=r"'magic'.*'spawn'"):
-        make_launcher("magic")
+        make_launcher("magic", entry="entries:answer")
 
 
 def test_windows_hands_over_sockets_by_process_number() -> None:

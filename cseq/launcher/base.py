@@ -105,7 +105,7 @@ class Launcher(Protocol):
     def cancel(self) -> None:
         """Interrupt `preload`: no worker will be launched any more, unless it can be at once."""
 
-    def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
+    def launch(self, number: int, *, local: object = None) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
 
         Parameters
@@ -114,8 +114,6 @@ class Launcher(Protocol):
             The worker's number, for its name in the system's process list.
         local : object
             Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
-        timeout : float
-            Seconds that the start may take.
 
         Raises
         ------

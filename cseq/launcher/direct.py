@@ -9,7 +9,6 @@ from cseq._memory import fork
 from cseq.launcher.base import (
     FOREVER,
     KILL,
-    START,
     Children,
     apart,
     check_owner,
@@ -79,13 +78,7 @@ class _DirectLauncher:
     def cancel(self) -> None:
         """Do nothing: nothing is waited for."""
 
-    def launch(
-        self,
-        number: int,
-        *,
-        local: object = None,
-        timeout: float = START,  # noqa: ARG002 - it does not take long
-    ) -> Child:
+    def launch(self, number: int, *, local: object = None) -> Child:
         check_owner(self._owner)
         ours, theirs = pair()
         try:

@@ -389,12 +389,12 @@ class ForkServerLauncher:
                 self._server.start(self._entry, self._threads)
             return self._server
 
-    def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
+    def launch(self, number: int, *, local: object = None) -> Child:
         """Make the server fork a worker."""
         no_objects(self.method, local)
         for _ in range(2):  # a server may be found dead only when it is asked something
             server = self._serving()
-            child = self._launch(number, server, time.monotonic() + timeout)
+            child = self._launch(number, server, time.monotonic() + START)
             if child is not None:
                 return child
         _, code = server.close(time.monotonic() + LAST)
