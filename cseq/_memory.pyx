@@ -55,8 +55,19 @@ cdef extern from *:
 
     #ifdef _WIN32
     static int cseq_fork_install(void) { return 0; }
+    static int cseq_fork(void) { errno = ENOSYS; return -1; }
     #else
     #include <pthread.h>
+    static int cseq_fork(void) {
+        int pid, error;
+        PyOS_BeforeFork();
+        pid = fork();
+        error = errno;
+        if (pid == 0) PyOS_AfterFork_Child();
+        else PyOS_AfterFork_Parent();
+        errno = error;
+        return pid;
+    }
     static void cseq_at_prepare(void) {
         cseq_spans_prepare(&cseq_in_use);
         cseq_place_prepare(&cseq_placed);
@@ -77,12 +88,34 @@ cdef extern from *:
     cseq_spans cseq_in_use
     cseq_place cseq_placed
     int cseq_fork_install() noexcept
+    int cseq_fork() noexcept
 
 
 if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
 in_use = &cseq_in_use
 place_here = &cseq_placed
+
+
+def fork():
+    """`os.fork` without its warning, from Python 3.12 on, that this process has threads.
+
+    That one is for programs which do not know. To filter it would take `warnings.catch_warnings`,
+    which sets and restores the filters of all threads: the user's may be in one of theirs. And it
+    comes when the child is there: a process whose warnings are errors could lose it.
+
+    Raises
+    ------
+    OSError
+        There can be no more processes.
+    """
+    cdef int pid, error
+    sys.audit("os.fork")
+    pid = cseq_fork()
+    if pid < 0:
+        error = errno
+        raise OSError(error, os.strerror(error))
+    return pid
 
 
 DEBUG = bool(CSEQ_POISON)

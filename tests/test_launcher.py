@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import HAS_PROC, pids
+from interrupting import first_hits, interrupted
 
 from cseq import launcher
-from cseq.launcher import make_launcher, processes, server, start_methods
+from cseq.launcher import forks, make_launcher, processes, server, start_methods, waiting
 from cseq.launcher.waiting import hung_up
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def ask(child: Child, question: str) -> Any:
     child.sock.settimeout(PATIENCE)
     child.sock.sendall(question.encode())
     answer = child.sock.recv(1 << 16).decode()
-    assert answer, f"worker {child.number} has ended instead of answering {question!r}"
+    assert answer, f"process {child.pid} has ended instead of answering {question!r}"
     return eval(answer)
 
 
@@ -160,7 +161,6 @@ def test_a_worker_is_a_process_of_its_own_at_the_other_end_of_its_socket(
     """`launch` returns a child whose pid is the process that answers on its socket."""
     child = launch(3)
     assert ask(child, "os.getpid()") == child.pid != os.getpid()
-    assert child.number == 3
     assert not child.gone
 
 
@@ -322,6 +322,22 @@ def test_a_worker_ends_when_the_trainer_closes_its_socket(launch: Callable[..., 
     assert child.status(0) == 0
 
 
+def test_the_end_of_a_worker_is_there_for_other_threads_to_see(
+    launch: Callable[..., Child],
+) -> None:
+    """`ended` is set, and `code` there, once any thread has found the end; not before."""
+    child = launch()
+    ask(child, "0")
+    assert not child.ended.wait(0)
+    watching = threading.Thread(target=child.status, args=(PATIENCE,))
+    watching.start()
+    assert not child.ended.wait(0.01)
+    child.kill()
+    assert child.ended.wait(PATIENCE)
+    assert child.code == -signal.SIGKILL
+    watching.join()
+
+
 @pytest.mark.parametrize("sent", [b"", b"unread"])
 def test_a_worker_that_finds_the_trainer_gone_is_silent(
     make: Callable[..., Launcher], capfd: pytest.CaptureFixture[str], sent: bytes
@@ -417,7 +433,7 @@ def test_who_waits_for_a_worker_does_not_hold_up_others(make: Callable[..., Laun
     codes: dict[int, int | None] = {}
 
     def wait(child: Child) -> None:
-        codes[child.number] = child.status(PATIENCE)
+        codes[child.pid] = child.status(PATIENCE)
 
     threads = [threading.Thread(target=wait, args=(child,)) for child in workers]
     for thread in threads:
@@ -428,7 +444,7 @@ def test_who_waits_for_a_worker_does_not_hold_up_others(make: Callable[..., Laun
         child.kill()
     for thread in threads:
         thread.join(PATIENCE)
-    assert codes == dict.fromkeys(range(4), -signal.SIGKILL)
+    assert codes == {child.pid: -signal.SIGKILL for child in workers}
     for child in (*workers, late):
         child.sock.close()
 
@@ -444,6 +460,44 @@ def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
     assert one.close(time.monotonic())
     for child in workers:
         child.sock.close()
+
+
+def test_ctrl_c_while_a_launcher_is_closed(method: str) -> None:
+    """Wherever a handler raises in `close`, calling it again ends everything, and says so.
+
+    The supervisor's thread closes its launcher; if it has failed, the user's thread does.
+    """
+
+    def close_interrupted(countdown: int) -> bool:
+        with closing() as make_any:
+            one = make_any(method)
+            child = one.launch(0)
+            with interrupted(countdown, "launcher/", "threads.py") as struck:
+                one.close(time.monotonic() + PATIENCE)
+            assert one.close(time.monotonic() + PATIENCE)
+            assert child.ended.wait(0)
+            assert child.code == -signal.SIGKILL
+            child.sock.close()
+        return struck.is_set()
+
+    # What the methods have in common is in `apart`; a worker is forked from the trainer soonest.
+    assert first_hits(close_interrupted, 1 if method == "fork" else 5) > 3
+
+
+def test_a_launcher_is_closed_where_there_can_be_no_more_threads(
+    make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread does then what it would have another one do."""
+    one = make()
+    child = one.launch(0)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    assert one.close(time.monotonic() + PATIENCE)
+    assert child.code == -signal.SIGKILL
+    child.sock.close()
 
 
 def test_a_launcher_that_launched_nothing_has_nothing_to_close(method: str) -> None:
@@ -726,6 +780,62 @@ class TestFork:
         done = run_script(source, "fork", PYTHONPATH=path, PYTHONUNBUFFERED="")
         assert done.stdout.count("buffered") == 1
 
+    def test_a_fork_leaves_the_filters_of_warnings_alone(
+        self, run_script: RunScript, entries: Path
+    ) -> None:
+        """That the process has threads, of which `os.fork` warns, is known; audits see the fork."""
+        done = run_script(FILTERS, PYTHONPATH=python_path(entries))
+        assert (done.stdout, done.stderr) == ("True True [] [0, 0]\n", "")
+
+    def test_ctrl_c_while_the_user_forks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wherever a handler raises before or after a fork, workers can still be started."""
+        unraisable: list[object] = []
+        monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+        def fork(countdown: int) -> bool:
+            with interrupted(countdown, "launcher/") as struck:
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            made: list[tuple[socket.socket, ...]] = []
+            making = threading.Thread(target=lambda: made.append(forks.pair()), daemon=True)
+            making.start()
+            making.join(PATIENCE)
+            for sock in made.pop():  # or that thread waits for ever
+                sock.close()
+            return struck.is_set()
+
+        first_hits(fork)
+        assert not unraisable
+
+
+FILTERS = """
+import os, sys, threading, warnings
+from cseq.launcher import make_launcher
+
+seen, events, children = [], [], []
+os.register_at_fork(before=lambda: seen.append(warnings.filters))
+sys.addaudithook(lambda event, _: events.append(event) if event == "os.fork" else None)
+launcher = make_launcher("fork", entry="entries:ready")
+
+def launch():
+    for number in range(2):
+        children.append(launcher.launch(number))
+        children[-1].sock.recv(1)
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ours = warnings.filters
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+for child in children:
+    child.sock.close()
+codes = [child.status(60) for child in children]
+print(len(seen) == len(events) == 2, all(them is ours for them in seen), caught, codes)
+"""
+
 
 @pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
 def test_other_methods_take_no_objects(make: Callable[..., Launcher]) -> None:
@@ -801,6 +911,8 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     assert child.sock.recv(1) == b""
     assert child.status(PATIENCE) is None
     assert child.gone
+    assert child.ended.wait(0)
+    assert child.code is None
     child.sock.close()
 
 
@@ -824,13 +936,14 @@ def test_a_server_that_cannot_start_is_an_error(
 
 
 def test_a_server_that_does_not_get_ready_is_a_timeout(
-    served: Callable[..., Launcher], entries: Path
+    served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served(entry="endless:answer")
+    monkeypatch.setattr(server, "START", 0.01)
     with pytest.raises(TimeoutError, match="in time"):
-        one.launch(0, timeout=0.01)
+        one.launch(0)
     assert one.close(time.monotonic())
 
 
@@ -856,8 +969,10 @@ def test_an_interrupted_launch_is_undone(
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
-        "import errno, os\nfrom entries import answer\nfork = os.fork\n"
-        "def fail():\n    os.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\nos.fork = fail"
+        "import errno\nfrom cseq.launcher import child\nfrom entries import answer\n"
+        "fork = child.fork\n"
+        "def fail():\n    child.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\n"
+        "child.fork = fail"
     )
     one = served(entry="full:answer")
     with pytest.raises(BlockingIOError, match="no worker process"):
@@ -882,6 +997,45 @@ def test_a_server_that_was_killed_does_not_blame_what_it_was_to_import(
     child.sock.close()
 
 
+def test_no_server_is_started_any_more_once_it_is_cancelled(
+    served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the one that imports something is ended: `preload` returns, `launch` raises."""
+    starts: list[int] = []
+    start = server.ForkServer.start
+
+    def count(self: server.ForkServer, *args: Any) -> None:
+        starts.append(1)
+        start(self, *args)
+
+    monkeypatch.setattr(server.ForkServer, "start", count)
+    (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
+    one = served()
+    importing = threading.Thread(target=one.preload, args=(["endless"],))
+    importing.start()
+    while not one.importing:
+        importing.join(0.001)
+    one.cancel()
+    importing.join(PATIENCE)
+    assert not importing.is_alive()
+    one.prepare()
+    with pytest.raises(InterruptedError):
+        one.launch(0)
+    assert len(starts) == 1
+
+
+def test_a_cancelled_launcher_still_launches_by_the_server_that_is_there(
+    served: Callable[..., Launcher],
+) -> None:
+    """A pool that is being ended ends that worker as the others, in good order."""
+    one = served()
+    one.prepare()
+    one.cancel()
+    child = one.launch(0)
+    assert ask(child, "1") == 1
+    child.sock.close()
+
+
 def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     served: Callable[..., Launcher], entries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -893,6 +1047,25 @@ def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     assert ask(child, "sys.modules['useful'].pid") == server_pid()
     assert "no_such_module" in caplog.text
     child.sock.close()
+
+
+@linux
+def test_ctrl_c_while_a_pidfd_is_dropped_does_not_leak_it() -> None:
+    """A handler cannot run in the middle, since no Python code does."""
+
+    def strike(frame: Any, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == waiting.__file__:
+            raise KeyboardInterrupt
+
+    pidfd = waiting.PidFd.open(os.getpid())
+    assert pidfd is not None
+    fd = pidfd.fileno()
+    before = sys.gettrace()
+    sys.settrace(strike)
+    del pidfd
+    sys.settrace(before)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
 
 
 def test_without_pidfds_workers_are_ended_and_reaped_too(
@@ -951,7 +1124,7 @@ def test_start_methods_of_other_systems() -> None:
 def test_an_unknown_method_is_an_error_that_names_the_known() -> None:
     """`make_launcher` raises ValueError with the value and the choices."""
     with pytest.raises(ValueError, match=r"'magic'.*'spawn'"):
-        make_launcher("magic")
+        make_launcher("magic", entry="entries:answer")
 
 
 def test_windows_hands_over_sockets_by_process_number() -> None:

@@ -49,8 +49,6 @@ __all__ = [
     "start_methods",
 ]
 
-ENTRY = "cseq.pools.process:main"
-
 # Where the class of each start method is: a trainer imports one of the two modules.
 LAUNCHERS = {
     "forkserver": ("cseq.launcher.server", "ForkServerLauncher"),
@@ -59,9 +57,7 @@ LAUNCHERS = {
 }
 
 
-def make_launcher(
-    method: str | None = None, *, entry: str = ENTRY, threads: int | None = None
-) -> Launcher:
+def make_launcher(method: str | None = None, *, entry: str, threads: int | None = None) -> Launcher:
     """Make a launcher; it starts nothing before its first `launch` (or `prepare`).
 
     Parameters

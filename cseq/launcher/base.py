@@ -11,8 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from cseq.threads import Latch, Threads
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 FOREVER = 1e6  # seconds
@@ -40,12 +42,22 @@ Start: TypeAlias = dict[str, Any]  # what a new interpreter gets first
 
 
 class Child(Protocol):
-    """A worker process, as the trainer sees it. Any thread may call any method."""
+    """A worker process, as the trainer sees it.
 
-    number: int
+    Any thread may send it signals, and look at what is known of its end. `gone` and `status` find
+    out: they read what a fork server reports, or reap the process. An exception of a signal handler
+    in their middle would lose what they have found, so they are not for the main thread of a
+    program, but for those that watch workers; these set `ended`, at which the main thread looks.
+    """
+
     pid: int
     sock: socket.socket
     handle: int | None  # of the process, on Windows
+    ended: Latch  # set once the process is known to have ended
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, once `ended` is set, if that is known."""
 
     @property
     def gone(self) -> bool:
@@ -67,7 +79,10 @@ class Child(Protocol):
 
 
 class Launcher(Protocol):
-    """One way to start workers. Any thread may call any method."""
+    """One way to start workers. Any thread may call `cancel` and `close`.
+
+    The other methods are for threads in which no signal handler runs.
+    """
 
     method: str
     takes_objects: bool
@@ -88,9 +103,9 @@ class Launcher(Protocol):
         """The module that is being imported for all workers now; "" if none is."""
 
     def cancel(self) -> None:
-        """Interrupt `preload`: no worker will be launched any more."""
+        """Interrupt `preload`: no worker will be launched any more, unless it can be at once."""
 
-    def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
+    def launch(self, number: int, *, local: object = None) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
 
         Parameters
@@ -99,13 +114,12 @@ class Launcher(Protocol):
             The worker's number, for its name in the system's process list.
         local : object
             Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
-        timeout : float
-            Seconds that the start may take.
 
         Raises
         ------
         OSError
-            When the process cannot be started, or not in time (TimeoutError).
+            When the process cannot be started, not in time (TimeoutError), or only by a new server
+            after `cancel` (InterruptedError).
         """
 
     def close(self, deadline: float) -> bool:
@@ -176,14 +190,46 @@ class Children:
             self._children.append(child)
 
     def end(self, deadline: float) -> list[Child]:
-        """Kill and reap them all; return them."""
+        """Kill and reap them all; return them. What is left, another call ends."""
         with self._lock:
-            children, self._children = self._children, []
+            children = list(self._children)
         for child in children:
             child.kill()
         for child in children:
             child.status(max(LAST, deadline - time.monotonic()))
         return children
+
+
+def apart(work: Callable[[], bool]) -> bool:
+    """Do something where no signal handler runs: the main thread has another one do it, and waits.
+
+    If a handler raises meanwhile, that thread goes on, and a second call does the work beside it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    done: list[bool] = []
+    raised: list[BaseException] = []
+    finished = Latch()
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            raised.append(error)
+        finally:
+            finished.set()
+
+    threads = Threads()
+    threads.add("cseq-apart", run)
+    try:
+        threads.start()
+    except RuntimeError:  # the system has no more threads, or the interpreter is ending
+        return work()
+    finished.wait()
+    threads.join(time.monotonic() + LAST)
+    if raised:
+        raise raised.pop()
+    return done.pop()
 
 
 def flush_output() -> None:

@@ -14,8 +14,9 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
+from cseq._memory import fork
 from cseq.launcher.base import SHIELDED, flush_output, reading
-from cseq.launcher.forks import close_in_forks, fork, in_forked_children
+from cseq.launcher.forks import close_in_forks, in_forked_children
 from cseq.launcher.record import (
     BORN,
     CUDA,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from cseq._memory import fork
 from cseq.launcher.base import (
     FOREVER,
     KILL,
-    START,
     Children,
+    apart,
     check_owner,
     flush_output,
     no_objects,
 )
 from cseq.launcher.child import begin_as_copy
-from cseq.launcher.forks import fork, handing_over, pair
+from cseq.launcher.forks import handing_over, pair
 from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
 
 if TYPE_CHECKING:
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
 class _DirectChild:
     """A worker that is the trainer's own child process."""
 
-    def __init__(self, number: int, sock: socket.socket, process: Process) -> None:
-        self.number = number
+    def __init__(self, sock: socket.socket, process: Process) -> None:
         self.pid = process.pid
         self.sock = sock
         self.handle = process.handle
+        self.ended = process.ended
         self._process = process
+
+    @property
+    def code(self) -> int | None:
+        return self._process.code
 
     @property
     def gone(self) -> bool:
@@ -73,19 +78,13 @@ class _DirectLauncher:
     def cancel(self) -> None:
         """Do nothing: nothing is waited for."""
 
-    def launch(
-        self,
-        number: int,
-        *,
-        local: object = None,
-        timeout: float = START,  # noqa: ARG002 - it does not take long
-    ) -> Child:
+    def launch(self, number: int, *, local: object = None) -> Child:
         check_owner(self._owner)
         ours, theirs = pair()
         try:
             with theirs, signals_blocked():
                 process = self._start(number, theirs, local)
-                child = _DirectChild(number, ours, process)
+                child = _DirectChild(ours, process)
                 self._children.add(child)
         except BaseException:
             ours.close()
@@ -98,7 +97,7 @@ class _DirectLauncher:
     def close(self, deadline: float) -> bool:
         if os.getpid() != self._owner:
             return True  # a process that the user forked: these are not its children
-        return all(child.gone for child in self._children.end(deadline))
+        return apart(lambda: all(child.gone for child in self._children.end(deadline)))
 
 
 class SpawnLauncher(_DirectLauncher):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
-import warnings
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_fork_guard = threading.RLock()  # held while a socket exists that is not in _private yet
+# Held while a socket exists that is not in _private yet. (Any: typeshed leaves out a method.)
+_fork_guard: Any = threading.RLock()
 
 
 def in_forked_children(function: Callable[[], object]) -> None:
@@ -32,21 +31,23 @@ def close_in_forks(sock: socket.socket) -> None:
     _private.add(sock)
 
 
-def _after_fork_in_child() -> None:
-    """Close the sockets, and forget the guard: the thread that held it does not exist here."""
-    global _fork_guard
-    _fork_guard = threading.RLock()
+def _close_private() -> None:
+    """Close the sockets, in a child."""
     for sock in list(_private):
         sock.close()
     _private.clear()
 
 
+# The user's thread may fork, too. What runs there before and after is C alone: an exception of a
+# signal handler would keep a function in Python from releasing the guard, for which the thread that
+# starts workers would then wait for ever. In a child, the guard is nobody's.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=lambda: _fork_guard.acquire(),  # noqa: PLW0108 - a child has another guard
-        after_in_parent=lambda: _fork_guard.release(),  # noqa: PLW0108
-        after_in_child=_after_fork_in_child,
+        before=_fork_guard.acquire,
+        after_in_parent=_fork_guard.release,
+        after_in_child=_fork_guard._at_fork_reinit,
     )
+    in_forked_children(_close_private)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -68,12 +69,3 @@ def handing_over(sock: socket.socket) -> Iterator[None]:
     with _fork_guard:
         _private.discard(sock)
         yield
-
-
-def fork() -> int:
-    """Fork; that the process may have threads is known."""
-    if sys.version_info < (3, 12):  # no warning about that
-        return os.fork()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()

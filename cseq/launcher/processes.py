@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from cseq import compute
 from cseq.launcher.base import KILL, KILLED, SHIELDED
 from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
+from cseq.threads import Latch
 
 if TYPE_CHECKING:
     import socket
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A child process of the trainer."""
+    """A child process of the trainer; for its methods, see `Child`."""
 
     pid: int
     handle: int | None  # on Windows
+    ended: Latch  # set once it is known to have ended
+    code: int | None  # its exit code, noted before that; None: not known
 
     @property
     def gone(self) -> bool:
@@ -48,21 +51,33 @@ class PosixProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.gone = False
-        self._code: int | None = None
+        self.ended = Latch()
+        self.code: int | None = None
         self._owner = os.getpid()
-        self._lock = threading.Lock()  # the number is free once the process is reaped
+        # The number is free once the process is reaped. A signal handler of the main thread may
+        # send a signal while that thread is sending one.
+        self._lock = threading.RLock()
         self._pidfd = PidFd.open(pid)
         self._waiter: threading.Thread | None = None
 
+    @property
+    def gone(self) -> bool:
+        """Whether it has been found to have ended."""
+        return self.ended.wait(0)
+
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process is gone: another one may then have its id."""
+        """Send a signal, unless the process is gone: another one may then have its id.
+
+        The main thread sends signals, too: without the lock, where a pidfd makes that safe.
+        """
+        if os.getpid() != self._owner:
+            return
+        pidfd = self._pidfd  # another thread may drop it meanwhile
+        if pidfd is not None:
+            pidfd.send_signal(number)
+            return
         with self._lock:
-            if self.gone or os.getpid() != self._owner:
-                return
-            if self._pidfd is not None:
-                self._pidfd.send_signal(number)
-            else:
+            if not self.gone:
                 os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int | None:
@@ -71,7 +86,7 @@ class PosixProcess:
             self._reap()
             if not self.gone and timeout > 0 and self._has_ended(timeout):
                 self._reap()
-        return self._code
+        return self.code
 
     def _has_ended(self, seconds: float) -> bool:
         """Wait for the process to end, in the best way that the system has, without reaping it."""
@@ -97,14 +112,13 @@ class PosixProcess:
         with self._lock:
             if self.gone:
                 return
-            try:
+            with contextlib.suppress(ChildProcessError):  # other code has reaped it: no status
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # other code has reaped it: its status is lost
-                self.gone = True
-            else:
-                self.gone = pid == self.pid
-                self._code = os.waitstatus_to_exitcode(status) if self.gone else None
-            self._pidfd = None if self.gone else self._pidfd
+                if pid == 0:
+                    return
+                self.code = os.waitstatus_to_exitcode(status)
+            self.ended.set()
+            self._pidfd = None
 
 
 class _WindowsProcess:
@@ -112,6 +126,9 @@ class _WindowsProcess:
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.pid = popen.pid
+        self.ended = Latch()
+        self.code: int | None = None
+        self._lock = threading.Lock()
         self._popen = popen
         self.handle: int | None = int(cast("Any", popen)._handle)
 
@@ -129,7 +146,11 @@ class _WindowsProcess:
     def wait(self, timeout: float) -> int | None:
         with contextlib.suppress(_subprocess().TimeoutExpired):
             self._popen.wait(max(0.0, timeout))
-        return self._popen.returncode
+        with self._lock:
+            self.code = self._popen.returncode
+            if self.code is not None:
+                self.ended.set()
+        return self.code
 
 
 def _subprocess() -> Any:

@@ -11,12 +11,14 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from cseq._memory import Descriptor
 from cseq.launcher.base import (
     FOREVER,
     KILL,
     LAST,
     START,
     Children,
+    apart,
     check_owner,
     describe_exit,
     no_objects,
@@ -37,6 +39,7 @@ from cseq.launcher.record import (
     receive,
 )
 from cseq.launcher.waiting import PidFd, hung_up, readable
+from cseq.threads import Latch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +55,10 @@ MOST_TRIES = 4  # servers that are started to find the modules that a server mus
 
 # Modules that a server must not import, as this process has found, and why.
 _unfit: dict[str, str] = {}
+
+
+class _Cancelled(InterruptedError):
+    """A server would have to be started, and no worker will be launched any more."""
 
 
 class _Import:
@@ -76,26 +83,27 @@ class _ServedChild:
         self.number = number
         self.pid = 0
         self.sock = sock
+        self.ended = Latch()
+        self.code: int | None = None
         self.refusal = 0  # errno of the fork that failed
-        self.serial = server.enrol(self)
+        self._lock = threading.Lock()  # for `ended`: two threads may find the end
         self._server = server
         self._owner = os.getpid()
         self._pidfd: PidFd | None = None
-        self._code: int | None = None
         self.exited = False  # the server has reported its exit code
+        self.serial = server.enrol(self)
 
     def learn(self, record: Record) -> None:
         """Handle a record from the server."""
         if record.what == BORN:
             self.pid = record.value
-            self._pidfd = PidFd(record.fds[0]) if record.fds else None
+            self._pidfd = PidFd(Descriptor(int, record.fds[0])) if record.fds else None
         elif record.what == FAIL:
             self.refusal = record.value
             self.exited = True
         elif record.what == EXIT:
-            self._code = record.value
             self.exited = True
-            self._pidfd = None
+            self._end(record.value)
 
     @property
     def answered(self) -> bool:
@@ -104,7 +112,15 @@ class _ServedChild:
 
     @property
     def gone(self) -> bool:
-        return self.exited or self._has_ended(0)
+        return self.exited or self.ended.wait(0) or self._has_ended(0)
+
+    def _end(self, code: int | None) -> None:
+        """Note the process's end, once."""
+        with self._lock:
+            if not self.ended.wait(0):
+                self.code = code
+                self.ended.set()
+                self._pidfd = None
 
     def kill(self) -> None:
         self.send_signal(KILL)
@@ -124,14 +140,16 @@ class _ServedChild:
             self._server.wait(lambda: self.exited, deadline)
             if self._server.lost:
                 self._has_ended(deadline - time.monotonic())
-        return self._code
+        return self.code
 
     def _has_ended(self, seconds: float) -> bool:
         """Wait for the process's end without its server; return whether it has ended."""
         pidfd = self._pidfd
-        if pidfd is not None:
-            return pidfd.ended(seconds)
-        return self._server.lost and hung_up(self.sock)
+        lost = self._server.lost  # first: what a server has reported is read before it is lost
+        ended = pidfd.ended(seconds) if pidfd is not None else lost and hung_up(self.sock)
+        if ended and lost and os.getpid() == self._owner:
+            self._end(None)
+        return ended
 
 
 class ForkServer:
@@ -241,9 +259,10 @@ class ForkServer:
             self.lost = True
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, ends the server
-            while self._reading:
-                self._changed.wait()
-            self._sock.close()
+            # It does not read for long. Its descriptor is not closed under a reader that hangs.
+            left = max(LAST, deadline - time.monotonic())
+            if self._changed.wait_for(lambda: not self._reading, left):
+                self._sock.close()
             self._theirs.close()
         process = self._process
         if process is None:
@@ -277,24 +296,32 @@ class ForkServerLauncher:
 
     def prepare(self) -> None:
         """Begin to start the server."""
-        self._serving()
+        with contextlib.suppress(_Cancelled):
+            self._serving()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make the server import modules; start another one without those that it must not have."""
         check_owner(self._owner)
         self._modules = [name for name in dict.fromkeys(modules) if name not in _unfit]
         self._seconds = seconds
-        self._serving()
+        with contextlib.suppress(_Cancelled):
+            self._serving()
 
     def cancel(self) -> None:
-        """End a server that is importing something."""
+        """End a server that is importing something, and start no other one."""
         self._cancelled = True  # first: `_preload_into` sets `_importer` before it reads this
         server = self._importer
         if server is not None:
             server.kill()
 
     def _serving(self) -> ForkServer:
-        """Return a server that has imported its modules and is not known to be dead."""
+        """Return a server that has imported its modules and is not known to be dead.
+
+        Raises
+        ------
+        _Cancelled
+            There is none, and `cancel` was called: nobody would use another one.
+        """
         for _ in range(MOST_TRIES):
             server = self._start()
             fault = self._preload_into(server)
@@ -356,16 +383,18 @@ class ForkServerLauncher:
                 self._server.close(time.monotonic() + LAST)
                 self._server = None
             if self._server is None:
+                if self._cancelled:
+                    raise _Cancelled("no worker processes: they are being ended")
                 self._server = ForkServer()
                 self._server.start(self._entry, self._threads)
             return self._server
 
-    def launch(self, number: int, *, local: object = None, timeout: float = START) -> Child:
+    def launch(self, number: int, *, local: object = None) -> Child:
         """Make the server fork a worker."""
         no_objects(self.method, local)
         for _ in range(2):  # a server may be found dead only when it is asked something
             server = self._serving()
-            child = self._launch(number, server, time.monotonic() + timeout)
+            child = self._launch(number, server, time.monotonic() + START)
             if child is not None:
                 return child
         _, code = server.close(time.monotonic() + LAST)
@@ -390,8 +419,15 @@ class ForkServerLauncher:
         """End the workers, then the server."""
         if os.getpid() != self._owner:
             return True  # a process that the user forked: these are not its children
+        return apart(lambda: self._close(deadline))
+
+    def _close(self, deadline: float) -> bool:
         children = self._children.end(deadline)
-        with self._lock:
+        if not self._lock.acquire(timeout=max(LAST, deadline - time.monotonic())):
+            return False  # the thread that starts a server hangs
+        try:
             gone = self._server is None or self._server.close(deadline)[0]
             self._server = None
+        finally:
+            self._lock.release()
         return gone and all(child.gone for child in children)

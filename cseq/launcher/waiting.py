@@ -7,10 +7,9 @@ import os
 import select
 import signal
 import socket
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from cseq._memory import Descriptor
 
 
 def readable(fd: int, seconds: float) -> bool:
@@ -46,33 +45,34 @@ def _ended_kqueue(sock: socket.socket) -> bool:
 
 
 class PidFd:
-    """A descriptor of a process: readable when that has ended; unlike an id, never reused."""
+    """A descriptor of a process: readable when that has ended; unlike an id, never reused.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    `Descriptor` closes it, in C: a `__del__` in Python would be lost if a signal handler raised at
+    its beginning, and the handler's exception with it.
+    """
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self._descriptor = descriptor
 
     @classmethod
     def open(cls, pid: int) -> PidFd | None:
         """Open one, where the system has them."""
         with contextlib.suppress(AttributeError, OSError):
-            return cls(os.pidfd_open(pid))
+            return cls(Descriptor(os.pidfd_open, pid))
         return None
 
     def ended(self, seconds: float) -> bool:
         """Wait for the process to end, and say whether it has."""
-        return readable(self._fd, seconds)
+        return readable(self._descriptor.fd, seconds)
 
     def send_signal(self, number: int) -> None:
         """Send the process a signal."""
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._fd, number)
+            signal.pidfd_send_signal(self._descriptor.fd, number)
 
     def fileno(self) -> int:
         """Return the descriptor."""
-        return self._fd
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self._fd)
+        return self._descriptor.fd
 
 
 def wait_for(pid: int) -> None:

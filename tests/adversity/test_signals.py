@@ -21,6 +21,7 @@ from interrupting import first_hits, handled, interrupted
 import cseq
 from cseq import testing
 from cseq.launcher import make_launcher
+from cseq.pools.process import ENTRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -431,7 +432,7 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_that_start_go_silently(capfd: pytest.CaptureFixture[str], method: str) -> None:
     """Workers that the trainer has had no time to tell what they are say nothing of its end."""
-    launcher = make_launcher(method)
+    launcher = make_launcher(method, entry=ENTRY)
     child = launcher.launch(0)
     child.sock.close()
     assert child.status(GUARD) == 1

@@ -42,6 +42,7 @@ import cseq
 import cseq.deaths
 from cseq import testing
 from cseq._slots import Lease
+from cseq.launcher import direct
 from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:
@@ -848,7 +849,7 @@ def test_keys_that_raise_before_workers_are_started() -> None:
 @pytest.mark.parametrize("launch", ["now", "begin"])
 def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that starts the workers raises it, also if the first of them was forked."""
-    fork, forked = os.fork, []
+    fork, forked = direct.fork, []
 
     def full() -> int:
         if forked:
@@ -856,7 +857,7 @@ def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None
         forked.append(True)
         return fork()
 
-    monkeypatch.setattr(os, "fork", full)
+    monkeypatch.setattr(direct, "fork", full)
     with (
         pytest.raises(OSError, match="full"),
         streams(Level, start_method="fork", launch=launch) as s,

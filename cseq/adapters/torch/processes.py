@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ __all__ = ["WorkerProcess"]
 
 class WorkerProcess:
     """A worker process; it can be asked about its end when the iterator is gone.
+
+    That end is what the thread that watches the workers has found. To look for it here, on the
+    user's thread, would not do: Ctrl-C in the middle of it would lose what was found, and could
+    leave the fork server's socket as if somebody read from it for ever.
 
     Attributes
     ----------
@@ -58,20 +63,20 @@ class WorkerProcess:
     def exitcode(self) -> int | None:
         """Its exit code, or minus the signal's number; None: it lives."""
         self.keep(wait=True)
-        return None if self._child is None else self._child.status(0)
+        return None if self._child is None else self._child.code
 
     def is_alive(self) -> bool:
         """Whether it lives."""
         self.keep(wait=True)
-        return self._child is not None and not self._child.gone
+        return self._child is not None and not self._child.ended.wait(0)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, for so many seconds at most."""
         self.keep(wait=True)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while self.is_alive() and time.monotonic() < deadline:
+        while self.is_alive() and (left := deadline - time.monotonic()) > 0:
             if self._child is not None:
-                self._child.status(min(1.0, deadline - time.monotonic()))
+                self._child.ended.wait(min(left, TIMEOUT_MAX))
 
     def terminate(self) -> None:
         """Kill it: workers ignore SIGTERM. Another one takes its place."""
