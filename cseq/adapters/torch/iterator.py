@@ -19,6 +19,7 @@ from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.spawning import spawning
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
+from cseq.adapters.torch.taking import Taking
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
 from cseq.stream import Streams
@@ -46,11 +47,11 @@ def start_method_of(loader: Any) -> str:
     return method
 
 
-class WorkersIterator(names.Workers):  # type: ignore[misc]
+class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     """Batches from worker processes.
 
-    It is one of torch's iterators to whom it may concern (`isinstance`), and has their attributes
-    and methods that others use. All that moves batches is cseq's.
+    It is an instance of torch's class of such iterators, with those of its attributes and methods
+    that others use. All that moves batches is cseq's.
 
     Parameters
     ----------
@@ -61,11 +62,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         Where the epoch is to go on.
     snapshot_every : int
         See `Epoch`.
-
-    Attributes
-    ----------
-    progress : Progress
-        The same object in all epochs of persistent workers.
     """
 
     def __init__(
@@ -102,15 +98,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         method = start_method_of(loader)
         is_forked = method == "fork"
-        fetching = worker.Fetching(
-            self._dataset_kind,
-            self._dataset,
-            self._auto_collation,
-            self._collate_fn,
-            self._drop_last,
-        )
         producer: Any = worker.Worker(
-            fetching,
+            worker.Fetching.of(self),
             loader.worker_init_fn,
             [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
@@ -133,10 +122,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._shutdown = False
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
         self._items: Any
-        self._received: list[Any] = []  # the next item, if it is there
-        self._behind: tuple[int, bytes | None] = (0, None)  # that item: its worker, and the state
-        self._error: BaseException | None = None  # what is raised instead of its batch
-        self._place: str | None = None  # that batch, if it can be left out
+        self._several = self._num_workers
+        self._clear()  # `_received` has the next item, if it is there
         try:
             self._reset(loader, first_iter=True, resume=resume)
             if resume is not None:
@@ -238,52 +225,11 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
 
     # -- the next batch
 
-    def __next__(self) -> Any:
-        """Return the next batch, or raise what was raised instead of it.
-
-        If a signal handler raises (Ctrl-C), nothing has been taken, and the next call returns it.
-        The interpreter runs handlers after calls and where loops turn back. So the item stays in
-        `_received` while anything is called for it, and all that takes it out is without a call.
-        A batch that is left out (`on_error`) is noted before that; if then interrupted, again.
-        """
-        while True:
-            count, failed = self._num_yielded, None
-            try:
-                if self._IterableDataset_len_called is not None or names.profiler_enabled():
-                    batch = names.Base.__next__(self)  # with warnings, and named in a profile
-                else:
-                    batch = self._next_data()
-            except BaseException as error:
-                self._num_yielded = count
-                if error is not self._error:
-                    if not self._is_iterable:  # the engine may have raised it in place of an item
-                        self.progress.yielded = self._first + self._items.reader.taken
-                        self.progress.yielded -= bool(self._received)
-                    raise
-                failed = error
-            progress = self.progress
-            is_left_out = False
-            if failed is not None and self._skips_errors and self._place is not None:
-                is_left_out = progress.skip(failed, self._place)
-            progress.yielded += 1
-            number, state = self._behind
-            if state is not None:
-                progress.states[number] = state
-            if self._is_iterable:
-                progress.counts[number] += 1
-                if self._in_order:
-                    progress.turn = (number + 1) % self._num_workers
-            self._error = None
-            del self._received[0]
-            if failed is None:
-                self._num_yielded = count + 1
-                return batch
-            if is_left_out:
-                continue
-            try:
-                raise failed
-            finally:
-                del failed  # its traceback has this frame: a circle that would keep the workers
+    def _recount(self) -> None:
+        """Count the batches again: the engine may have raised an exception in place of an item."""
+        if not self._is_iterable:
+            self.progress.yielded = self._first + self._items.reader.taken
+            self.progress.yielded -= bool(self._received)
 
     def _next_data(self) -> Any:
         """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
