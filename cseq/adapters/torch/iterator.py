@@ -172,7 +172,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._first = progress.yielded
         in_order = self._in_order or self._num_workers == 1
         if self._persistent_workers and in_order and self._rng == "worker":
-            self._drawn = deque(maxlen=self._prefetch_factor * self._num_workers)
+            # Of the batch that is being taken, and of those ahead.
+            self._drawn = deque(maxlen=1 + self._prefetch_factor * self._num_workers)
             keys = noted(keys, self._drawn)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
@@ -183,7 +184,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._items = iter(self._streams)
 
     def _begin(self, *args: Any, **options: Any) -> None:
-        """Begin an epoch in the workers, which are all there then."""
+        """Begin an epoch in the workers.
+
+        Forked ones are all there then, and noted; others may still be started, beside the loop.
+        """
         self._streams.begin(*args, **options)
         for process in self._workers:
             process.keep()
@@ -319,7 +323,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         return error
 
     def _died(self, died: WorkerDied) -> WorkerDied:
-        """Say of a worker that has died what is searched for in such messages."""
+        """Add torch's wording, which people search for."""
         died.__traceback__ = None  # the streams keep it, and it has a frame that keeps the streams
         pid = None if died.worker is None else self._workers[died.worker].pid
         how = "exited unexpectedly"
@@ -340,10 +344,11 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         """End the worker processes; twice is fine."""
         if self._shutdown:
             return
-        self._shutdown = self._ended = True
+        self._ended = True
         for process in self._workers:
             process.keep()
         self._streams.close()
+        self._shutdown = True  # not before: if `close` is interrupted, it is called again
 
     def __del__(self) -> None:
         """Do nothing: `Streams` end when they are dropped, and nothing waits for that."""
