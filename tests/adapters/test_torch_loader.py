@@ -861,12 +861,28 @@ class Failures:
         return self.at
 
 
+class Unsent(Plain):
+    """Its sample 1 cannot be pickled."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Refusing() if index == 1 else index
+
+
+class Refusing:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise LookupError("two is missing")
+
+
 INTERRUPTED: dict[str, dict[str, Any]] = {
     "map": {},
     "profiled": {},
     "unordered": {"in_order": False},
     "seeded": {"rng": "batch"},
     "skipping": {"on_error": "skip"},
+    "unsent": {"dataset": Unsent(9)},
+    "unsent skipping": {"dataset": Unsent(9), "on_error": "skip", "in_order": False},
     "iterable": {"dataset": Failing(5, 2, 3)},
     "unordered iterable": {"dataset": Failing(5, 2, 3), "in_order": False},
 }
@@ -1050,8 +1066,8 @@ def take(iterator: Any) -> Any:
     """Take a batch, or what was raised instead of it."""
     try:
         return next(iterator, "end")
-    except LookupError as error:
-        return str(error)
+    except (LookupError, TypeError) as error:
+        return "two is missing" if "two is missing" in str(error) else repr(error)
 
 
 def everything(iterator: Any) -> list[Any]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
 
+UNSENT = object()  # in place of an item that its worker could not send
+
 LONGEST = 4096  # indices of a batch that travel in its ticket; more are sent in a slot
 
 
@@ -154,7 +156,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             if resume.base_seed is not None:
                 self._base_seed = resume.base_seed
         self._ended = False
-        self._received.clear()
+        self._clear()
         self._number += 1
         self.progress.begin(self._base_seed, resume)
         epochs = self._epochs()
@@ -229,12 +231,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
 
     # -- the next batch
 
-    def _recount(self) -> None:
-        """Count the batches again: the engine may have raised an exception in place of an item."""
-        if not self._is_iterable:
-            self.progress.yielded = self._first + self._items.reader.taken
-            self.progress.yielded -= bool(self._received)
-
     def _next_data(self) -> Any:
         """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
         if self._ended:
@@ -255,6 +251,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 raise StopIteration from None
             raise
         number, state = self.progress.turn, None
+        if item is UNSENT:
+            assert self._error is not None
+            self._behind, self._place = (number, None), f"batch {self.progress.yielded}"
+            raise self._error
         kind = type(item)
         if kind is worker.Stated:
             number, state, item = item.worker, item.state, item.batch
@@ -290,10 +290,20 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             del received[0]
 
     def _receive(self) -> None:
-        """Put the next item into `_received`; in C, so that no signal handler comes between."""
+        """Put the next item into `_received`; in C, so that no signal handler comes between.
+
+        An exception that the engine raises in place of an item is set as `_error`: without a call.
+        """
         progress, received = self.progress, self._received
         if not self._is_iterable or not self._in_order:
-            received.extend(islice(self._items, 1))
+            try:
+                received.extend(islice(self._items, 1))
+            except BaseException as error:
+                nothing = self._items.reader.taken == progress.yielded - self._first  # was taken
+                if nothing or received or self._is_iterable:
+                    raise
+                self._error = error
+                received[:] = (UNSENT,)
             if not received:
                 raise StopIteration
             return

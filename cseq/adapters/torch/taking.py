@@ -53,7 +53,6 @@ class Taking(names.Base):  # type: ignore[misc]
             except BaseException as error:
                 self._num_yielded = count
                 if error is not self._error:
-                    self._recount()
                     raise
                 failed = error
             progress = self.progress
@@ -78,7 +77,6 @@ class Taking(names.Base):  # type: ignore[misc]
             try:
                 raise failed
             finally:
-                del failed  # its traceback has this frame: a reference cycle that would keep `self`
-
-    def _recount(self) -> None:
-        """Count the batches again, behind an exception that may have come instead of one."""
+                del (
+                    failed
+                )  # else: a reference cycle, by this frame, that would keep the workers alive
