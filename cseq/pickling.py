@@ -32,7 +32,7 @@ from cseq.unpicklable import UnpicklableError, unpicklable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Pickled", "dump", "dumps"]
+__all__ = ["Pickled", "dump", "dumps", "reducing"]
 
 Reduced: TypeAlias = Any  # what a reducer returns: a name, a tuple, or NotImplemented
 
@@ -92,6 +92,28 @@ def dump(obj: object, *, name: str = "worker") -> Pickled:
         buffers.clear()
         data = _dump_otherwise(obj, name, modules, buffers, error)
     return Pickled(data, buffers, modules.importable())
+
+
+class _Reducing(threading.local):
+    """The function that a thread has given to `reducing`."""
+
+    reduce: Callable[[object], Reduced] | None = None
+
+
+_thread = _Reducing()
+
+
+@contextlib.contextmanager
+def reducing(reduce: Callable[[object], Reduced]) -> Iterator[None]:
+    """In this context, have `dump` ask a function, in this thread, how objects are reduced.
+
+    It returns what a pickler's ``reducer_override`` does: NotImplemented for all others.
+    """
+    before, _thread.reduce = _thread.reduce, reduce
+    try:
+        yield
+    finally:
+        _thread.reduce = before
 
 
 def dumps(obj: object, buffers: list[memoryview] | None = None) -> bytes:
@@ -298,7 +320,11 @@ _Tensor: TypeAlias = Any  # torch.Tensor
 
 
 def _reduce_data(obj: object, modules: Importable, *, dry: bool) -> Reduced:
-    """Put arrays and tensors out of band that do not go there by themselves."""
+    """Put arrays and tensors out of band that do not go there by themselves; see `reducing`."""
+    if _thread.reduce is not None:
+        reduced = _thread.reduce(obj)
+        if reduced is not NotImplemented:
+            return reduced
     if isinstance(obj, np.ndarray):
         return _reduce_array(obj, dry=dry)
     torch = sys.modules.get("torch")

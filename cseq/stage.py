@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Runner
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "overdue", "run", "spin_ns"]
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "cores", "overdue", "run", "spin_ns"]
 
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
@@ -53,10 +53,16 @@ def overdue(
             yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
 
 
+def cores() -> int:
+    """Count the cores that this process may run on, as far as the system says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def spin_ns(most: int = SPIN_NS) -> int:
     """Return for how many ns a runner spins before it sleeps: `most`; on one core, 0."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return most if (cores or 1) > 1 else 0
+    return most if cores() > 1 else 0
 
 
 def run(

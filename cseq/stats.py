@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cseq._core import now_ns
+from cseq.stage import cores
 
 if TYPE_CHECKING:
     from cseq._core import Ring
@@ -121,7 +121,7 @@ class Stats:
 
     def _runs_in_turns(self) -> bool:
         """Tell whether several threads that are busy compute on no more than one core."""
-        if self.computed is None or self.num_workers < 2 or (os.cpu_count() or 1) < 2:
+        if self.computed is None or self.num_workers < 2 or cores() < 2:
             return False
         least, most = ONE_CORE
         return least <= self.computed / self.elapsed <= most

@@ -235,8 +235,17 @@ def made(**counted: Any) -> str:
     return Stats(**{"batches": 100, "elapsed": 10.0, "num_workers": 4} | counted).bottleneck
 
 
-def test_the_bottleneck() -> None:
+@pytest.mark.parametrize(("cores", "expected"), [(1, "workers"), (2, "gil")])
+def test_one_core_of_many(monkeypatch: pytest.MonkeyPatch, cores: int, expected: str) -> None:
+    """Where the process may run on one core alone, its threads do not compute on another one."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert made(loop_waited=9, workers_waited=2, computed=9.5) == expected
+
+
+def test_the_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fractions are compared: of the time, and of the workers' time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert made(loop_waited=9, workers_waited=2) == "workers"
     assert made(loop_waited=2, workers_waited=6) == "workers"  # 6 of 40 is less than 2 of 10
     assert made(loop_waited=2, workers_waited=12) == "loop"

@@ -873,7 +873,8 @@ class Failing(Sharded):
     """The second sample of each worker is missing."""
 
     def __iter__(self) -> Iterator[Any]:
-        return Failures(self.sizes[data.get_worker_info().id])  # type: ignore[union-attr]
+        info = data.get_worker_info()
+        return Failures(self.sizes[0 if info is None else info.id])
 
 
 class Failures:
@@ -894,12 +895,28 @@ class Failures:
         return self.at
 
 
+class Unsent(Plain):
+    """Its sample 1 cannot be pickled."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Refusing() if index == 1 else index
+
+
+class Refusing:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise LookupError("two is missing")
+
+
 INTERRUPTED: dict[str, dict[str, Any]] = {
     "map": {},
     "profiled": {},
     "unordered": {"in_order": False},
     "seeded": {"rng": "batch"},
     "skipping": {"on_error": "skip"},
+    "unsent": {"dataset": Unsent(9)},
+    "unsent skipping": {"dataset": Unsent(9), "on_error": "skip", "in_order": False},
     "iterable": {"dataset": Failing(5, 2, 3)},
     "unordered iterable": {"dataset": Failing(5, 2, 3), "in_order": False},
 }
@@ -912,6 +929,24 @@ def test_ctrl_c_anywhere_in_next(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(names, "profiler_enabled", lambda: True)
     options: dict[str, Any] = {"dataset": Missing(9), "num_workers": 3, **INTERRUPTED[kind]}
     made = loader(batch_size=None, persistent_workers=True, **options)
+    interrupt_anywhere(made, "iterator.py", "taking.py")
+
+
+@pytest.mark.parametrize("kind", ["map", "profiled", "seeded", "skipping", "iterable"])
+def test_ctrl_c_anywhere_in_next_without_workers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same; and the trainer's generators are as they were."""
+    if kind == "profiled":
+        monkeypatch.setattr(names, "profiler_enabled", lambda: True)
+    options: dict[str, Any] = {"dataset": Missing(9), **INTERRUPTED[kind]}
+    made = cseq.DataLoader(batch_size=None, **options)
+    interrupt_anywhere(made, "inline.py", "taking.py", "seeds.py", "../../seeding.py")
+
+
+def interrupt_anywhere(made: Any, *files: str) -> None:
+    """Interrupt each `next` of an epoch at each place in some files of the adapter."""
+    files = tuple(os.path.normpath(f"adapters/torch/{name}").replace(os.sep, "/") for name in files)
     expected, ordered = everything(iter(made)), made.in_order
     hits = 0
     for behind in range(len(expected) + 1):
@@ -919,8 +954,12 @@ def test_ctrl_c_anywhere_in_next(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         def step(countdown: int, behind: int = behind) -> bool:
             iterator = iter(made)
             got = [take(iterator) for _ in range(behind)]
-            with interrupted(countdown, "adapters/torch/iterator.py") as struck:
+            seed_all()
+            with interrupted(countdown, *files) as struck:
                 got.append(take(iterator))
+            own = drawn()
+            seed_all()
+            assert own == drawn()
             taken = made.state_dict()["_num_yielded"]
             left_out = sum(number < taken for number, _ in made.skipped)
             assert taken == len(got) - got.count("end") + left_out
@@ -937,6 +976,117 @@ def test_ctrl_c_anywhere_in_next(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert hits > 3 * len(expected)
 
 
+def test_ctrl_c_behind_a_key() -> None:
+    """Of persistent workers, the keys of all batches that were not taken are known."""
+    sampler = Counting([f"key {number}" for number in range(9)])  # written by Python code
+    made = loader(Plain(9), sampler=sampler, batch_size=None, persistent_workers=True)
+    for behind in range(3):
+
+        def step(countdown: int, behind: int = behind) -> bool:
+            sampler.count = 0
+            iterator = iter(made)
+            for _ in range(behind):
+                next(iterator)
+            with interrupted(countdown, "stream.py") as struck:
+                next(iterator)
+            taken = made.state_dict()["_num_yielded"]
+            known = [number for number, _ in iterator._drawn if number >= taken]
+            assert known == list(range(taken, sampler.count))
+            return struck.is_set()
+
+        assert first_hits(step) > 3
+
+
+def test_ctrl_c_in_shutdown() -> None:
+    """Wherever it strikes, a second call ends the workers."""
+    files = "adapters/torch/iterator.py", "stream.py", "run.py"
+
+    def step(countdown: int) -> bool:
+        iterator = iter(loader(Plain(4), batch_size=None))
+        assert next(iterator) == 0
+        assert all(process.is_alive() for process in iterator._workers)
+        with interrupted(countdown, *files) as struck:
+            iterator._shutdown_workers()
+        iterator._shutdown_workers()
+        assert not any(process.is_alive() for process in iterator._workers)
+        assert list(iterator) == []
+        return struck.is_set()
+
+    assert first_hits(step) > 5
+
+
+class Pressing(Plain):
+    """Ctrl-C is pressed in the middle of its sample 4, once."""
+
+    pressed = False
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4 and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return index
+
+
+def test_ctrl_c_in_a_data_set_without_workers() -> None:
+    """Its batch is made again by the next call, and by a resume."""
+    made = cseq.DataLoader(Pressing(8), batch_size=2)
+    iterator = iter(made)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    state = made.state_dict()
+    assert state["_num_yielded"] == 2
+    assert [batch.tolist() for batch in iterator] == [[4, 5], [6, 7]]
+    made.load_state_dict(state)
+    assert [batch.tolist() for batch in made] == [[4, 5], [6, 7]]
+
+
+class Pressed(Counting):
+    """Ctrl-C is pressed while it draws its third key."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (0, 1)
+        raise KeyboardInterrupt
+
+
+class Unpressed(Counting):
+    """The same, of a sampler whose iterator goes on, and is nothing but an iterator."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count == 3:
+            raise KeyboardInterrupt
+        if self.count == 6:
+            raise StopIteration
+        return self.count
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ctrl_c_in_a_sampler(num_workers: int) -> None:
+    """A generator ends with it: what may be missing is not taken for the end of the epoch."""
+    options: Any = {**FORK, "prefetch_factor": 1} if num_workers else {}
+    made = cseq.DataLoader(Plain(9), sampler=Pressed(()), batch_size=None, **options)
+    iterator = iter(made)
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the rest of the epoch may be missing"):
+            list(iterator)
+    assert not made.state_dict()["_iterator_finished"]
+    sampler = Unpressed(())
+    made = cseq.DataLoader(Plain(9), sampler=sampler, batch_size=None, **options)
+    iterator = iter(made)
+    taken = []
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            taken.append(next(iterator))
+    assert [*taken, *iterator] == [1, 2, 4, 5]
+    assert made.state_dict()["_iterator_finished"]
+
+
 class Missing(Plain):
     """Its sample 1 is missing."""
 
@@ -950,8 +1100,8 @@ def take(iterator: Any) -> Any:
     """Take a batch, or what was raised instead of it."""
     try:
         return next(iterator, "end")
-    except LookupError as error:
-        return str(error)
+    except (LookupError, TypeError) as error:
+        return "two is missing" if "two is missing" in str(error) else repr(error)
 
 
 def everything(iterator: Any) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ def test_the_seam() -> None:
     loader = Loader(Plain(2))
     assert iter(loader) is made[0]
     assert loader._iterator is None
+    assert loader._index_sampler is loader.batch_sampler
+    assert loader._IterableDataset_len_called is None
     assert loader.check_worker_number_rationality() is None
 
 
@@ -159,9 +163,18 @@ def test_datapipes() -> None:
 
 
 def test_multiprocessings_own() -> None:
-    """What `worker` calls of multiprocessing, in a new process."""
+    """What `worker` calls of multiprocessing, in a new process, and what `spawning` changes."""
+    from cseq.adapters.torch.spawning import CONTEXT, PICKLER
     from cseq.adapters.torch.worker import PROCESS, UTIL
 
+    parent = PROCESS._ParentProcess("trainer", 7, None)
+    assert (parent.name, parent.pid, parent._sentinel) == ("trainer", 7, None)
+    assert PROCESS._parent_process is PROCESS.parent_process()
+    assert multiprocessing.Process()._identity[:-1] == ()
+    CONTEXT.set_spawning_popen(parent)
+    assert CONTEXT.get_spawning_popen() is parent
+    CONTEXT.set_spawning_popen(None)
+    assert callable(PICKLER._extra_reducers[Connection])
     assert PROCESS._current_process is PROCESS.current_process()
     assert isinstance(PROCESS._children, set)
     assert callable(UTIL._run_after_forkers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,6 +151,28 @@ def test_what_is_not_of_a_batch_is_raised() -> None:
     for num_workers in (0, 2):
         with pytest.raises(LookupError, match="not ready"):
             list(loader(Broken(), num_workers, sampler=Sampler()))
+
+
+class Unsendable(Plain):
+    """Some of its samples cannot be pickled."""
+
+    def __getitem__(self, index: int) -> Any:
+        return threading.Lock() if index in BROKEN else index
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_batch_that_cannot_be_pickled(in_order: bool) -> None:
+    """It is left out; a resume begins behind it."""
+    made = loader(Unsendable(), 2, in_order=in_order)
+    assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
+    assert len(made.skipped) == len(BROKEN)
+    assert all("lock" in error for _, error in made.skipped)
+    if in_order:
+        assert [number for number, _ in made.skipped] == [*BROKEN]
+        iterator = iter(made)
+        assert [next(iterator) for _ in range(3)] == [0, 1, 4]
+        made.load_state_dict(made.state_dict())
+        assert list(made) == [5, 6, 8, 9]
 
 
 def test_a_worker_that_dies_of_a_batch_is_no_error_of_it() -> None:

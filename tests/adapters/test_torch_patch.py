@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -188,6 +189,64 @@ def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixtu
     with pytest.raises(Made):
         iter(data.DataLoader(dataset, **options))
     assert seeds[0] == seeds[2]
+
+
+SPAWN: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
+
+
+class Unsent(Plain):
+    """Cannot be pickled; counts how often that was tried."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.tried = 0
+
+    def __reduce__(self) -> Any:
+        self.tried += 1
+        raise TypeError("this data set stays here")
+
+
+def test_what_cannot_be_is_tried_once(seeds: list[int]) -> None:
+    """Also where torch's class has cseq's workers."""
+    tried = []
+    for context in (contextlib.nullcontext(), installed()):
+        dataset = Unsent()
+        with context, pytest.raises(Made):
+            iter(cseq.DataLoader(dataset, **SPAWN))
+        tried.append(dataset.tried)
+    assert tried[0] == tried[1] > 0
+
+
+def test_all_options_that_are_lost_are_named(
+    seeds: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = cseq.DataLoader(Unsent(), **SPAWN, rng="batch", on_error="skip")
+    check_fallback(loader, caplog, "it cannot do rng='batch', on_error='skip'")
+    caplog.clear()
+    with pytest.raises(Made):
+        iter(cseq.DataLoader(Unsent(), **SPAWN))
+    assert "cannot do" not in caplog.text
+
+
+def test_a_state_that_would_be_lost(seeds: list[int]) -> None:
+    """A fallback would begin at the first batch again."""
+    made = cseq.DataLoader(Plain(4), **FORK)
+    iterator = iter(made)
+    next(iterator)
+    state = made.state_dict()
+    list(iterator)
+    loader = cseq.DataLoader(Unsent(), **SPAWN)
+    loader.load_state_dict(made.state_dict())  # its epoch is over
+    with pytest.raises(Made):
+        iter(loader)
+    loader.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"state .* cannot be used: .* stays here"):
+            iter(loader)
+    assert loader.state_dict() == state
+    loader.load_state_dict({})
+    with pytest.raises(Made):
+        iter(loader)
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────

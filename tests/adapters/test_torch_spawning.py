@@ -8,7 +8,9 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import context
 from typing import Any
 
@@ -19,6 +21,8 @@ torch = pytest.importorskip("torch")
 import cseq  # noqa: E402
 from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
 from cseq.adapters.torch.spawning import Descriptor, Workers, spawning  # noqa: E402
+from cseq.pickling import dump  # noqa: E402
+from cseq.unpicklable import UnpicklableError  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc"),
@@ -95,12 +99,34 @@ def test_they_are_shared_with_workers(method: str) -> None:
 def test_all_is_as_before_afterwards() -> None:
     dataset, table = Sharing("spawn"), dict(copyreg.dispatch_table)
     with spawning():
-        assert len(pickle.dumps(dataset)) > 0
-        assert len(copyreg.dispatch_table) > len(table)
-    assert copyreg.dispatch_table == table
+        assert len(dump(dataset).data) > 0
+        assert copyreg.dispatch_table == table  # which is the process's
     assert context.get_spawning_popen() is None
-    with pytest.raises(RuntimeError, match="only be shared"):
-        pickle.dumps(dataset)
+    with pytest.raises(UnpicklableError, match="only be shared"):
+        dump(dataset)
+
+
+def test_two_threads() -> None:
+    """One is ready while another pickles; a third one cannot do it at all."""
+    dataset, pickled = Sharing("spawn"), []
+    entered, left = threading.Event(), threading.Event()
+
+    def pickles() -> None:
+        with spawning():
+            entered.set()
+            left.wait()
+            pickled.append(dump(dataset))
+
+    with spawning():
+        thread = threading.Thread(target=pickles, daemon=True)
+        thread.start()
+        entered.wait()
+        with ThreadPoolExecutor(1) as other:
+            error = other.submit(dump, dataset).exception()
+        assert isinstance(error, UnpicklableError)
+    left.set()
+    thread.join()
+    assert len(pickled) == 1
 
 
 def test_a_descriptor_that_is_another_one_by_now() -> None:
@@ -121,7 +147,7 @@ def test_a_descriptor_that_is_another_one_by_now() -> None:
 
 def test_what_workers_cannot_open() -> None:
     one, other = multiprocessing.Pipe()  # of sockets
-    with spawning(), pytest.raises(RuntimeError, match="socket"):
-        pickle.dumps(one)
+    with spawning(), pytest.raises(UnpicklableError, match="socket"):
+        dump(one)
     for end in (one, other):
         end.close()

@@ -673,12 +673,33 @@ def test_a_managers_state() -> None:
         loader(Plain()).load_state_dict(manager.state_dict())
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_empty_state_begins_anew(persistent: bool) -> None:
+    """Also where another one was loaded before."""
+    made = loader(Plain(6), batch_size=None, persistent_workers=persistent)
+    iterator = iter(made)
+    assert taken(iterator, 2) == [0, 1]
+    made.load_state_dict(made.state_dict())
+    made.load_state_dict({})
+    assert list(made) == list(range(6))
+    made.load_state_dict({})
+    assert iter(made) is not iterator
+
+
 def test_a_refused_state_changes_nothing() -> None:
     made = loader(Plain(4), batch_size=2)
     with pytest.raises(ValueError, match="version"):
         made.load_state_dict({"epoch": 3})
     assert made.state_dict()["base_seed"] is None
-    assert len(list(made)) == 2
+    iterator = iter(made)
+    next(iterator)
+    state = made.state_dict()
+    assert len(list(iterator)) == 1
+    made.load_state_dict(state)
+    with pytest.raises(ValueError, match="version"):
+        made.load_state_dict({"epoch": 3})
+    assert made.state_dict() == state
+    assert len(list(made)) == 1
 
 
 class Rotated(Cycle):

@@ -355,19 +355,25 @@ class TorchData(Loop):
 
 
 class TorchLoader(Loop):
-    """`cseq.DataLoader`, with workers that persist."""
+    """`cseq.DataLoader`, with workers that persist, or without any."""
 
-    def __init__(self, rng: random.Random, *, ordered: bool = True) -> None:
+    def __init__(
+        self, rng: random.Random, *, ordered: bool = True, has_workers: bool = True
+    ) -> None:
         super().__init__(rng)
         from cseq.adapters.torch import DataLoader
 
         self.ordered = ordered
         self.chosen: list[int] = []
-        self.loader: Any = DataLoader(
-            Dataset(), batch_size=None, sampler=self, num_workers=rng.randint(1, 3),
-            prefetch_factor=rng.choice([1, 2, 8]), persistent_workers=True, in_order=ordered,
-            multiprocessing_context="fork",
-        )  # fmt: skip
+        workers: dict[str, Any] = {
+            "num_workers": rng.randint(1, 3),
+            "prefetch_factor": rng.choice([1, 2, 8]),
+            "persistent_workers": True,
+            "in_order": ordered,
+            "multiprocessing_context": "fork",
+        }
+        options = workers if has_workers else {"rng": rng.choice(["worker", "batch"])}
+        self.loader: Any = DataLoader(Dataset(), batch_size=None, sampler=self, **options)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.chosen)
@@ -419,6 +425,7 @@ KINDS = {
     "torchdata": Kind(TorchData, ("torch", "torchdata")),
     "torch": Kind(TorchLoader, ("torch",)),
     "torch unordered": Kind(partial(TorchLoader, ordered=False), ("torch",)),
+    "torch inline": Kind(partial(TorchLoader, has_workers=False), ("torch",)),
 }
 
 

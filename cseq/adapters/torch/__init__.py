@@ -7,6 +7,7 @@
 
     trainer                                               worker process
       loader.DataLoader ─► iterator.WorkersIterator         worker.Batches: seeds, fetches, collates
+        taking.py  the next batch
         order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
         state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot
 

@@ -13,6 +13,7 @@ import torch
 from cseq.adapters.torch import names
 from cseq.adapters.torch.inline import InlineIterator
 from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
+from cseq.adapters.torch.options import VALUES
 from cseq.launcher import start_methods
 from cseq.unpicklable import UnpicklableError
 
@@ -40,10 +41,16 @@ def make_iterator(
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
     The options are those of `WorkersIterator`.
+
+    Raises
+    ------
+    ValueError
+        A state was loaded, which torch's own iterator cannot use.
     """
+    lost = _lost(rng=rng, on_error=on_error)
     reason = _reason_against(loader)
     if reason is not None:
-        return _fall_back(loader, reason, otherwise, on_error)
+        return _fall_back(loader, reason, otherwise, lost, resume)
     if loader.num_workers == 0:
         return InlineIterator(loader, rng=rng, on_error=on_error, resume=resume)
     loader.check_worker_number_rationality()
@@ -58,7 +65,14 @@ def make_iterator(
             raise
         _restore(generators, loader.generator)
         reason = str(error).replace("producer.fetching.", "")
-        return _fall_back(loader, reason, otherwise, on_error)
+        return _fall_back(loader, reason, otherwise, lost, resume)
+
+
+def _lost(**options: str) -> str:
+    """Name the options that torch's own iterator does not have, unless they say what it does."""
+    return ", ".join(
+        f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
+    )
 
 
 def _reason_against(loader: data.DataLoader[Any]) -> str | None:
@@ -80,12 +94,21 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _fall_back(
-    loader: data.DataLoader[Any], reason: str, otherwise: Callable[[], Any], on_error: str
+    loader: data.DataLoader[Any],
+    reason: str,
+    otherwise: Callable[[], Any],
+    lost: str,
+    resume: Resume | None,
 ) -> Any:
     """Make torch's own iterator, and log why, once for each loader."""
+    if resume is not None:
+        raise ValueError(
+            "the state that was loaded cannot be used: this loader has torch's own iterator, which "
+            f"begins at the first batch, since {reason}; load_state_dict({{}}) drops the state"
+        )
     if loader not in _told:
         _told.add(loader)
-        more = "" if on_error == "raise" else f"; it cannot do on_error={on_error!r}"
+        more = lost and f"; it cannot do {lost}"
         log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
     return otherwise()
 
@@ -98,7 +121,7 @@ def _save(generator: torch.Generator | None) -> tuple[Any, ...]:
 
 
 def _restore(saved: tuple[Any, ...], generator: torch.Generator | None) -> None:
-    """Restore them."""
+    """Restore the generators that `_save` has saved."""
     random.setstate(saved[0])
     np.random.set_state(saved[1])  # noqa: NPY002
     torch.default_generator.set_state(saved[2])

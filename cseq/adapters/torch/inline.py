@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq import context
@@ -11,6 +12,7 @@ from cseq.adapters.torch.order import order_of
 from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import DatasetState
+from cseq.adapters.torch.taking import Taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["InlineIterator"]
 
 
-LEFT_OUT = object()
-
-
-class InlineIterator(names.Inline):  # type: ignore[misc]
+class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
     """Batches that the trainer makes itself.
 
-    Parameters and attributes are those of `WorkersIterator`.
+    Parameters are those of `WorkersIterator`.
     """
 
     def __init__(
@@ -43,12 +42,13 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._is_iterable = self._dataset_kind == names.ITERABLE
-        self._is_making = False
+        self._in_order = True
+        self._several = 1
+        self._clear()  # `_received` has the next key, and behind it its batch, if that is made
+        self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
         self._skips_errors = on_error == "skip"
         self._batch_context = context.BatchContext(0, 0, 0)
-        self._seeds = (
-            BatchSeeds(self._batch_context, lambda: self._is_making) if rng == "batch" else None
-        )
+        self._seeds = BatchSeeds(self._batch_context) if rng == "batch" else None
         if resume is not None:
             self._num_yielded = resume.yielded
             if resume.base_seed is not None:
@@ -62,19 +62,14 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
     def _open(self, resume: Resume | None, state: dict[str, Any]) -> None:
         """Make the fetcher, and the keys, where the epoch begins."""
         progress = self.progress
-        fetching = worker.Fetching(
-            self._dataset_kind,
-            self._dataset,
-            self._auto_collation,
-            self._collate_fn,
-            self._drop_last,
-        )
+        fetching = worker.Fetching.of(self)
         self._dataset_fetcher = self._seeded(0, lambda: fetching.open(state))  # as in a worker
         progress.inline = DatasetState(self._dataset, self._dataset_fetcher)
         if self._is_iterable:
             for number in range(state.get("made", 0), progress.yielded):
+                key = next(self._sampler_iter)
                 try:
-                    self._fetch(next(self._sampler_iter), number)
+                    self._seeded(number, partial(self._dataset_fetcher.fetch, key))
                 except StopIteration:
                     return
                 except Exception:  # noqa: BLE001 - it was raised in the loop then
@@ -84,65 +79,97 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         self._sampler_iter = keys
 
+    # -- the next batch
+
     def _next_data(self) -> Any:
-        """Return the next batch."""
-        progress = self.progress
+        """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
+        received = self._received
+        if not received:
+            self._draw()
+        if len(received) < 2 and self._error is None:
+            self._seeded(self.progress.yielded, self._make)
+        if self._error is not None:
+            self._place = self._name(received[0]) if len(received) < 2 else None
+            raise self._error
+        if len(received) < 2:
+            self.progress.finished = True
+            raise StopIteration
+        if not self._pin_memory:
+            return received[1]
         try:
-            batch = LEFT_OUT
-            while batch is LEFT_OUT:
-                batch = self._make(self._next_index())
-        except StopIteration:
-            progress.finished = True
-            self._close()
-            raise
-        if self._pin_memory:
-            return names.pin(batch, self._pin_memory_device)
-        return batch
-
-    def _make(self, index: Any) -> Any:
-        """Make a batch; one that raises counts as well. LEFT_OUT: it is left out."""
-        progress = self.progress
-        try:
-            try:
-                batch = self._fetch(index, progress.yielded)
-            except StopIteration as stop:
-                if self._is_iterable:
-                    raise
-                raise RuntimeError("the data set raised StopIteration") from stop
-        except StopIteration:
-            raise
+            return names.pin(received[1], self._pin_memory_device)
         except Exception as error:
-            place = f"batch {progress.yielded}"
-            if not self._is_iterable:
-                place = f"the batch of {reprlib.repr(index)}"
-            is_left_out = self._skips_errors and progress.skip(error, place)
-            progress.yielded += 1
-            if is_left_out:
-                return LEFT_OUT
+            self._error, self._place = error, None
             raise
-        progress.yielded += 1
-        return batch
 
-    def _fetch(self, index: Any, number: int) -> Any:
-        """Fetch a batch; with rng="batch", from generators of its own."""
-        return self._seeded(number, lambda: self._dataset_fetcher.fetch(index))
+    def _draw(self) -> None:
+        """Put the next key into `_received`, without a call, so that no signal handler loses it.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        RuntimeError
+            A signal handler has raised in the code of the sampler, whose keys have ended with that.
+        """
+        keys = map(next, (self._sampler_iter,))  # which need not be an iterable, too
+        try:
+            for key in keys:
+                self._received[:] = (key,)
+                self._incomplete = None
+                return
+        except Exception:
+            raise
+        except BaseException as cause:
+            self._incomplete = RuntimeError(
+                f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: the "
+                "rest of the epoch may be missing"
+            )
+            raise
+        if self._incomplete is not None:
+            raise self._incomplete
+        self.progress.finished = True
+        raise StopIteration
+
+    def _make(self) -> None:
+        """Put the batch behind its key, in C, so that no signal handler loses it; or set `_error`.
+
+        Neither: an iterable data set has no more.
+        """
+        received = self._received
+        fetch = self._dataset_fetcher.fetch if self._is_iterable else self._fetch
+        try:
+            received.extend(map(fetch, (received[0],)))
+        except Exception as error:  # noqa: BLE001 - `__next__` raises it
+            self._error = error
+
+    def _fetch(self, key: Any) -> Any:
+        """Fetch the batch of a key of map-style data, which has no end."""
+        try:
+            return self._dataset_fetcher.fetch(key)
+        except StopIteration as stop:
+            raise RuntimeError("the data set raised StopIteration") from stop
+
+    def _name(self, key: Any) -> str:
+        """Name a batch."""
+        if self._is_iterable:
+            return f"batch {self.progress.yielded}"
+        return f"the batch of {reprlib.repr(key)}"
 
     def _seeded(self, number: int, make: Callable[[], Any]) -> Any:
         """Call a function; with rng="batch", with the generators as they are for a batch."""
-        seeds = self._seeds
+        seeds, here = self._seeds, context.here
         if seeds is None:
             return make()
-        left = context.enter(self._batch_context)
-        self._is_making = True
+        left = here.batch_context
         try:
+            here.batch_context = self._batch_context
             seeds.borrow(number)
             return make()
         finally:
-            self._is_making = False
-            seeds.restore()
-            context.leave(left)
-
-    def _close(self) -> None:
-        """Watch no more for generators that are imported later."""
-        if self._seeds is not None:
-            self._seeds.close()
+            here.batch_context = left
+            try:
+                seeds.restore()
+            except BaseException:  # a signal handler has raised, perhaps before anything was done
+                seeds.restore()
+                raise

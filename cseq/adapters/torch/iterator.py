@@ -19,6 +19,7 @@ from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.spawning import spawning
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
+from cseq.adapters.torch.taking import Taking
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
 from cseq.stream import Streams
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from cseq.stats import Stats
 
 __all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
+
+UNSENT = object()  # in place of an item that its worker could not send
 
 LONGEST = 4096  # indices of a batch that travel in its ticket; more are sent in a slot
 
@@ -46,11 +49,11 @@ def start_method_of(loader: Any) -> str:
     return method
 
 
-class WorkersIterator(names.Workers):  # type: ignore[misc]
+class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     """Batches from worker processes.
 
-    It is one of torch's iterators to whom it may concern (`isinstance`), and has their attributes
-    and methods that others use. All that moves batches is cseq's.
+    It is an instance of torch's class of such iterators, with those of its attributes and methods
+    that others use. All that moves batches is cseq's.
 
     Parameters
     ----------
@@ -61,11 +64,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         Where the epoch is to go on.
     snapshot_every : int
         See `Epoch`.
-
-    Attributes
-    ----------
-    progress : Progress
-        The same object in all epochs of persistent workers.
     """
 
     def __init__(
@@ -102,15 +100,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         method = start_method_of(loader)
         is_forked = method == "fork"
-        fetching = worker.Fetching(
-            self._dataset_kind,
-            self._dataset,
-            self._auto_collation,
-            self._collate_fn,
-            self._drop_last,
-        )
         producer: Any = worker.Worker(
-            fetching,
+            worker.Fetching.of(self),
             loader.worker_init_fn,
             [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
@@ -133,10 +124,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._shutdown = False
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
         self._items: Any
-        self._received: list[Any] = []  # the next item, if it is there
-        self._behind: tuple[int, bytes | None] = (0, None)  # that item: its worker, and the state
-        self._error: BaseException | None = None  # what is raised instead of its batch
-        self._place: str | None = None  # that batch, if it can be left out
+        self._several = self._num_workers
+        self._clear()  # `_received` has the next item, if it is there
         try:
             self._reset(loader, first_iter=True, resume=resume)
             if resume is not None:
@@ -167,7 +156,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             if resume.base_seed is not None:
                 self._base_seed = resume.base_seed
         self._ended = False
-        self._received.clear()
+        self._clear()
         self._number += 1
         self.progress.begin(self._base_seed, resume)
         epochs = self._epochs()
@@ -185,7 +174,8 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._first = progress.yielded
         in_order = self._in_order or self._num_workers == 1
         if self._persistent_workers and in_order and self._rng == "worker":
-            self._drawn = deque(maxlen=self._prefetch_factor * self._num_workers)
+            # Of the batch that is being taken, and of those ahead.
+            self._drawn = deque(maxlen=1 + self._prefetch_factor * self._num_workers)
             keys = noted(keys, self._drawn)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
@@ -196,7 +186,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         self._items = iter(self._streams)
 
     def _begin(self, *args: Any, **options: Any) -> None:
-        """Begin an epoch in the workers, which are all there then."""
+        """Begin an epoch in the workers.
+
+        Forked ones are all there then, and noted; others may still be started, beside the loop.
+        """
         self._streams.begin(*args, **options)
         for process in self._workers:
             process.keep()
@@ -238,53 +231,6 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
 
     # -- the next batch
 
-    def __next__(self) -> Any:
-        """Return the next batch, or raise what was raised instead of it.
-
-        If a signal handler raises (Ctrl-C), nothing has been taken, and the next call returns it.
-        The interpreter runs handlers after calls and where loops turn back. So the item stays in
-        `_received` while anything is called for it, and all that takes it out is without a call.
-        A batch that is left out (`on_error`) is noted before that; if then interrupted, again.
-        """
-        while True:
-            count, failed = self._num_yielded, None
-            try:
-                if self._IterableDataset_len_called is not None or names.profiler_enabled():
-                    batch = names.Base.__next__(self)  # with warnings, and named in a profile
-                else:
-                    batch = self._next_data()
-            except BaseException as error:
-                self._num_yielded = count
-                if error is not self._error:
-                    if not self._is_iterable:  # the engine may have raised it in place of an item
-                        self.progress.yielded = self._first + self._items.reader.taken
-                        self.progress.yielded -= bool(self._received)
-                    raise
-                failed = error
-            progress = self.progress
-            is_left_out = False
-            if failed is not None and self._skips_errors and self._place is not None:
-                is_left_out = progress.skip(failed, self._place)
-            progress.yielded += 1
-            number, state = self._behind
-            if state is not None:
-                progress.states[number] = state
-            if self._is_iterable:
-                progress.counts[number] += 1
-                if self._in_order:
-                    progress.turn = (number + 1) % self._num_workers
-            self._error = None
-            del self._received[0]
-            if failed is None:
-                self._num_yielded = count + 1
-                return batch
-            if is_left_out:
-                continue
-            try:
-                raise failed
-            finally:
-                del failed  # its traceback has this frame: a circle that would keep the workers
-
     def _next_data(self) -> Any:
         """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
         if self._ended:
@@ -305,6 +251,10 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
                 raise StopIteration from None
             raise
         number, state = self.progress.turn, None
+        if item is UNSENT:
+            assert self._error is not None
+            self._behind, self._place = (number, None), f"batch {self.progress.yielded}"
+            raise self._error
         kind = type(item)
         if kind is worker.Stated:
             number, state, item = item.worker, item.state, item.batch
@@ -340,10 +290,20 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
             del received[0]
 
     def _receive(self) -> None:
-        """Put the next item into `_received`; in C, so that no signal handler comes between."""
+        """Put the next item into `_received`; in C, so that no signal handler comes between.
+
+        An exception that the engine raises in place of an item is set as `_error`: without a call.
+        """
         progress, received = self.progress, self._received
         if not self._is_iterable or not self._in_order:
-            received.extend(islice(self._items, 1))
+            try:
+                received.extend(islice(self._items, 1))
+            except BaseException as error:
+                nothing = self._items.reader.taken == progress.yielded - self._first  # was taken
+                if nothing or received or self._is_iterable:
+                    raise
+                self._error = error
+                received[:] = (UNSENT,)
             if not received:
                 raise StopIteration
             return
@@ -373,7 +333,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         return error
 
     def _died(self, died: WorkerDied) -> WorkerDied:
-        """Say of a worker that has died what is searched for in such messages."""
+        """Add torch's wording, which people search for."""
         died.__traceback__ = None  # the streams keep it, and it has a frame that keeps the streams
         pid = None if died.worker is None else self._workers[died.worker].pid
         how = "exited unexpectedly"
@@ -394,10 +354,11 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         """End the worker processes; twice is fine."""
         if self._shutdown:
             return
-        self._shutdown = self._ended = True
+        self._ended = True
         for process in self._workers:
             process.keep()
         self._streams.close()
+        self._shutdown = True  # not before: if `close` is interrupted, it is called again
 
     def __del__(self) -> None:
         """Do nothing: `Streams` end when they are dropped, and nothing waits for that."""

@@ -154,17 +154,16 @@ class DataLoader(data.DataLoader[T_co]):
         TypeError
             It is no dict.
         ValueError
-            The state does not fit this loader: its epoch had other batches, for example.
+            The state does not fit this loader: its epoch had other batches, for example. The one
+            that was loaded before stays.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
-        if not state_dict:
-            return
-        self._loaded = dict(state_dict)
+        before, self._loaded = self._loaded, dict(state_dict) or None
         try:
             self._resume()
         except BaseException:
-            self._loaded = None
+            self._loaded = before
             raise
         self._iterator = None
 

@@ -1,7 +1,9 @@
-"""Names of torch that are not public: all that the loader relies on.
+"""Functions and classes of torch that are not public, and that the loader relies on.
 
-tests/adapters/test_torch_names.py has a test for each of them, so that a torch which lacks one, or
-means something else by it, is found out by name.
+Methods and attributes of torch's loader and iterators are not here, but used where they are needed
+(`_get_iterator`, `_index_sampler`, `_base_seed`, …), and so is what is multiprocessing's own, in
+`worker` and `spawning`. tests/adapters/test_torch_names.py has a test for each of all these, so
+that a torch which lacks one, or means something else by it, is found out by name.
 """
 
 from __future__ import annotations

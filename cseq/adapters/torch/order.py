@@ -258,7 +258,7 @@ class StatefulOrder(Order):
 def noted(keys: Iterator[Any], drawn: deque[tuple[int, Any]]) -> Iterator[Any]:
     """Yield keys, and note them with their numbers.
 
-    Not a method: the streams have this generator, and would have the iterator that has them.
+    Not a method: a bound generator would close a reference cycle through the streams.
     """
     for numbered in enumerate(keys):
         drawn.append(numbered)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import data
 
 from cseq.adapters.torch.fallback import make_iterator
+from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
 
 if TYPE_CHECKING:
@@ -20,9 +21,14 @@ _class: Any = data.DataLoader
 
 
 def _get_iterator(self: Any) -> Any:
-    """Make an iterator of cseq's; torch's own does without workers, unless a default says more."""
+    """Make an iterator of cseq's; torch's own does without workers, unless a default says more.
+
+    A loader of cseq's comes here if its own way cannot be: for torch's.
+    """
     own = _original
     assert own is not None
+    if isinstance(self, DataLoader):
+        return own(self)
     if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
         return own(self)
     return make_iterator(self, lambda: own(self), rng=defaults.rng, on_error=defaults.on_error)

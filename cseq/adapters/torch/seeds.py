@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy.random  # here, and not in every worker that is forked
 import torch
@@ -69,27 +69,17 @@ class BatchSeeds:
     ----------
     batch_context : BatchContext
         Of this worker; or one for batches that the trainer makes, to be entered meanwhile.
-    is_making : callable, optional
-        Whether a batch is being made, if this is the trainer; its generators are restored then.
     """
 
-    def __init__(self, batch_context: BatchContext, is_making: Any = None) -> None:
+    def __init__(self, batch_context: BatchContext) -> None:
         self._batch_context = batch_context
-        self._is_making = is_making
         self._seeds: Seeds | None = None
 
     def begin(self, base_seed: int) -> None:
-        """Begin an epoch, whose batches are seeded from this seed."""
-        self.close()
+        """Begin an epoch, whose batches are seeded from this seed; nothing is seeded yet."""
         self._batch_context.seed = base_seed
-        self._seeds = Seeds(self._batch_context, self._is_making)
+        self._seeds = Seeds(self._batch_context, _never)
         self._seeds.open()
-
-    def close(self) -> None:
-        """Watch no more for generators that are imported later."""
-        if self._seeds is not None:
-            self._seeds.close()
-            self._seeds = None
 
     def seed(self, batch: int) -> int:
         """Seed for a batch; return torch's seed."""
@@ -105,6 +95,11 @@ class BatchSeeds:
         self._seeds.begin()
 
     def restore(self) -> None:
-        """Restore the trainer's generators."""
+        """Restore the trainer's generators; twice is fine."""
         assert self._seeds is not None
         self._seeds.restore()
+
+
+def _never() -> bool:
+    """Seed nothing at the end of an import: this module has imported all that is seeded."""
+    return False

@@ -14,6 +14,8 @@ import stat
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cseq.pickling import reducing
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -56,7 +58,7 @@ class Workers:
 
     @staticmethod
     def DupFd(fd: int) -> Descriptor:  # noqa: N802 - as multiprocessing names it
-        """Say where it is found."""
+        """Say where a descriptor is found."""
         import fcntl
 
         found = os.fstat(fd)
@@ -66,26 +68,28 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Have multiprocessing's objects pickled for workers, in this thread, meanwhile.
+    """Have multiprocessing's objects pickled for workers by `dump`, in this thread, meanwhile.
 
     That is not for Windows, where they are handles.
     """
     if os.name == "nt":
         yield
         return
-    before = CONTEXT.get_spawning_popen()
-    added = {
-        kind: reduce
-        for kind, reduce in PICKLER._extra_reducers.items()
-        if reduce.__module__.startswith("multiprocessing.")
-        and reduce.__module__ != "multiprocessing.reduction"  # what pickle can do itself
-        and kind not in copyreg.dispatch_table
-    }
+    before = CONTEXT.get_spawning_popen()  # of this thread
     CONTEXT.set_spawning_popen(Workers)
-    copyreg.dispatch_table.update(added)
     try:
-        yield
+        with reducing(_reduce):
+            yield
     finally:
-        for kind in added:
-            copyreg.dispatch_table.pop(kind, None)
         CONTEXT.set_spawning_popen(before)
+
+
+def _reduce(obj: object) -> Any:
+    """Reduce an object as multiprocessing does, where pickle cannot do it itself."""
+    reduce = PICKLER._extra_reducers.get(type(obj))
+    if reduce is None or type(obj) in copyreg.dispatch_table:
+        return NotImplemented
+    home = reduce.__module__
+    if home == "multiprocessing.reduction" or not home.startswith("multiprocessing."):
+        return NotImplemented
+    return reduce(obj)

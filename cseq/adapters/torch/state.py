@@ -197,7 +197,7 @@ class Kept:
         self._state = state
 
     def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002 - as of then
-        """Return it."""
+        """Return what was kept."""
         return copy.deepcopy(self._state)
 
 
@@ -337,7 +337,7 @@ def _of_torchdata(state: State, *, iterable: bool) -> State:
 
 
 def _sampler_of_torchdata(main: State, skip: int) -> State:
-    """Translate what it keeps of the samplers."""
+    """Translate what torchdata keeps of the samplers."""
     sampler, iterator = main.get("_index_sampler_state"), main.get("_sampler_iter_state")
     own = next((each for each in (sampler, iterator) if _is_own(each)), None)
     if own is not None:  # torchdata's BatchSampler, over its RandomSampler or another one

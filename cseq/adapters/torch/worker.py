@@ -58,6 +58,17 @@ class Fetching(NamedTuple):
     collate_fn: Any
     drop_last: bool
 
+    @classmethod
+    def of(cls, iterator: Any) -> Fetching:
+        """Return how an iterator of torch's fetches a batch."""
+        return cls(
+            iterator._dataset_kind,
+            iterator._dataset,
+            iterator._auto_collation,
+            iterator._collate_fn,
+            iterator._drop_last,
+        )
+
     def open(self, state: dict[str, Any]) -> Any:
         """Make what fetches batches, from a state of the data set on (`DatasetState`).
 
