@@ -12,6 +12,7 @@ from cseq._shelf cimport Shelf
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
 
+@cython.auto_pickle(False)
 cdef class BatchState:
     """The part of a `context.BatchContext` that changes with every batch.
 
@@ -24,6 +25,7 @@ cdef class BatchState:
     """
 
 
+@cython.auto_pickle(False)
 cdef class TicketWriter:
     """What publishes a runner's batches: the part that is in C."""
 
