@@ -22,13 +22,8 @@ from cseq._core import Runner, await_hangup
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.deaths import Deaths, Held
-<<<<<<< HEAD
 from cseq.feed import Feed, apart, wake_at
-from cseq.launcher import ENTRY, make_launcher
-=======
-from cseq.feed import Feed, wake_at
 from cseq.launcher import make_launcher
->>>>>>> launch
 from cseq.launcher.forks import in_forked_children
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds

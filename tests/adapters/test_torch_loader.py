@@ -1174,7 +1174,7 @@ class Told(Plain):
 
     def __getitem__(self, index: int) -> int:
         if index == self.deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(os.getpid())
         info = data.get_worker_info()
         assert info is not None
         return info.id
