@@ -285,7 +285,12 @@ class Supervisor:
         """Start a worker and send it its setup."""
         if self.closed:
             return
-        child = self._launcher.launch(owner - 1, local=self._local)
+        try:
+            child = self._launcher.launch(owner - 1, local=self._local)
+        except OSError:
+            if self.closed:  # which has cancelled it
+                return
+            raise
         worker = WorkerProcess(owner, child)
         self._workers[owner] = worker
         self.processes[owner - 1] = child
