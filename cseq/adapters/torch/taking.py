@@ -77,6 +77,4 @@ class Taking(names.Base):  # type: ignore[misc]
             try:
                 raise failed
             finally:
-                del (
-                    failed
-                )  # else: a reference cycle, by this frame, that would keep the workers alive
+                del failed  # its traceback has this frame: the cycle would keep the workers alive
