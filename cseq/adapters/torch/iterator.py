@@ -156,7 +156,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             if resume.base_seed is not None:
                 self._base_seed = resume.base_seed
         self._ended = False
-        self._clear()
+        self._received.clear()
+        self._error = None
         self._number += 1
         self.progress.begin(self._base_seed, resume)
         epochs = self._epochs()

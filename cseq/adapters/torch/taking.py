@@ -77,4 +77,4 @@ class Taking(names.Base):  # type: ignore[misc]
             try:
                 raise failed
             finally:
-                del failed  # its traceback has this frame: a cycle that would keep the workers
+                del failed  # its traceback has this frame: the cycle would keep the workers alive
