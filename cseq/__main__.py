@@ -105,7 +105,7 @@ def _run_script(script: str) -> None:
 def _code_of(path: str) -> CodeType:
     """Read a script: its source, or what it was compiled to."""
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)
+        code: CodeType | None = pkgutil.read_code(file)
     if code is not None:
         return code
     with io.open_code(path) as file:

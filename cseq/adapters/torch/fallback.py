@@ -46,7 +46,7 @@ def make_iterator(
         return _fall_back(loader, reason, otherwise, on_error)
     if loader.num_workers == 0:
         return InlineIterator(loader, rng=rng, on_error=on_error, resume=resume)
-    loader.check_worker_number_rationality()
+    names.check_number_of_workers(loader)
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
     generators = None if is_forked else _save(loader.generator)
     try:

@@ -37,7 +37,7 @@ class InlineIterator(names.Inline):  # type: ignore[misc]
         if resume is not None and resume.base_seed is None and state.get("dataset") is not None:
             loader.dataset.load_state_dict(state["dataset"])
             state = {}
-        names.Base.__init__(self, loader)
+        names.init(self, loader, names.Inline)
         self._base_seed: int
         self._sampler_iter: Any
         if self._timeout != 0:

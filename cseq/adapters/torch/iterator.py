@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         snapshot_every: int = 0,
     ) -> None:
         self._shutdown = True
-        names.Base.__init__(self, loader)
+        names.init(self, loader, names.Workers)
         self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = getattr(loader, "in_order", True)  # before torch 2.6 there is none
@@ -249,8 +250,11 @@ class WorkersIterator(names.Workers):  # type: ignore[misc]
         while True:
             count, failed = self._num_yielded, None
             try:
-                if self._IterableDataset_len_called is not None or names.profiler_enabled():
-                    batch = names.Base.__next__(self)  # with warnings, and named in a profile
+                length = self._IterableDataset_len_called
+                if length is not None and count >= length:
+                    batch = names.next_from(sys._getframe().f_back, self)  # with a warning
+                elif names.profiler_enabled():
+                    batch = names.Base.__next__(self)  # named in a profile
                 else:
                     batch = self._next_data()
             except BaseException as error:
