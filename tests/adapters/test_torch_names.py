@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import linecache
+import sys
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,44 @@ def test_base_next() -> None:
     assert next(base) == 3
     with pytest.warns(UserWarning, match="was reported to be 1"):
         assert next(base) == 3
+    assert base._num_yielded == 2
+
+
+def test_where_torchs_warnings_are_from() -> None:
+    """Its iterators call the base's constructor, and `_get_iterator` the check."""
+    seen = []
+
+    def see() -> None:
+        frame = sys._getframe(1)
+        seen.append((frame.f_code.co_filename, frame.f_globals["__name__"]))
+        seen.append(linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip())
+
+    for caller, name, text in (
+        (names.Inline.__init__, "super", "super().__init__(loader)"),
+        (names.Workers.__init__, "super", "super().__init__(loader)"),
+        (
+            names._get_iterator,
+            "check_worker_number_rationality",
+            "self.check_worker_number_rationality()",
+        ),
+    ):
+        seen.clear()
+        names._call_from_torch(caller, name, see)
+        assert seen == [(data.dataloader.__file__, "torch.utils.data.dataloader"), text]
+
+
+def test_next_from() -> None:
+    """Without a caller, and from one in the first line of its file."""
+
+    class Three(names.Base):  # type: ignore[misc]
+        def _next_data(self) -> int:
+            return 3
+
+    base = Three(data.DataLoader(Plain(1)))
+    assert names.next_from(None, base) == 3
+    here: dict[str, Any] = {"names": names, "base": base, "sys": sys}
+    exec("got = names.next_from(sys._getframe(), base)", here)
+    assert here["got"] == 3
     assert base._num_yielded == 2
 
 
