@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import io
 import os
+import pkgutil
 import runpy
 import sys
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m cseq")
     commands = parser.add_subparsers(required=True, metavar="command")
     run = commands.add_parser(
-        "run", help="run a script; every DataLoader of torch in it has cseq's worker processes"
+        "run",
+        help="run a script; every DataLoader of torch in it has cseq's worker processes",
+        allow_abbrev=False,
     )
     run.add_argument(
         "--rng",
@@ -33,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seed each worker once, as torch does, or each batch: the same for any num_workers",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="script is a module's name")
-    run.add_argument("script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    # One argument for both: behind one of its own, argparse drops a `--` of the script's.
+    run.add_argument(
+        "script", nargs=argparse.PARSER, metavar="script", help="and the arguments of the script"
+    )
     given = parser.parse_args(arguments)
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
@@ -42,14 +51,75 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from cseq.adapters.torch import install
 
     install()
-    sys.argv = [given.script, *given.arguments]
+    sys.argv = given.script
+    if sys.argv[0] == "--" and sys.argv[1:]:
+        del sys.argv[0]  # it ends our own options
     if given.is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        _run_module(sys.argv[0])
     else:
-        path = os.path.abspath(given.script)  # as ``__file__`` is, also where the script goes
-        sys.path[0] = os.path.dirname(path)
-        runpy.run_path(path, run_name="__main__")
+        _run_script(sys.argv[0])
+
+
+def _run_module(name: str) -> None:
+    """Run a module as ``python -m`` does."""
+    _enter(os.getcwd())
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        sys.exit(f"{sys.executable}: Error while finding module specification for {name!r} ({why})")
+    if found is None:
+        sys.exit(f"{sys.executable}: No module named {name}")
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_script(script: str) -> None:
+    """Run a file as ``python`` does, or a folder or an archive that has a ``__main__.py``."""
+    # What ``__file__`` is, also where the script goes; `..` behind a link stays as it is.
+    path = os.path.join(os.getcwd(), script)
+    if pkgutil.get_importer(path) is not None:
+        _enter(None)
+        runpy.run_path(path, run_name="__main__")  # which enters it
+        return
+    try:
+        code = _code_of(path)
+    except OSError as error:
+        what = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {path!r}: {what}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    _enter(os.path.dirname(os.path.realpath(path)))
+    # As python does it, the module stays when the script has come to its end: threads that still
+    # run and functions of `atexit` find their names. `runpy` sets `sys.argv[0]` to `__file__`.
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __annotations__={},
+        __builtins__=sys.modules["builtins"],
+        __cached__=None,
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+    )
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _code_of(path: str) -> CodeType:
+    """Read a script: its source, or what it was compiled to."""
+    with io.open_code(path) as file:
+        code: CodeType | None = pkgutil.read_code(file)
+    if code is not None:
+        return code
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec")
+
+
+def _enter(folder: str | None) -> None:
+    """Have modules looked for in a folder, in place of where ``-m cseq`` was called."""
+    if sys.flags.isolated or getattr(sys.flags, "safe_path", False):  # neither is there
+        return
+    if folder is None:
+        del sys.path[0]
+    else:
+        sys.path[0] = folder
 
 
 if __name__ == "__main__":

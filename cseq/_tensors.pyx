@@ -4,7 +4,7 @@
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from cpython.pycapsule cimport (
     PyCapsule_CheckExact, PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New)
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 cimport cython
@@ -39,7 +39,7 @@ cdef struct Managed:
 
 cdef enum:
     ON_CPU = 1
-    ALIGNMENT = 16     # as malloc's, and so numpy's
+    ALIGNMENT = 64     # as torch's allocator has it; XLA copies what has less
 
 cdef const char* FRESH = "dltensor"  # the name of a capsule that no tensor has taken over
 
@@ -104,8 +104,7 @@ cdef class TensorMaker:
         cdef int64_t* shape
         cdef int64_t stride = 1
         cdef int k
-        head = (head + (ALIGNMENT - 1)) & ~<size_t>(ALIGNMENT - 1)
-        managed = <Managed*>PyMem_RawMalloc(head + <size_t>nbytes)
+        managed = <Managed*>PyMem_RawMalloc(head + (ALIGNMENT - 1) + <size_t>nbytes)
         if managed == NULL:
             raise MemoryError(f"no memory for a tensor of {nbytes} bytes")
         shape = <int64_t*>(managed + 1)
@@ -117,7 +116,8 @@ cdef class TensorMaker:
             for k in range(nd):
                 shape[nd + k] = stride
                 stride *= max(shape[k], <int64_t>1)
-        managed.tensor.data = <char*>managed + head
+        managed.tensor.data = <void*>(
+            (<uintptr_t>managed + head + (ALIGNMENT - 1)) & ~<uintptr_t>(ALIGNMENT - 1))
         managed.tensor.device.kind = ON_CPU
         managed.tensor.device.number = 0
         managed.tensor.nd = nd

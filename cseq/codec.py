@@ -1,7 +1,8 @@
 """A batch of any shape, written into a slot and read from it again.
 
 A batch is any nesting of tuple, list, dict, named tuple and dataclass. Of its leaves, arrays, CPU
-tensors, numpy's scalars and long bytes are copied into the slot; all other leaves are pickled.
+tensors, torch's storages, numpy's scalars and long bytes are copied into the slot; all other leaves
+are pickled. So is a batch as a whole that contains itself, or is nested too deep to be opened.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
@@ -19,7 +20,8 @@ always written and read by a plan.
 
 The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
 Arrays arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
-arrives as two; a tensor arrives without its graph (a leaf that requires gradients if it did).
+arrives as two, and so does a container of arrays; a tensor arrives without its graph (a leaf that
+requires gradients if it did).
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ __all__ = [
     "used",
 ]
 
-MAX_DEPTH = 100  # containers inside one another
+MAX_DEPTH = 100  # containers inside one another that are opened
 
 
 class Record(NamedTuple):
@@ -199,8 +201,11 @@ def _tag(cls: type) -> str:
         return _EXACT[cls]
     if issubclass(cls, (np.bool_, np.number, np.datetime64, np.timedelta64)):
         return "scalar"
-    if cls is getattr(sys.modules.get("torch"), "Tensor", None):
+    torch = sys.modules.get("torch")
+    if cls is getattr(torch, "Tensor", None):
         return "tensor"
+    if cls is getattr(torch, "UntypedStorage", None):
+        return "storage"
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
         return "object" if _pickles_itself(cls) else "named"
     if is_dataclass(cls) and _is_plain(cls):
@@ -242,12 +247,14 @@ def _slots(cls: type) -> set[str]:
     return slots - {"__dict__", "__weakref__"}
 
 
-def _too_deep() -> ValueError:
-    """Make the error for a batch that contains itself."""
-    return ValueError(
-        f"the batch has more than {MAX_DEPTH} containers inside one another, or contains itself: "
-        "return a flatter one"
-    )
+class _TooDeepError(ValueError):
+    """A batch contains itself, or has too many containers inside one another."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the batch has more than {MAX_DEPTH} containers inside one another, or contains "
+            "itself: return a flatter one"
+        )
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -274,7 +281,7 @@ def _map(function: Callable[[Any], Any], value: Any, depth: int) -> Any:
     if kind is None or opened is None:
         return function(value)
     if not depth:
-        raise _too_deep()
+        raise _TooDeepError
     fixed, loose, children = opened
     mapped = [_map(function, child, depth - 1) for child in children]
     if all(map(operator.is_, mapped, children)):
@@ -290,6 +297,7 @@ ARRAY = "array"
 OBJECT = "object"
 SCALAR = "scalar"
 BYTES = "bytes"
+STORAGE = "storage"
 Token: TypeAlias = "str | tuple[Any, ...]"
 
 ARRAYS = {ndarray}
@@ -320,6 +328,8 @@ class _Survey:
             return self._raw(SCALAR, np.asarray(value))
         if tag == "bytes" and len(value) >= LONG:
             return self._raw(BYTES, np.frombuffer(value, np.uint8))
+        if tag == STORAGE and value.device.type == "cpu":  # torch cannot read what it pickles of it
+            return self._raw(STORAGE, _storage_bytes(value))
         return self._tensor(value) if tag == "tensor" else self._object(value)
 
     def _container(self, tag: str, value: Any, depth: int) -> Token:
@@ -328,7 +338,7 @@ class _Survey:
         if opened is None:
             return self._object(value)
         if not depth:
-            raise _too_deep()
+            raise _TooDeepError
         fixed, loose, children = opened
         before = len(self.arrays) + len(self.raws), len(self.objects)
         if loose is not None:
@@ -368,7 +378,9 @@ class _Survey:
         torch = sys.modules["torch"]
         if tensor.is_cuda:
             return self._object(_ByHandle(tensor))
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return self._object(tensor)
+        if tensor.is_quantized or tensor.is_nested:
             return self._object(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         if self.cast is not None and not plain.is_complex():
@@ -430,6 +442,18 @@ def _bytes_array(value: bytes) -> Array | None:
     return np.frombuffer(value, np.uint8) if len(value) >= LONG else None
 
 
+def _storage_bytes(storage: Any) -> Array:
+    """Return the bytes of a storage, not copied; RuntimeError where it is not on the CPU."""
+    torch = _torch()
+    array: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return array
+
+
+def _as_storage(array: Array) -> Any:
+    """Make a storage that shares an array's memory."""
+    return _torch().from_numpy(array).untyped_storage()
+
+
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     """Write a batch into a slot.
 
@@ -451,7 +475,8 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     TypeError
         If something cannot be pickled; says where in the batch.
     ValueError
-        If the batch contains itself.
+        If the batch is to be cast, and contains itself or has more than `MAX_DEPTH` containers
+        inside one another.
     MemoryError
         If there is no room for it.
     """
@@ -475,7 +500,13 @@ _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, 
 def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
     """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
     survey = _Survey(cast)
-    tree = survey.visit(batch, MAX_DEPTH)
+    try:
+        tree: Token = survey.visit(batch, MAX_DEPTH)
+    except _TooDeepError:
+        if cast is not None:  # pickle casts nothing
+            raise
+        survey, tree = _Survey(cast), OBJECT
+        survey.objects.append(batch)
     arrays = survey.arrays + survey.raws
     sources = [array.dtype for array in arrays]
     split = len(survey.arrays)
@@ -507,6 +538,8 @@ def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
     if token == BYTES:
         return bytes, _bytes_array, ndarray.tobytes, False
     torch = _torch()
+    if token == STORAGE:
+        return torch.UntypedStorage, _storage_bytes, _as_storage, False
     _, name, grad = token
     if name is None and not grad:
         # `numpy` refuses what is not strided, not on the CPU, or lazily conjugated or negated.

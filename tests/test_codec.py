@@ -875,23 +875,41 @@ def test_what_cannot_be_pickled_is_named(bad: Any, make: Any, path: str) -> None
 
 
 def test_a_batch_that_contains_itself() -> None:
-    """A batch without end is an error, not a crash."""
+    """It arrives as it was; where leaves are to be cast or converted it is an error, no crash."""
     endless: list[Any] = [np.zeros(3)]
-    endless.append(endless)
+    endless.append({"again": endless, "number": 7})
+    read = copied(endless)
+    assert len(read) == 2
+    assert read[1]["again"] is read
+    assert read[1]["number"] == 7
+    assert_same(read[0], endless[0])
     with pytest.raises(ValueError, match="contains itself"):
-        copied(endless)
+        copied(endless, np.dtype("f4"))
     with pytest.raises(ValueError, match="contains itself"):
         map_leaves(lambda leaf: leaf, endless)
 
 
 def test_deep_batches() -> None:
-    """Containers can be inside one another many times."""
+    """Containers can be inside one another more often than they are opened."""
     batch: Any = np.zeros(3)
     for _ in range(codec.MAX_DEPTH):
         batch = [batch]
     assert_same(batch, copied(batch))
+    assert_same(batch, copied(batch, np.dtype("f8")))
+    batch = [batch, (np.arange(4000), "a")]
+    assert_same(batch, copied(batch))
     with pytest.raises(ValueError, match="contains itself"):
-        copied([batch])
+        copied(batch, np.dtype("f4"))
+
+
+def test_what_is_twice_in_a_batch() -> None:
+    """Containers of arrays, and arrays, are then two; what is pickled stays one."""
+    arrays, texts = [np.zeros(3)], ["a"]
+    read = copied([arrays, arrays, arrays[0], texts, {"x": (np.ones(2), texts)}])
+    assert read[0] is not read[1]
+    assert not np.shares_memory(read[0][0], read[1][0])
+    assert not np.shares_memory(read[0][0], read[2])
+    assert read[3] is read[4]["x"][1]
 
 
 SCRIPT = """
@@ -1120,3 +1138,54 @@ def test_record_is_plain_integers(writer: Writer) -> None:
     record = encode([np.arange(4), "text"], writer)
     assert isinstance(record, Record)
     assert all(type(word) is int and 0 <= word < 2**64 for word in record)
+
+
+PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+
+
+@PROTOTYPE
+@pytest.mark.parametrize("grad", [False, True])
+def test_nested_tensors(torch: Any, grad: bool) -> None:
+    """Tensors of tensors of unequal size arrive as such, beside others."""
+    parts = [torch.ones(2), torch.arange(3.0)]
+    nested = torch.nested.nested_tensor(parts, requires_grad=grad)
+    for batch in (nested, {"x": torch.ones(2), "nested": nested}):
+        read = copied(batch)
+        got = read if batch is nested else read["nested"]
+        assert got.is_nested
+        assert got.layout == nested.layout
+        assert got.requires_grad == grad
+        assert all(map(torch.equal, got.unbind(), parts))
+
+
+@PROTOTYPE
+def test_a_nested_tensor_where_there_was_a_tensor(torch: Any, writer: Writer) -> None:
+    """A structure that the writer knows is told from it."""
+    assert torch.equal(sent(writer, [torch.ones(2)])[0], torch.ones(2))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert sent(writer, [nested])[0].is_nested
+    assert torch.equal(sent(writer, [torch.ones(2)])[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("nbytes", [0, 12, 100_000])
+def test_storages(torch: Any, nbytes: int) -> None:
+    """Those of torch arrive as such, and can be written to."""
+    storage = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).untyped_storage()
+    for batch in (storage, [storage], {"x": torch.ones(2), "s": storage, "text": "a"}):
+        read = copied(batch)
+        got = read["s"] if isinstance(read, dict) else read[0] if isinstance(read, list) else read
+        assert type(got) is torch.UntypedStorage
+        assert got.tolist() == storage.tolist()
+        got.fill_(3)
+        assert set(got.tolist()) <= {3}
+    assert 3 not in storage.tolist()[:3]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_storages_of_numbers(torch: Any) -> None:
+    """Those of a type, too."""
+    storage = torch.FloatStorage([1.0, 2.0])
+    read = copied([storage, torch.ones(2)])[0]
+    assert type(read) is type(storage)
+    assert read.dtype == storage.dtype
+    assert read.tolist() == storage.tolist()

@@ -63,6 +63,15 @@ def test_it_is_the_tensor_of_the_array(dtype: str, shape: tuple[int, ...], order
     assert got.numpy().tolist() == values.astype(dtype).tolist()
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (4, 4, 4)])
+def test_it_is_aligned_as_torchs_own(shape: tuple[int, ...], order: Any) -> None:
+    """Its first byte is: 64 such tensors would hardly be so by chance."""
+    maker, array = maker_of("f4"), np.zeros(shape, np.float32, order=order)
+    tensors = [maker(maker.copy(array)) for _ in range(64)]
+    assert {tensor.data_ptr() % 64 for tensor in tensors} == {0}
+
+
 def test_in_inference_mode() -> None:
     """There it is an inference tensor, as that of an array is."""
     maker, array = maker_of("f4"), np.zeros(3, np.float32)

@@ -666,6 +666,21 @@ def test_a_loader_in_a_worker() -> None:
     assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_profile_has_torchs_name(num_workers: int) -> None:
+    """Traces are searched for it."""
+
+    def names_in(made: Any) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            list(made)
+        return {each.name for each in profile.events() if each.name.startswith("enumerate")}
+
+    options: Any = (FORK if num_workers else {}) | {"num_workers": num_workers}
+    expected = names_in(data.DataLoader(Plain(2), **options))
+    assert len(expected) == 1
+    assert names_in(cseq.DataLoader(Plain(2), **options)) == expected
+
+
 class Leaving(Plain):
     """Raises what ends a program."""
 

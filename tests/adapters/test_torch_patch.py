@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -292,6 +293,92 @@ def test_the_command(tmp_path: Path, as_module: bool) -> None:
         "batch",
         "True",
     ]
+
+
+RUN = ["-m", "cseq", "run"]
+
+
+def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+SHOWS = """\
+import atexit, sys
+print(sys.argv)
+print(__name__, __file__, __package__, __spec__ and __spec__.name)
+print(sys.path)
+print(sys.modules["__main__"].__dict__ is globals())
+import beside
+atexit.register(lambda: print(sys.modules["__main__"].__dict__ is globals()))
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    """Make a script with a module beside it, a link to it elsewhere, a folder and an archive."""
+    for folder in ("own", "own/program", "links"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "own/shows.py").write_text(SHOWS)
+    (tmp_path / "own/beside.py").write_text("")
+    (tmp_path / "own/program/__main__.py").write_text(SHOWS)
+    (tmp_path / "own/program/beside.py").write_text("")
+    with zipfile.ZipFile(tmp_path / "own/program.pyz", "w") as archive:
+        archive.writestr("__main__.py", SHOWS)
+        archive.writestr("beside.py", "")
+    (tmp_path / "links/shows.py").symlink_to("../own/shows.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["./shows.py", "--", "a", "--lr", "--", "3"],
+        ["--", "../links/shows.py", "--help", "--rng"],
+        ["-m", "shows", "--", "a", "-m"],
+    ],
+)
+def test_a_script_sees_what_python_shows_it(scripts: Path, arguments: list[str]) -> None:
+    """Its arguments and name, and where modules are looked for; also when it has ended."""
+    expected = called(scripts / "own", *arguments)
+    assert expected.returncode == 0, expected.stderr
+    done = called(scripts / "own", *RUN, *arguments)
+    if arguments[0] == "-m":  # the module is there as long as it runs
+        expected.stdout = expected.stdout.removesuffix("True\n")
+        done.stdout = done.stdout.removesuffix("False\n")
+    assert done.stdout == expected.stdout, done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("program", ["program", "program.pyz"])
+def test_a_folder_and_an_archive(scripts: Path, program: str) -> None:
+    done = called(scripts / "own", *RUN, program, "--", "a")
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(f"{program}', '--', 'a']"), done.stderr
+    assert lines[1].startswith(f"__main__ {scripts}/own/{program}/__main__.py")
+    assert lines[2].startswith(f"['{scripts}/own/{program}'")
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P is new in 3.11")
+def test_a_safe_path(scripts: Path) -> None:
+    (scripts / "own/shows.py").write_text("import sys; print(sys.path)")
+    expected = called(scripts, "-P", "own/shows.py")
+    assert called(scripts, "-P", *RUN, "own/shows.py").stdout == expected.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["./missing.py", "-m"], ["-m", "missing"], ["-m", "missing.too"]],
+)
+def test_a_script_that_is_not_there(scripts: Path, arguments: list[str]) -> None:
+    """The same line, and no traceback of cseq's."""
+    expected = called(scripts, *arguments)
+    done = called(scripts, *RUN, *arguments)
+    assert done.stderr == expected.stderr
+    assert done.returncode == expected.returncode
 
 
 def test_the_command_without_a_script() -> None:

@@ -37,6 +37,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
             loader.dataset.load_state_dict(state["dataset"])
             state = {}
         names.Base.__init__(self, loader)
+        self._profile_name = names.profile_name(names.Inline)
         self._base_seed: int
         self._sampler_iter: Any
         if self._timeout != 0:

@@ -77,6 +77,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     ) -> None:
         self._shutdown = True
         names.Base.__init__(self, loader)
+        self._profile_name = names.profile_name(names.Workers)
         self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = getattr(loader, "in_order", True)  # before torch 2.6 there is none

@@ -26,6 +26,7 @@ __all__ = [
     "make_fetcher",
     "numpy_seed",
     "pin",
+    "profile_name",
     "profiler_enabled",
     "set_worker_info",
     "tensor_entry",
@@ -47,6 +48,11 @@ array_entry = collate.collate_numpy_array_fn
 pin: Any = pin_memory.pin_memory
 
 profiler_enabled: Any = vars(torch.autograd)["_profiler_enabled"]
+
+
+def profile_name(kind: Any) -> str:
+    """Return the name that a profile has for the batches of one of torch's iterators."""
+    return f"enumerate(DataLoader)#{kind.__name__}.__next__"
 
 
 def make_fetcher(
