@@ -40,9 +40,10 @@ The modules; imports point down::
     ├── dataset.py      from_dataset: a map-style data set as a worker
     ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
     ├── context.py      rng, empty, worker_info: for use inside an indexer
+    ├── stats.py        counts, waiting times, and the bottleneck
     ├── stage.py        the loop of every runner: claim, work, publish
     ├── launcher/       starting worker processes: forkserver, spawn, fork
-    ├── compute.py      how many threads the libraries of a worker process compute with
+    ├── compute.py      cores, and the threads that libraries of a worker process compute with
     ├── failure.py      an exception, packed in a worker and raised in the loop
     ├── pickling.py     objects as bytes: by reference, or by value for new processes
     ├── importable.py   what a new process can import
@@ -51,7 +52,6 @@ The modules; imports point down::
     ├── descriptors.py  anonymous files, received descriptors: all close-on-exec
     ├── check.py        checks of arguments
     ├── threads.py      threads and latches that a signal handler cannot break
-    ├── stats.py        counts, waiting times, and the bottleneck
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
     ├── _work.pyx       the work of a runner: making batches, publishing them

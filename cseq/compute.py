@@ -1,4 +1,4 @@
-"""How many threads the numerical libraries of a worker process compute with.
+"""The cores there are, and the threads of numerical libraries in a worker.
 
 By default each of these libraries uses all cores, in every process, while several workers share the
 cores. Libraries that a process loads read the environment; for those that a forked process finds
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["VARIABLES", "limit", "variables"]
+__all__ = ["VARIABLES", "cores", "limit", "variables"]
 
 OPENMP = "OMP_NUM_THREADS"  # torch reads it, too
 # Where one of these is not set, its library reads OPENMP.
@@ -52,6 +52,13 @@ OPENBLAS = (
     "scipy_openblas_set_num_threads64_",
 )
 STARTED = "blas_num_threads"  # a variable of OpenBLAS: how many threads it starts
+
+
+def cores() -> int:
+    """Count the cores that this process may run on, as far as the system says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:

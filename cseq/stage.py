@@ -7,10 +7,10 @@ object itself between threads.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from cseq._core import now_ns
+from cseq.compute import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,13 +51,6 @@ def overdue(
         if seconds > START_SHARE * timeout:
             took = f"worker {owner - 1} has been starting for {seconds:.1f} s"
             yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
-
-
-def cores() -> int:
-    """Count the cores that this process may run on, as far as the system says."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def spin_ns(most: int = SPIN_NS) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cseq._core import now_ns
-from cseq.stage import cores
+from cseq.compute import cores
 
 if TYPE_CHECKING:
     from cseq._core import Ring

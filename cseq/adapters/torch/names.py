@@ -1,4 +1,4 @@
-"""Functions and classes of torch that are not public, and that the loader relies on.
+"""Functions and classes of torch that are not public and that the loader uses.
 
 Methods and attributes of torch's loader and iterators are not here, but used where they are needed
 (`_get_iterator`, `_index_sampler`, `_base_seed`, …), and so is what is multiprocessing's own, in

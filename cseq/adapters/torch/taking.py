@@ -1,4 +1,4 @@
-"""How a batch is taken out of an iterator: in one step, which no signal handler can split."""
+"""The step that takes a batch out of an iterator; no signal handler can split it."""
 
 from __future__ import annotations
 
