@@ -244,6 +244,9 @@ class Case:
         # What is drawn for an iterator at once comes before anything can be noted.
         if self.kind in ("derived", "ordered"):
             self.batch_size = 2
+        # These begin anew at their end: torchdata's states tell that of batches only.
+        if self.of_theirs and self.kind in ("counted", "own iterator"):
+            self.batch_size = 2
         self.has_state = self.kind not in ITERABLE and chosen.random() < 0.2
         self.every = chosen.choice([1, 3, 100])
         self.rng = "worker" if self.of_theirs else chosen.choice(["worker", "batch"])

@@ -1225,7 +1225,32 @@ class TestTorchdata:
         list(made)
         again = cseq.DataLoader(Plain(9), sampler=Rotated(9), **options)
         again.load_state_dict(made.state_dict())
-        with pytest.raises(ValueError, match="its sampler goes on"):
+        with pytest.raises(ValueError, match="it goes on: the data set or the sampler"):
+            iter(again)
+
+    def test_a_data_set_that_begins_anew_at_its_end(self) -> None:
+        """One of the workers' states is from behind the end, others from before it: refused."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        class Restarting(Epochs):
+            def __next__(self) -> Any:
+                info = data.get_worker_info()
+                assert info is not None
+                if self.at == 2 + info.id:
+                    self.at, self.epoch = 0, self.epoch + 1
+                    raise StopIteration
+                self.at += 1
+                return self.epoch, self.at
+
+        options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": None}
+        options["persistent_workers"] = True
+        made = StatefulDataLoader(Restarting(True), **options)
+        assert len(list(made)) == 5
+        state = made.state_dict()
+        made._iterator = None
+        again = cseq.DataLoader(Restarting(True), **options)
+        again.load_state_dict(state)
+        with pytest.raises(ValueError, match="or begins anew by itself at its end"):
             iter(again)
 
     @pytest.mark.parametrize("num_workers", [0, 2])

@@ -104,8 +104,11 @@ class DataLoader(data.DataLoader[T_co]):
         if self._progress is not None:
             self._progress.watch(generator, before)
             if resume is not None and resume.is_over:  # workers that keep the data set come to it
+                # What makes batches says if it has ended; without, its state may be from behind
+                # the end, of the next epoch.
+                tells = self._progress.iterable and self._auto_collation
                 for _ in iterator:
-                    if not self._progress.iterable:
+                    if not tells:
                         raise ValueError(GOES_ON)
                 iterator._reset(self)
         self._loaded = None

@@ -61,8 +61,8 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 OWN = (*DRAWING, DistributedSampler)
 
 GOES_ON = (
-    "the state is of an epoch that is over, and its sampler goes on: the data set, or the sampler, "
-    "has changed; do not load this state"
+    "the state is of an epoch that is over, and it goes on: the data set or the sampler has "
+    "changed, or begins anew by itself at its end; do not load this state"
 )
 
 
