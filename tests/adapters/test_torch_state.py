@@ -1281,3 +1281,7 @@ class TestTorchdata:
         state, _ = self.left(num_workers, Plain(8), 2, batch_size=2, shuffle=True)
         with pytest.raises(ValueError, match="shuffle=True, and this loader has shuffle=False"):
             loader(Plain(8), num_workers, batch_size=2).load_state_dict(state)
+        for size in (1, 3, 4):
+            made = loader(Plain(8), num_workers, batch_size=size, shuffle=True)
+            with pytest.raises(ValueError, match=f"2 batches of 4 samples, .* batch_size={size}"):
+                made.load_state_dict(state)

@@ -87,6 +87,8 @@ def translate(state: State, *, iterable: bool) -> State:
         "drop": drop,
         # Without workers, a sampler with a state has come to the end of it, and the data set has.
         "to_pass": num_workers > 0 or (not iterable and sampler.get("sampler") is None),
+        "asked": main["_sampler_iter_yielded"],
+        "samples": sampler.get("samples"),
         "shuffle": True if is_random and "samples" in sampler else None,
     }
 

@@ -326,3 +326,14 @@ def _check_batches(state: State, batching: State) -> None:
                 f"{name}={value!r}, so its batches are others; make it with the same, or do not "
                 "load this state"
             )
+    asked, samples, size = state.get("asked"), state.get("samples"), batching["batch_size"]
+    if not (asked and samples and size):
+        return
+    least = asked * size  # the last batch may be short
+    if batching["batches"] is None or asked >= batching["batches"]:
+        least -= size - 1
+    if not least <= samples <= asked * size:
+        raise ValueError(
+            f"the state is of {asked} batches of {samples} samples, and this loader has "
+            f"batch_size={size}; make it with the same, or do not load this state"
+        )
