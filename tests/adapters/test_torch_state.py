@@ -252,6 +252,119 @@ def test_the_epochs_behind_a_resume(
     assert same(without_told(resumed), without_told(rest))
 
 
+def owning(sampler: Any) -> Any:
+    """Return what makes a loader with a sampler that has a generator of its own."""
+
+    def make(seed: int, num_workers: int, **options: Any) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return loader(Plain(6), num_workers, sampler=sampler(generator), **options)
+
+    return make
+
+
+def shuffling(seed: int, num_workers: int, **options: Any) -> Any:
+    """Make a loader whose generator is its sampler's as well."""
+    generator = torch.Generator().manual_seed(seed)
+    return loader(Plain(6), num_workers, shuffle=True, generator=generator, **options)
+
+
+class Derived(data.RandomSampler):
+    """One that draws as torch's does, and is of another type."""
+
+
+OWNING = pytest.mark.parametrize(
+    "make",
+    [
+        owning(lambda generator: data.RandomSampler(range(6), generator=generator)),
+        owning(lambda generator: data.SubsetRandomSampler(range(6), generator=generator)),
+        owning(lambda generator: data.WeightedRandomSampler([1.0] * 6, 6, generator=generator)),
+        owning(lambda generator: Derived(range(6), generator=generator)),
+        shuffling,
+    ],
+    ids=["random", "subset", "weighted", "derived", "shuffling"],
+)
+
+
+@OWNING
+@pytest.mark.parametrize(
+    ("num_workers", "options"),
+    [(0, {}), (0, {"rng": "batch"}), (2, {}), (2, {"persistent_workers": True})],
+    ids=str,
+)
+def test_a_job_that_resumes_behind_each_epoch(make: Any, num_workers: int, options: Any) -> None:
+    """Its orders are those of the uninterrupted run, whatever the number of workers is then."""
+    options = {"batch_size": 2, **options}
+    made = make(9, num_workers, **options)
+    expected = [[batch.tolist() for batch in made] for _ in range(5)]
+    assert expected[0] != expected[1]
+    made._iterator = None
+    made, epochs = make(9, num_workers, **options), []
+    different = 1 if "persistent_workers" in options else 0  # draw a seed in the first epoch only
+    for seed, other in enumerate((num_workers, different, 1, num_workers)):
+        epochs.append([batch.tolist() for batch in made])
+        state = pickle.loads(pickle.dumps(made.state_dict()))
+        made._iterator = None
+        kept = options.get("persistent_workers", False) and other > 0
+        made = make(seed, other, **{**options, "persistent_workers": kept})
+        made.load_state_dict(state)
+        state = pickle.loads(pickle.dumps(made.state_dict()))  # again, before the epoch begins
+        made = make(seed + 50, other, **{**options, "persistent_workers": kept})
+        made.load_state_dict(state)
+        if seed != 2:
+            continue
+        iterator = iter(made)  # and in the middle of it
+        half = [next(iterator).tolist()]
+        state = pickle.loads(pickle.dumps(made.state_dict()))
+        iterator = made._iterator = None
+        made = make(seed + 70, other, **{**options, "persistent_workers": kept})
+        made.load_state_dict(state)
+        epochs.append(half + [batch.tolist() for batch in made])
+        state = made.state_dict()
+        made._iterator = None
+        made = make(seed + 90, other, **{**options, "persistent_workers": kept})
+        made.load_state_dict(state)
+    made._iterator = None
+    assert epochs == expected
+
+
+@OWNING
+def test_the_samplers_generator_is_in_a_state_from_before_the_first_epoch(make: Any) -> None:
+    made, again = make(7, 0), make(8, 0)
+    again.load_state_dict(made.state_dict())
+    for _ in range(2):
+        assert same(list(again), list(made))
+
+
+@OWNING
+def test_a_state_from_before_the_first_batch_of_a_resume(make: Any) -> None:
+    """Without workers, no key has been drawn then."""
+    made = make(7, 0, batch_size=2)
+    list(made)
+    iterator = iter(made)
+    next(iterator)
+    state, rest = made.state_dict(), None
+    for seed in (8, 9):
+        again = make(seed, 0, batch_size=2)
+        again.load_state_dict(state)
+        resumed = iter(again)
+        state = again.state_dict()
+        assert state["_num_yielded"] == 1
+        rest = rest or list(iterator)
+        assert same(list(resumed), rest)
+
+
+def test_a_seed_goes_before_a_generator() -> None:
+    """The state is of a loader that had none: its order is that of the epoch that goes on."""
+    made = loader(Plain(12), 0, batch_size=2, shuffle=True)
+    iterator = iter(made)
+    taken(iterator, 3)
+    again = loader(
+        Plain(12), 0, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
+    again.load_state_dict(made.state_dict())
+    assert same(list(again), list(iterator))
+
+
 def test_a_generator_is_in_a_state_from_before_the_first_epoch() -> None:
     made, again = (
         loader(
@@ -588,6 +701,70 @@ def test_a_finished_epoch_leaves_the_data_set_where_it_is(num_workers: int) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterator_of_its_own_is_left_where_it_is(num_workers: int) -> None:
+    """Its state, which is the data set's, goes on behind a finished epoch, and in the next."""
+
+    def make() -> Any:
+        return loader(
+            Epochs(True), num_workers, batch_size=None, persistent_workers=num_workers > 0
+        )
+
+    made = make()
+    list(made)
+    state = made.state_dict()
+    second = list(made)
+    iterator = iter(made)
+    begun = made.state_dict()
+    third = list(iterator)
+    assert {epoch for epoch, _ in second} == {1}
+    assert {epoch for epoch, _ in third} == {2}
+    for each, epochs in ((state, [second, third]), (begun, [third])):
+        again = make()
+        again.load_state_dict(pickle.loads(pickle.dumps(each)))
+        for epoch in epochs:
+            assert list(again) == epoch
+        again._iterator = None
+    made._iterator = None
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_workers_that_persist_keep_what_they_had(count: int) -> None:
+    """A data set's state is that of its worker, which may have no batch in a whole epoch's rest."""
+
+    def make() -> Any:
+        return loader(Counting(8), batch_size=2, persistent_workers=True)
+
+    made = make()
+    list(made)
+    iterator = iter(made)
+    taken(iterator, count)
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    rest = [list(iterator), list(made)]
+    again = make()
+    again.load_state_dict(state)
+    assert same([list(again), list(again)], rest)
+    made._iterator = again._iterator = None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_short_batch_ends_a_sampler(num_workers: int) -> None:
+    """It came to its end for that batch: the rest of the epoch is empty, and not the next one."""
+
+    def make() -> Any:
+        return loader(Plain(5), num_workers, sampler=Rotated(5), batch_size=2)
+
+    made = make()
+    iterator = iter(made)
+    taken(iterator, 3)
+    state = made.state_dict()
+    rest = [list(iterator), list(made), list(made)]
+    assert rest[0] == []
+    again = make()
+    again.load_state_dict(state)
+    assert same([list(again), list(again), list(again)], rest)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_data_set_that_is_its_own_iterator(num_workers: int) -> None:
     """Its state is set behind `iter`, which begins it anew."""
     rest, resumed, _ = left_and_resumed(
@@ -915,3 +1092,218 @@ class TestTorchdata:
         made.load_state_dict(state)
         assert same(list(made), rest)
         assert len(rest) == 5
+
+    def epochs(self, made: Any, count: int = 2) -> list[Any]:
+        """Take epochs."""
+        found = [list(made) for _ in range(count)]
+        made._iterator = None
+        return found
+
+    def over(self, num_workers: int, make: Any, count: int = 1, **options: Any) -> None:
+        """Compare what comes behind epochs of theirs with what comes behind their state here."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        every = options.pop("snapshot_every_n_steps", 1)
+        options["multiprocessing_context"] = "fork" if num_workers else None
+        made = StatefulDataLoader(
+            num_workers=num_workers, snapshot_every_n_steps=every, **make(), **options
+        )
+        for _ in range(count):
+            assert list(made)
+        state = pickle.loads(pickle.dumps(made.state_dict()))
+        assert state["_iterator_finished"]
+        expected = self.epochs(made)
+        again = cseq.DataLoader(num_workers=num_workers, **make(), **options)
+        again.load_state_dict(state)
+        assert same(again.state_dict(), state)
+        assert same(self.epochs(again), expected)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_shuffling_without_batches(self, num_workers: int, count: int) -> None:
+        options = {"batch_size": None, "shuffle": True}
+        state, rest = self.left(num_workers, Plain(8), count, **options)
+        made = loader(Plain(8), num_workers, **options)
+        made.load_state_dict(state)
+        assert list(made) == rest
+        assert len(rest) == 8 - count
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("batch_size", [None, 2])
+    @pytest.mark.parametrize("every", [1, 100])
+    @pytest.mark.parametrize(("epochs", "count"), [(0, 2), (1, 0), (1, 2)])
+    def test_a_generator_that_is_the_loaders_as_well(
+        self, num_workers: int, batch_size: int | None, every: int, epochs: int, count: int
+    ) -> None:
+        """Their state of it is from before the epoch's seed was drawn, or of the epoch before."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        def make(cls: Any, seed: int) -> Any:
+            return cls(
+                Plain(8),
+                batch_size=batch_size,
+                shuffle=True,
+                num_workers=num_workers,
+                multiprocessing_context="fork" if num_workers else None,
+                generator=torch.Generator().manual_seed(seed),
+                snapshot_every_n_steps=every,
+            )
+
+        made = make(StatefulDataLoader, 5)
+        for _ in range(epochs):
+            list(made)
+        iterator = iter(made)
+        taken(iterator, count)
+        state = pickle.loads(pickle.dumps(made.state_dict()))
+        rest = [list(iterator), *self.epochs(made)]
+        again = make(cseq.DataLoader, 6)
+        again.load_state_dict(state)
+        assert same(self.epochs(again, 3), rest)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("batch_size", [None, 2])
+    def test_the_end_with_a_generator(
+        self, num_workers: int, persistent: bool, batch_size: int | None
+    ) -> None:
+        def make() -> Any:
+            generator = torch.Generator().manual_seed(5)
+            return {"dataset": Plain(7), "shuffle": True, "generator": generator}
+
+        kept = persistent and num_workers > 0
+        for count in (1, 2):
+            self.over(num_workers, make, count, batch_size=batch_size, persistent_workers=kept)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("every", [1, 3, 100])
+    @pytest.mark.parametrize("length", [6, 7])
+    def test_the_end_of_a_sampler_with_a_state(
+        self, num_workers: int, every: int, length: int
+    ) -> None:
+        """With workers, their state is from before the sampler came to its end."""
+
+        def make() -> Any:
+            return {"dataset": Plain(length), "sampler": Rotated(length)}
+
+        self.over(num_workers, make, batch_size=2, snapshot_every_n_steps=every)
+
+    @pytest.mark.parametrize("every", [1, 2])
+    def test_the_end_of_a_sampler_that_sees_it_early(self, every: int) -> None:
+        """Its state with the last batch is that of the next epoch; a state before is refused."""
+
+        class Early(Rotated):
+            def __iter__(self) -> Any:
+                while True:
+                    batch = [(k + self.epochs) % 6 for k in (self.at, self.at + 1)]
+                    self.at += 2
+                    is_over = self.at == 6
+                    if is_over:
+                        self.at, self.epochs = 0, self.epochs + 1
+                    yield batch
+                    if is_over:
+                        return
+
+        def make() -> Any:
+            return {"dataset": Plain(6), "batch_sampler": Early(6)}
+
+        self.over(2, make, snapshot_every_n_steps=every)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("every", [1, 3])
+    @pytest.mark.parametrize("own", [False, True])
+    def test_the_end_of_a_data_set_with_a_state(
+        self, num_workers: int, every: int, own: bool
+    ) -> None:
+        """Workers that persist keep it: their state is from before its end."""
+        self.over(
+            num_workers,
+            lambda: {"dataset": Epochs(own)},
+            batch_size=2,
+            persistent_workers=num_workers > 0,
+            snapshot_every_n_steps=every,
+        )
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize("every", [1, 3])
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_the_end_of_a_map_style_data_set_with_a_state(
+        self, num_workers: int, every: int, count: int
+    ) -> None:
+        self.over(
+            num_workers,
+            lambda: {"dataset": Counting(6), "sampler": Rotated(6)},
+            count,
+            batch_size=2,
+            persistent_workers=num_workers > 0,
+            snapshot_every_n_steps=every,
+        )
+
+    def test_a_sampler_that_goes_on_where_its_epoch_was_over(self) -> None:
+        """The data set has more samples now."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": 2}
+        made = StatefulDataLoader(Plain(6), sampler=Rotated(6), snapshot_every_n_steps=2, **options)
+        list(made)
+        again = cseq.DataLoader(Plain(9), sampler=Rotated(9), **options)
+        again.load_state_dict(made.state_dict())
+        with pytest.raises(ValueError, match="it goes on: the data set or the sampler"):
+            iter(again)
+
+    def test_a_data_set_that_begins_anew_at_its_end(self) -> None:
+        """One of the workers' states is from behind the end, others from before it: refused."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        class Restarting(Epochs):
+            def __next__(self) -> Any:
+                info = data.get_worker_info()
+                assert info is not None
+                if self.at == 2 + info.id:
+                    self.at, self.epoch = 0, self.epoch + 1
+                    raise StopIteration
+                self.at += 1
+                return self.epoch, self.at
+
+        options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "batch_size": None}
+        options["persistent_workers"] = True
+        made = StatefulDataLoader(Restarting(True), **options)
+        assert len(list(made)) == 5
+        state = made.state_dict()
+        made._iterator = None
+        again = cseq.DataLoader(Restarting(True), **options)
+        again.load_state_dict(state)
+        with pytest.raises(ValueError, match="or begins anew by itself at its end"):
+            iter(again)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_an_order_that_their_state_does_not_have(
+        self, num_workers: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """They keep what their own RandomSampler draws from: of others, the log says so."""
+
+        def sampler() -> Any:
+            generator = torch.Generator().manual_seed(3)
+            return data.SubsetRandomSampler(range(8), generator=generator)
+
+        state, rest = self.left(num_workers, Plain(8), 2, batch_size=2, sampler=sampler())
+        made = loader(Plain(8), num_workers, batch_size=2, sampler=sampler())
+        made.load_state_dict(state)
+        assert same(list(made), rest)  # the first epoch, from the same seed
+        assert "SubsetRandomSampler" in caplog.text
+        state, rest = self.left(num_workers, Plain(8), 4, batch_size=2, sampler=sampler())
+        assert rest == []
+        caplog.clear()
+        made.load_state_dict({**state, "_iterator_finished": True})
+        assert len(list(made)) == 4
+        assert "SubsetRandomSampler" in caplog.text
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_other_batches(self, num_workers: int) -> None:
+        """As far as their states tell."""
+        state, _ = self.left(num_workers, Plain(8), 2, batch_size=2, shuffle=True)
+        with pytest.raises(ValueError, match="shuffle=True, and this loader has shuffle=False"):
+            loader(Plain(8), num_workers, batch_size=2).load_state_dict(state)
+        for size in (1, 3, 4):
+            made = loader(Plain(8), num_workers, batch_size=size, shuffle=True)
+            with pytest.raises(ValueError, match=f"2 batches of 4 samples, .* batch_size={size}"):
+                made.load_state_dict(state)

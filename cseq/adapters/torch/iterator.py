@@ -94,6 +94,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._snapshot_every = snapshot_every if self._is_iterable else min(1, snapshot_every)
         self._first = 0  # batches that were delivered before this epoch was resumed
         self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
+        self._unread: list[bytes | None] = [None] * self._num_workers  # see `Epoch.state`
         self._number = 0  # of the epoch
         self._left: list[list[tuple[int, Any]]] = [[] for _ in range(self._num_workers)]
         self._rng = rng
@@ -160,7 +161,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._received.clear()
         self._error = None
         self._number += 1
+        if not first_iter:  # a worker that has sent a state has read its own
+            states = zip(self._unread, self.progress.states, strict=True)
+            self._unread = [sent if now in (None, sent) else None for sent, now in states]
         self.progress.begin(self._base_seed, resume)
+        if resume is not None:
+            self._unread = list(self.progress.states)
         epochs = self._epochs()
         if self._is_iterable:
             self._begin(epochs, ordered=self._in_order)
@@ -203,7 +209,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             worker.Epoch(
                 self._base_seed,
                 made=progress.counts[number],
-                state=progress.states[number],
+                state=self._unread[number],
                 snapshot_every=self._snapshot_every,
                 tagged=self._is_iterable and not self._in_order,
                 number=self._number,

@@ -5,19 +5,26 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch.utils import data
 
 from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
-from cseq.adapters.torch.order import inner_of
-from cseq.adapters.torch.state import Progress, read
+from cseq.adapters.torch.order import (
+    GOES_ON,
+    behind,
+    draws_from_global,
+    generator_of,
+    inner_of,
+    order_of,
+)
+from cseq.adapters.torch.snapshot import resolve
+from cseq.adapters.torch.state import Progress, Resume, read
+from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import choice, count
-
-if TYPE_CHECKING:
-    from cseq.adapters.torch.state import Resume
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
@@ -70,25 +77,61 @@ class DataLoader(data.DataLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
-        generator, before = self.generator, None
-        if generator is not None:
-            loaded = (self._loaded or {}).get("generator")
-            if loaded is not None:
-                generator.set_state(loaded)
-            before = generator.get_state()
+        generator = self.generator
+        loaded = (self._loaded or {}).get("generator")
+        if generator is not None and loaded is not None:
+            generator.set_state(loaded)
+        resume = self._resume()
+        if resume is not None:
+            sampler = resolve(resume.sampler, self._index_sampler, generator)
+            resume = replace(resume, sampler=sampler)
+            if resume.is_over and not (resume.states and self.num_workers):
+                resume = self._pass(resume)
+        if resume is not None and resume.generator is not None:
+            own = generator_of(self._index_sampler)
+            if own is not None:
+                own.set_state(resume.generator)
+        before = None if generator is None else generator.get_state()
         iterator = make_iterator(
             self,
             super()._get_iterator,
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
-            resume=self._resume(),
+            resume=resume,
             snapshot_every=self.snapshot_every_n_steps,
         )
         self._progress = getattr(iterator, "progress", None)
         if self._progress is not None:
             self._progress.watch(generator, before)
+            if resume is not None and resume.is_over:  # workers that keep the data set come to it
+                # What makes batches says if it has ended; without, its state may be from behind
+                # the end, of the next epoch.
+                tells = self._progress.iterable and self._auto_collation
+                for _ in iterator:
+                    if not tells:
+                        raise ValueError(GOES_ON)
+                iterator._reset(self)
         self._loaded = None
         return iterator
+
+    def _pass(self, resume: Resume) -> Resume:
+        """Draw the rest of the keys of an epoch that is over; return where the next begins."""
+        sampler = self._index_sampler
+        if not draws_from_global(sampler):  # the next epoch is the trainer's generator's anyway
+            order = order_of(sampler, iter(sampler), 0)
+            keys = order.keys(resume.yielded, resume.sampler)
+            order.pass_rest(keys, resume.drop)
+        kept = {} if self._draws_seed else behind(sampler)
+        return Resume(0, None, kept, [], [], 0, resume.states)
+
+    @property
+    def _draws_seed(self) -> bool:
+        """Whether the next epoch draws a seed before its keys: torch's persistent workers do not.
+
+        If it is their first one it does, and the sampler's generator has to be set behind that.
+        """
+        is_kept = self.persistent_workers and self.num_workers > 0
+        return not is_kept or (self.rng or defaults.rng) == "batch"
 
     def _resume(self) -> Resume | None:
         """Read the state that was loaded."""
@@ -99,6 +142,7 @@ class DataLoader(data.DataLoader[T_co]):
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers,
+            has_state=is_stateful(self.dataset),
             batching=self._batching(),
         )
 
@@ -135,14 +179,20 @@ class DataLoader(data.DataLoader[T_co]):
                 rng=self.rng or defaults.rng,
             )
             progress.watch(self.generator, None)
-            return {**progress.as_dict(), **self._batching(), "base_seed": None}
+            return {
+                **progress.as_dict(),
+                **self._batching(),
+                "base_seed": None,
+                "sampler": behind(self._index_sampler),
+                "draws_seed": True,
+            }
         is_whole = progress.finished or not progress.yielded or progress.iterable
         if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
             log.warning(
                 "a state in the middle of an epoch with in_order=False only counts batches: behind "
                 "it, those that overtook others come again, and these are lost"
             )
-        return {**progress.as_dict(), **self._batching()}
+        return {**progress.as_dict(), **self._batching(), "draws_seed": self._draws_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says; states of torchdata's are read, too.

@@ -6,16 +6,21 @@ not batch. What has to be kept of one, so that its keys can be drawn again, depe
 ============================================  =====================================================
 torch's RandomSampler                         the seed that it draws at the beginning of an epoch
 the same with a generator; torch's others     the generator's state at the beginning, or that of
-that draw (`DRAWING`), with one and without   torch's global one
+that draw (`DRAWING`), with one and without;  torch's global one
+any in a BatchSampler that has a generator
 a sampler, or iterator, with ``state_dict``   its state behind the key of the last batch delivered
 one with ``epoch`` and ``set_epoch``          that number (torch's DistributedSampler)
 any other                                     nothing: keys are drawn and dropped
 ============================================  =====================================================
+
+Behind the end of an epoch it is what the next one begins with: the sampler's state, or that of its
+generator. What is drawn from torch's global one is the trainer's.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -34,17 +39,66 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Order", "inner_of", "leaves_no_trace", "noted", "order_of"]
+__all__ = [
+    "GOES_ON",
+    "Order",
+    "behind",
+    "draw_seed",
+    "draws_from_global",
+    "generator_of",
+    "inner_of",
+    "leaves_no_trace",
+    "noted",
+    "order_of",
+    "with_generator",
+]
+
+log = logging.getLogger("cseq")
 
 State = dict[str, Any]
 
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 OWN = (*DRAWING, DistributedSampler)
 
+GOES_ON = (
+    "the state is of an epoch that is over, and it goes on: the data set or the sampler has "
+    "changed, or begins anew by itself at its end; do not load this state"
+)
+
 
 def inner_of(index_sampler: Any) -> Any:
     """Return the sampler that torch's own BatchSampler has; of any other, itself."""
     return index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+
+
+def generator_of(index_sampler: Any) -> torch.Generator | None:
+    """Return the generator that a sampler has of its own, if any."""
+    generator = getattr(inner_of(index_sampler), "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def draws_from_global(index_sampler: Any) -> bool:
+    """Whether a sampler is one of torch's that draw from torch's global generator."""
+    inner = inner_of(index_sampler)
+    return type(inner) in DRAWING and inner.generator is None
+
+
+def with_generator(sampler: Any, generator: torch.Generator) -> Any:
+    """Return a sampler as if it had been given this generator."""
+    sampler = copy.copy(sampler)
+    sampler.generator = generator
+    return sampler
+
+
+def draw_seed(generator: torch.Generator) -> int:
+    """Draw a seed, as a RandomSampler and a loader do."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def behind(index_sampler: Any) -> State:
+    """Return what is kept of a sampler between epochs: the state of its own generator, now."""
+    generator = generator_of(index_sampler)
+    return {} if generator is None else {"generator": generator.get_state()}
 
 
 def leaves_no_trace(index_sampler: Any) -> bool:
@@ -79,6 +133,9 @@ def order_of(index_sampler: Any, iterator: Any, ahead: int) -> Order:
         getattr(inner, "set_epoch", None)
     ):
         return EpochOrder(index_sampler, iterator, inner)
+    # The BatchSampler asks it for an iterator with the first key: it has drawn nothing before.
+    if inner is not index_sampler and generator_of(index_sampler) is not None:
+        return RandomOrder(index_sampler, iterator, inner)
     return Order(index_sampler, iterator)
 
 
@@ -109,7 +166,11 @@ class Order:
 
         `finished`: and the loop was told that the epoch is over.
         """
-        return {}
+        return behind(self._index_sampler) if finished else {}
+
+    def pass_rest(self, keys: Iterator[Any], left: int) -> None:  # noqa: ARG002
+        """Draw what is left of an epoch that is over: so many keys, and the end."""
+        deque(keys, maxlen=0)
 
 
 class RandomOrder(Order):
@@ -123,10 +184,19 @@ class RandomOrder(Order):
         super().__init__(index_sampler, iterator)
         self._sampler = sampler
         self._draws_seed = type(sampler) is RandomSampler and sampler.generator is None
+        self._given: State = {}
         self._state: State = {}
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        keys = self._draw(yielded, state)
+        self._given = {name: state[name] for name in ("seed", "generator") if name in state}
+        if yielded and not self._given:
+            log.warning(
+                "the state does not have what %s drew its order from (torchdata keeps that of its "
+                "own RandomSampler only): the keys of its epoch are drawn again, and if they are "
+                "others, samples come twice or not at all",
+                type(self._sampler).__name__,
+            )
+        keys = self._draw(yielded, self._given)
         return islice(keys, yielded, None) if yielded else keys
 
     def _draw(self, yielded: int, state: State) -> Iterator[Any]:
@@ -135,11 +205,12 @@ class RandomOrder(Order):
         if own is None and given is not None:
             self._state = {"generator": given}
             yield from self._with(torch.Generator().set_state(given))
-        elif self._draws_seed:
+        elif self._draws_seed or (yielded and "seed" in state):
             seed = state.get("seed")
-            if seed is None or not yielded:  # drawn as ever, also if it is known
-                drawn = _draw_seed(torch.default_generator)
+            if own is None and (seed is None or not yielded):  # drawn as ever, also if it is known
+                drawn = draw_seed(torch.default_generator)
                 seed = drawn if seed is None else seed
+            assert seed is not None
             self._state = {"seed": seed}
             yield from self._with(torch.Generator().manual_seed(seed))
         else:
@@ -151,27 +222,23 @@ class RandomOrder(Order):
 
     def _with(self, generator: torch.Generator) -> Iterator[Any]:
         """Iterate over the sampler as if it had been given this generator."""
-        sampler = copy.copy(self._sampler)
-        sampler.generator = generator
+        sampler = with_generator(self._sampler, generator)
         if self._sampler is self._index_sampler:
             return iter(sampler)
         batches = copy.copy(self._index_sampler)
         batches.sampler = sampler
         return iter(batches)
 
-    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002
+    def state(self, yielded: int, *, finished: bool = False) -> State:
         """Return the seed, or the generator's state; as they would be if the first key came now."""
-        if self._state:
-            return dict(self._state)
+        if finished:
+            return super().state(yielded, finished=True)
+        if self._state or self._given:
+            return dict(self._state or self._given)
         now = (self._sampler.generator or torch.default_generator).get_state()
         if not self._draws_seed:
             return {"generator": now}
-        return {"seed": _draw_seed(torch.Generator().set_state(now))}
-
-
-def _draw_seed(generator: torch.Generator) -> int:
-    """Draw a seed as a RandomSampler does."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        return {"seed": draw_seed(torch.Generator().set_state(now))}
 
 
 class EpochOrder(Order):
@@ -184,10 +251,12 @@ class EpochOrder(Order):
     def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
         super().__init__(index_sampler, iterator)
         self._sampler = sampler
+        self._given: int | None = None
         self._epoch: int | None = None
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        keys = self._draw(state.get("epoch"))
+        self._given = state.get("epoch")
+        keys = self._draw(self._given)
         return islice(keys, yielded, None) if yielded else keys
 
     def _draw(self, epoch: int | None) -> Iterator[Any]:
@@ -198,9 +267,11 @@ class EpochOrder(Order):
         self._epoch = self._sampler.epoch
         yield from self._iterator
 
-    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002
+    def state(self, yielded: int, *, finished: bool = False) -> State:
         """Return the number; as it would be if the first key came now."""
-        return {"epoch": self._sampler.epoch if self._epoch is None else self._epoch}
+        epoch = self._given if self._epoch is None else self._epoch
+        number = {"epoch": self._sampler.epoch if epoch is None else epoch}
+        return {**super().state(yielded, finished=finished), **number}
 
 
 class StatefulOrder(Order):
@@ -216,9 +287,13 @@ class StatefulOrder(Order):
         # By the number of keys drawn: of the last batch, the one that is taken, and those ahead.
         self._taken: deque[tuple[int, State]] = deque(maxlen=ahead + 2)
         self._last: State | None = None  # once it has no more keys: for the next epoch
+        self._given: State = {}
+        self._batch_size = index_sampler.batch_size if type(index_sampler) is BatchSampler else 0
+        self._is_last = False  # the key that was drawn last is a short batch
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
         skip = yielded
+        self._given = state
         if state.get("sampler") is not None and self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
             self._iterator = iter(self._index_sampler)
@@ -226,19 +301,50 @@ class StatefulOrder(Order):
         if state.get("iterator") is not None and is_stateful(self._iterator):
             self._iterator.load_state_dict(state["iterator"])
             skip = state.get("skip", 0)
-        self._taken.append((yielded, self._take()))
+        self._is_last = state.get("is_last", self._is_short(state.get("samples")))
+        taken = self._take()
+        if skip:  # it has to be drawn again behind a state that is taken now
+            taken["skip"] = skip
+        for name in taken.keys() & state.keys() & {"sampler", "iterator"}:
+            if state[name] is not None:  # some say what they were given with their next key only
+                taken[name] = copy.deepcopy(state[name])
+        self._taken.append((yielded, taken))
         return self._draw(islice(self._iterator, skip, None), yielded)
 
     def _draw(self, keys: Iterator[Any], drawn: int) -> Iterator[Any]:
-        for key in keys:
+        for key in () if self._is_last else keys:
             drawn += 1
+            self._is_last = self._is_short(len(key)) if self._batch_size else False
             self._taken.append((drawn, self._take()))
             yield key
         self._last = self._take()
+        self._last.pop("is_last", None)
+
+    def _is_short(self, samples: int | None) -> bool:
+        """Whether the last key of so many samples is a short batch.
+
+        The sampler came to its end for that: its state is that of its next epoch.
+        """
+        return bool(samples and self._batch_size and samples % self._batch_size)
+
+    def pass_rest(self, keys: Iterator[Any], left: int) -> None:
+        """Draw what is left of an epoch that is over."""
+        if self._sampler is None:
+            super().pass_rest(keys, left)
+            return
+        for _ in islice(keys, left):
+            pass
+        if next(keys, self) is self:
+            return
+        if left or self._given.get("skip"):
+            raise ValueError(GOES_ON)
+        self._sampler.load_state_dict(self._given["sampler"])  # it had come to its end before
 
     def _take(self) -> State:
         """Take the present state."""
         state: State = {}
+        if self._is_last:
+            state["is_last"] = True
         if self._sampler is not None:
             state["sampler"] = copy.deepcopy(self._sampler.state_dict())
         if is_stateful(self._iterator):
@@ -248,6 +354,8 @@ class StatefulOrder(Order):
     def state(self, yielded: int, *, finished: bool = False) -> State:
         """Return the state behind the key of the last batch delivered; drop earlier ones."""
         if finished and self._last is not None:
+            if self._sampler is None:
+                return super().state(yielded, finished=True)
             return copy.deepcopy(self._last)
         taken = self._taken
         while len(taken) > 1 and taken[0][0] < yielded:

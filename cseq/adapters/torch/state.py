@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cseq import failure
+from cseq.adapters.torch.snapshot import VERSION, in_turn, is_of_torchdata, translate
+from cseq.adapters.torch.stateful import left_by
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ __all__ = ["VERSION", "Progress", "Resume", "read"]
 
 log = logging.getLogger("cseq")
 
-VERSION = 1
 NEEDED = (
     "kind", "num_workers", "base_seed", "_num_yielded", "_sampler_iter_yielded",
     "_iterator_finished", "sampler", "counts", "ended", "turn", "workers",
@@ -48,6 +49,10 @@ class Resume:
         Of the data set, in each worker or in the trainer.
     drop : int
         Batches that were delivered behind this place: they are made again, and dropped.
+    generator : torch.Tensor or None
+        The state of the sampler's own generator, before anything is drawn for an epoch that begins.
+    is_over : bool
+        The epoch goes on here only to come to its end: the one behind it is asked for.
     """
 
     yielded: int
@@ -58,6 +63,8 @@ class Resume:
     turn: int
     states: list[State | None]
     drop: int = 0
+    generator: torch.Tensor | None = None
+    is_over: bool = False
 
 
 class Progress:
@@ -88,6 +95,8 @@ class Progress:
         The worker whose turn is next.
     states : list of (bytes or None)
         Of the data set in each worker, pickled.
+    earlier : list of (bytes or None)
+        The same from the epochs before, of workers that persist.
     inline : DatasetState, optional
         Of the data set, where the trainer makes the batches.
     skipped : list of tuple
@@ -102,6 +111,8 @@ class Progress:
         self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
         self.generator: torch.Generator | None = None
         self.before: torch.Tensor | None = None
+        self.states: list[bytes | None] = []
+        self.earlier: list[bytes | None] = []
         self.begin(0)
 
     def begin(self, base_seed: int, resume: Resume | None = None) -> None:
@@ -116,6 +127,8 @@ class Progress:
         self.counts = list(resume.counts) if resume and resume.counts else [0] * several
         self.ended = list(resume.ended) if resume and resume.ended else [False] * several
         self.turn = resume.turn if resume else 0
+        known = zip(self.states, self.earlier, strict=True) if resume is None else ()
+        self.earlier = [each or before for each, before in known] or [None] * several
         states = resume.states if resume and resume.states else [None] * several
         self.states = [None if each is None else dumps(each) for each in states]
 
@@ -175,7 +188,14 @@ class Progress:
         """Return the states of the data set."""
         if self.inline:
             return [self.inline.take(self.yielded)]
-        return [None if each is None else pickle.loads(each) for each in self.states]
+        states: list[State | None] = []
+        for each, before in zip(self.states, self.earlier, strict=True):
+            if each is None and before is not None:
+                left = pickle.loads(before)
+                states.append(left_by(left, has_state=left.get("is_own", False)))
+            else:
+                states.append(None if each is None else pickle.loads(each))
+        return states
 
     def __getstate__(self) -> State:
         """Return what is pickled, and copied, with a loader: no iterators, no generators."""
@@ -187,6 +207,7 @@ class Progress:
             "generator": None,
             "before": self._generator_state(),
             "states": [None if each is None else dumps(each) for each in states],
+            "earlier": [None] * len(states),
         }
 
 
@@ -202,7 +223,13 @@ class Kept:
 
 
 def read(
-    state: State, *, iterable: bool, num_workers: int, keeps: bool, batching: State
+    state: State,
+    *,
+    iterable: bool,
+    num_workers: int,
+    keeps: bool,
+    has_state: bool,
+    batching: State,
 ) -> Resume | None:
     """Read a state, of this format or torchdata's; None: the next epoch begins anew.
 
@@ -210,6 +237,8 @@ def read(
     ----------
     keeps : bool
         The data set is the same object in all epochs.
+    has_state : bool
+        The data set itself has one; if the state has none of it, it is its own iterator.
     batching : dict
         What the batches of an epoch are numbered by; see `DataLoader.state_dict`.
 
@@ -219,8 +248,8 @@ def read(
         It is of another kind of data set, of other batches, of another number of workers where
         that matters, or of a format that is not known.
     """
-    if "_snapshot" in state or "fetcher_state" in state:
-        state = _of_torchdata(state, iterable=iterable)
+    if is_of_torchdata(state):
+        state = translate(state, iterable=iterable)
     version = state.get("version")
     if version != VERSION:
         raise ValueError(
@@ -238,22 +267,25 @@ def read(
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
         )
     yielded = min(state["_num_yielded"], state["_sampler_iter_yielded"])
-    finished, workers = state["_iterator_finished"], state["workers"]
+    # Between epochs: that is over, or none has begun.
+    finished = state["_iterator_finished"] or state["base_seed"] is None
+    workers, sampler = state["workers"], state["sampler"]
+    to_pass = finished and state.get("to_pass", False)
     has_states = any(each is not None for each in workers)
-    sampler = state["sampler"]
-    if finished:  # a sampler that has a state goes on from its own
-        sampler = {"sampler": sampler["sampler"]} if sampler.get("sampler") is not None else {}
     states = list(workers) if has_states and (keeps or not finished) else []
-    if state["base_seed"] is None or (finished and not sampler and not states):
+    if not finished:
+        _check_batches(state, batching)
+    generator = None
+    if finished and not to_pass:  # a sampler that has a state goes on from its own
+        names = ("sampler", "generator")
+        sampler = {name: sampler[name] for name in names if sampler.get(name) is not None}
+        generator = sampler.get("generator")
+        if state.get("draws_seed", True):  # else it is set again, behind a new process's seed
+            sampler.pop("generator", None)
+        if generator is None and not sampler and not states:
+            return None
+    elif to_pass and iterable and not states:
         return None
-    for name, value in batching.items() if not finished else ():
-        there = state.get(name)  # torchdata's states do not say
-        if there is not None and value is not None and there != value:
-            raise ValueError(
-                f"the state is of an epoch with {name}={there!r}, and this loader has "
-                f"{name}={value!r}, so its batches are others; make it with the same, or do not "
-                "load this state"
-            )
     if (iterable or states) and state["num_workers"] != num_workers:
         what = "an IterableDataset" if iterable else "a data set that has a state"
         raise ValueError(
@@ -261,14 +293,16 @@ def read(
             f"num_workers={num_workers}: with {what} both must be the same, since every worker "
             "has a share of its own"
         )
-    if finished:
-        kept = [each and {"dataset": each.get("dataset"), "made": 0} for each in states]
-        return Resume(0, None, sampler, [], [], 0, kept)
+    if finished and not to_pass:
+        kept = [each and left_by(each, has_state=has_state) for each in states]
+        return Resume(0, None, sampler, [], [], 0, kept, generator=generator)
+    if to_pass and not num_workers:  # the data set has come to the end
+        states = [each and left_by(each, has_state=has_state) for each in states]
     counts, ended, turn = state["counts"], state["ended"], state["turn"]
     if not iterable:
         counts, ended, turn = [], [], 0
     elif sum(counts) != yielded:  # the caller has changed the number
-        counts, turn = _in_turn(yielded, max(1, num_workers)), yielded % max(1, num_workers)
+        counts, turn = in_turn(yielded, max(1, num_workers)), yielded % max(1, num_workers)
     return Resume(
         yielded=yielded,
         base_seed=state["base_seed"],
@@ -278,85 +312,28 @@ def read(
         turn=turn,
         states=states,
         drop=state.get("drop", 0),
+        is_over=to_pass,
     )
 
 
-def _in_turn(yielded: int, num_workers: int) -> list[int]:
-    """Count the batches of each worker, if all of them were asked in turn."""
-    return [len(range(number, yielded, num_workers)) for number in range(num_workers)]
-
-
-def _of_torchdata(state: State, *, iterable: bool) -> State:
-    """Translate a state of torchdata's StatefulDataLoader.
-
-    Its snapshot is some steps old, and does not say how many batches each worker had made, nor
-    which had none left. So what depends on that is made again and dropped: the steps since, or
-    all, if the data set has no state to go on from.
-    """
-    snapshot = state.get("_snapshot")
-    if snapshot is None:
-        main, since = state, 0
-        yielded = state["_num_yielded"]
-        num_workers, turn = 0, 0
-        fetched = {"fetcher_state": state["fetcher_state"], "dataset_state": state["dataset_state"]}
-        found = [fetched]
-    else:
-        main, since = snapshot["_main_snapshot"], state["_steps_since_snapshot"]
-        yielded = snapshot["_snapshot_step"]
-        num_workers = main["_num_workers"]
-        turn = (snapshot["_last_yielded_worker_id"] + 1) % num_workers
-        snapshots = snapshot["_worker_snapshots"]
-        found = [snapshots[f"worker_{number}"] for number in range(num_workers)]
-    several = max(1, num_workers)
-    workers = [
-        _worker_of_torchdata(each, made)
-        for each, made in zip(found, _in_turn(yielded, several), strict=True)
-    ]
-    drop, skip = since, 0
-    if all(each is None for each in workers):
-        if not iterable:  # nothing but keys: none of the batches since is needed
-            yielded, drop, skip = yielded + since, 0, since
-        elif num_workers:
-            yielded, drop, turn = 0, yielded + since, 0
-    return {
-        "version": VERSION,
-        "kind": "iterable" if iterable else "map",
-        "rng": "worker",
-        "num_workers": num_workers,
-        "base_seed": main.get("_base_seed", 0),
-        "_num_yielded": yielded,
-        "_sampler_iter_yielded": yielded,
-        "_iterator_finished": state["_iterator_finished"],
-        "sampler": _sampler_of_torchdata(main, skip),
-        "counts": _in_turn(yielded, several) if iterable else [],
-        "ended": [False] * several if iterable else [],
-        "turn": turn,
-        "workers": workers,
-        "drop": drop,
-    }
-
-
-def _sampler_of_torchdata(main: State, skip: int) -> State:
-    """Translate what torchdata keeps of the samplers."""
-    sampler, iterator = main.get("_index_sampler_state"), main.get("_sampler_iter_state")
-    own = next((each for each in (sampler, iterator) if _is_own(each)), None)
-    if own is not None:  # torchdata's BatchSampler, over its RandomSampler or another one
-        inner = own.get("sampler_iter_state") or {}
-        if "generator" in inner:
-            return {"generator": inner["generator"]}
-        sampler, iterator = own.get("sampler_state"), None
-    return {"sampler": sampler, "iterator": iterator, "skip": skip}
-
-
-def _is_own(state: Any) -> bool:
-    """Whether a state is of torchdata's BatchSampler."""
-    return isinstance(state, dict) and "samples_yielded" in state
-
-
-def _worker_of_torchdata(state: State, made: int) -> State | None:
-    """Translate the state of the data set in a worker, if it has one."""
-    fetcher = state.get("fetcher_state") or {}
-    found = {"dataset": state.get("dataset_state"), "iterator": fetcher.get("dataset_iter_state")}
-    if all(each is None for each in found.values()):
-        return None
-    return {**found, "made": made, "ended": fetcher.get("fetcher_ended", False)}
+def _check_batches(state: State, batching: State) -> None:
+    """Raise ValueError if the batches of this loader are not those that the state counts."""
+    for name, value in batching.items():
+        there = state.get(name)  # torchdata's states say only what can be told from them
+        if there is not None and value is not None and there != value:
+            raise ValueError(
+                f"the state is of an epoch with {name}={there!r}, and this loader has "
+                f"{name}={value!r}, so its batches are others; make it with the same, or do not "
+                "load this state"
+            )
+    asked, samples, size = state.get("asked"), state.get("samples"), batching["batch_size"]
+    if not (asked and samples and size):
+        return
+    least = asked * size  # the last batch may be short
+    if batching["batches"] is None or asked >= batching["batches"]:
+        least -= size - 1
+    if not least <= samples <= asked * size:
+        raise ValueError(
+            f"the state is of {asked} batches of {samples} samples, and this loader has "
+            f"batch_size={size}; make it with the same, or do not load this state"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["DatasetState", "is_stateful"]
+__all__ = ["DatasetState", "is_stateful", "left_by"]
 
 State = dict[str, Any]
 
@@ -14,6 +14,22 @@ def is_stateful(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(
         getattr(thing, "load_state_dict", None)
     )
+
+
+def left_by(state: State, *, has_state: bool) -> State:
+    """Return the state of a data set as an epoch has left it, whose iterator is over.
+
+    Parameters
+    ----------
+    state : dict
+        See `DatasetState`.
+    has_state : bool
+        The data set itself has one; if there is none in `state`, it is its own iterator.
+    """
+    dataset = state.get("dataset")
+    if dataset is None and has_state:
+        dataset = state.get("iterator")
+    return {"dataset": dataset, "made": 0}
 
 
 class DatasetState:
@@ -29,7 +45,8 @@ class DatasetState:
     def __init__(self, dataset: Any, fetcher: Any) -> None:
         iterator = getattr(fetcher, "dataset_iter", None)
         # One that is both is set as an iterator: `iter` may begin it anew.
-        own = None if iterator is dataset else dataset
+        self._is_own = iterator is dataset
+        own = None if self._is_own else dataset
         found: dict[str, Any] = {"dataset": own, "iterator": iterator}
         self._fetcher = fetcher
         self._stateful = {name: each for name, each in found.items() if is_stateful(each)}
@@ -40,4 +57,5 @@ class DatasetState:
     def take(self, made: int) -> State:
         """Return the present state, behind so many batches."""
         state = {name: each.state_dict() for name, each in self._stateful.items()}
-        return {**state, "made": made, "ended": getattr(self._fetcher, "ended", False)}
+        ended = getattr(self._fetcher, "ended", False)
+        return {**state, "made": made, "ended": ended, "is_own": self._is_own}

@@ -16,7 +16,7 @@ from cseq import context, failure
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots
 from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
-from cseq.adapters.torch.stateful import DatasetState
+from cseq.adapters.torch.stateful import DatasetState, is_stateful, left_by
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class Epoch(NamedTuple):
     made : int
         Batches of this worker that were made before, if that of an IterableDataset is.
     state : bytes or None
-        Where the data set is to begin, from `Stated`.
+        Where the data set is to begin in the first epoch, from `Stated`; the same in later ones
+        for a worker that may not have come to that.
     snapshot_every : int
         Send the data set's state behind every so many batches; 0: never.
     tagged : bool
@@ -160,8 +161,10 @@ class Batches:
         self._is_set_up = False
         self._opened = 0  # the epoch of the fetcher
         self._made = 0  # batches of the epoch
+        self._is_over = False  # its data set, if iterable, which is not asked again then
         self._asked = 0  # keys of the epoch
         self._state: DatasetState | None = None
+        self._has_begun = False  # and the data set with it, where it was to
         self._seeds: BatchSeeds | None = None
 
     def begin(self, epoch: Epoch) -> None:
@@ -249,9 +252,8 @@ class Batches:
                 if number >= self._asked:
                     self._next(key, 0)
             return
-        while self._made < left:
-            if self._next(self._worker.index, 0) is END:
-                return
+        while self._made < left and not self._is_over:
+            self._next(self._worker.index, 0)
 
     def _begin(self, epoch: Epoch) -> None:
         """Make the fetcher, where the data set is to begin."""
@@ -262,8 +264,14 @@ class Batches:
                 self._seeds = BatchSeeds(batch_context)
             self._seeds.begin(epoch.base_seed)
             self._seeds.seed(self._number)  # an IterableDataset may draw in `iter`
-        state = {} if epoch.state is None else pickle.loads(epoch.state)
+        state: dict[str, Any] = {}
+        if epoch.state is not None and not self._has_begun:
+            state = pickle.loads(epoch.state)
+            if epoch.number > 1:  # no batch of the first one was left for this worker
+                state = left_by(state, has_state=is_stateful(self._dataset))
+        self._has_begun = True
         self._made = state.get("made", 0)
+        self._is_over = False
         self._fetcher = self._fetching.open(state)
         self._state = DatasetState(self._dataset, self._fetcher) if epoch.snapshot_every else None
 
@@ -285,6 +293,7 @@ class Batches:
             batch = self._fetcher.fetch(key)
         except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
             if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
+                self._is_over = True
                 return END
             return Raised(self._number, _packed(error), self._place(key))
         epoch = self._epoch

@@ -1,0 +1,387 @@
+"""Random resumes of `cseq.DataLoader`: the rest, and the next epochs, are the uninterrupted run's.
+
+A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, by
+cseq's loader or by torchdata's, and where it is taken again before it is used. For other seeds than
+those of the test: ``python tests/adapters/test_torch_resumes.py FIRST COUNT``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils import data  # noqa: E402
+from torch_data import Plain  # noqa: E402
+
+import cseq  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CASES = 100
+LONG = 3  # epochs of a case
+
+pytestmark = [
+    pytest.mark.needs("fork"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:Neither dataset nor"),
+]
+
+
+class Turning(data.Sampler[int]):
+    """Its state is how many epochs there were, by which it turns, and where it is."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.at, self.epochs = length, 0, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            self.at += 1
+            yield (self.at - 1 + self.epochs) % self.length
+        self.at, self.epochs = 0, self.epochs + 1
+
+    def state_dict(self) -> Any:
+        return {"at": self.at, "epochs": self.epochs}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at, self.epochs = state["at"], state["epochs"]
+
+
+class Pairs(Turning):
+    """A batch sampler that has a state."""
+
+    def __len__(self) -> int:
+        return (self.length + 1) // 2
+
+    def __iter__(self) -> Any:
+        while self.at < self.length:
+            batch = [(k + self.epochs) % self.length for k in range(self.at, self.at + 2)]
+            self.at += 2
+            yield batch
+        self.at, self.epochs = 0, self.epochs + 1
+
+
+class Derived(data.RandomSampler):
+    """One that draws as torch's does, and is of another type."""
+
+
+class Ordered:
+    """A sampler that is only an order, drawn from its generator."""
+
+    def __init__(self, length: int, generator: Any) -> None:
+        self.length, self.generator = length, generator
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.length, generator=self.generator).tolist())
+
+
+class Walk:
+    """An iterator over numbers that has a state."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.at = numbers, 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        if self.at >= len(self.numbers):
+            raise StopIteration
+        self.at += 1
+        return self.numbers[self.at - 1]
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def share(length: int) -> range:
+    """Return the numbers of this worker; workers have unequal shares."""
+    info = data.get_worker_info()
+    if info is None:
+        return range(length)
+    return range(info.id, length + 3 * info.id, info.num_workers)
+
+
+class Walked(data.IterableDataset[int]):
+    """Its iterator has a state, or nothing has one."""
+
+    def __init__(self, length: int, has_state: bool) -> None:
+        self.length, self.has_state = length, has_state
+
+    def __iter__(self) -> Any:
+        numbers = share(self.length)
+        return Walk(numbers) if self.has_state else iter(numbers)
+
+
+class Counted(data.IterableDataset[Any]):
+    """Has a state, and counts its epochs; it may be its own iterator."""
+
+    def __init__(self, length: int, is_own: bool) -> None:
+        self.length, self.is_own, self.epoch, self.at, self.is_on = length, is_own, 0, 0, False
+
+    def __iter__(self) -> Any:
+        if self.is_own:
+            self.at = 0
+            return self
+        return self.generate()
+
+    def generate(self) -> Iterator[Any]:
+        try:
+            while True:
+                yield self.__next__()
+        except StopIteration:
+            return
+
+    def __next__(self) -> Any:
+        numbers = share(self.length)
+        if self.at >= len(numbers):
+            self.at, self.epoch = 0, self.epoch + 1
+            raise StopIteration
+        self.at += 1
+        return 100 * self.epoch + numbers[self.at - 1]
+
+    def state_dict(self) -> Any:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class Noting(Plain):
+    """Map-style, with a state: how many samples it gave."""
+
+    made = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.made += 1
+        return 1000 * self.made + index
+
+    def state_dict(self) -> Any:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.made = state["made"]
+
+
+def theirs() -> Any:
+    """Return torchdata's module, or None."""
+    try:
+        from torchdata import stateful_dataloader
+        from torchdata.stateful_dataloader import sampler
+    except ImportError:
+        return None
+    assert stateful_dataloader.sampler is sampler
+    return stateful_dataloader
+
+
+MAKERS: dict[str, Callable[[int, Any], dict[str, Any]]] = {
+    "sequential": lambda n, g: {},
+    "loader's": lambda n, g: {"shuffle": True, "generator": g},
+    "global": lambda n, g: {"shuffle": True},
+    "random": lambda n, g: {"sampler": data.RandomSampler(range(n), generator=g)},
+    "shared": lambda n, g: {
+        "sampler": data.SubsetRandomSampler(range(n), generator=g),
+        "generator": g,
+    },
+    "replacement": lambda n, g: {
+        "sampler": data.RandomSampler(range(n), replacement=True, num_samples=40, generator=g)
+    },
+    "subset": lambda n, g: {"sampler": data.SubsetRandomSampler(range(n), generator=g)},
+    "subset, global": lambda n, g: {"sampler": data.SubsetRandomSampler(range(n))},
+    "weighted": lambda n, g: {"sampler": data.WeightedRandomSampler([1.0] * n, n, generator=g)},
+    "derived": lambda n, g: {"sampler": Derived(range(n), generator=g)},
+    "ordered": lambda n, g: {"sampler": Ordered(n, g)},
+    "turning": lambda n, g: {"sampler": Turning(n)},
+    "pairs": lambda n, g: {"batch_sampler": Pairs(n)},
+    "theirs": lambda n, g: {
+        "sampler": theirs().sampler.RandomSampler(range(n), generator=g),
+    },
+}
+# torchdata's states have what these begin from.
+THEIRS = ("sequential", "loader's", "global", "turning", "pairs", "theirs")
+GLOBAL = ("global", "subset, global")  # later epochs are drawn from torch's generator
+ITERABLE: dict[str, Callable[[int], Any]] = {
+    "walk": lambda n: Walked(n, True),
+    "no state": lambda n: Walked(n, False),
+    "counted": lambda n: Counted(n, False),
+    "own iterator": lambda n: Counted(n, True),
+}
+
+
+@dataclass
+class Case:
+    """What one seed chooses."""
+
+    seed: int
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = random.Random(self.seed)
+        self.of_theirs = theirs() is not None and chosen.random() < 0.4
+        kinds = [*(THEIRS if self.of_theirs else MAKERS), *ITERABLE]
+        if theirs() is None:
+            kinds.remove("theirs")
+        self.kind = chosen.choice(kinds)
+        self.length = chosen.choice([5, 6, 7, 8])
+        self.num_workers = chosen.choice([0, 0, 1, 2])
+        self.batch_size = None if self.kind == "pairs" else chosen.choice([None, 2])
+        # What is drawn for an iterator at once comes before anything can be noted.
+        if self.kind in ("derived", "ordered"):
+            self.batch_size = 2
+        # These begin anew at their end: torchdata's states tell that of batches only.
+        if self.of_theirs and self.kind in ("counted", "own iterator"):
+            self.batch_size = 2
+        self.has_state = self.kind not in ITERABLE and chosen.random() < 0.2
+        self.every = chosen.choice([1, 3, 100])
+        self.rng = "worker" if self.of_theirs else chosen.choice(["worker", "batch"])
+        self.is_kept = self.num_workers > 0 and chosen.random() < 0.4
+        self.drop_last = self.batch_size is not None and chosen.random() < 0.2
+        may_differ = self.kind not in ITERABLE and not self.has_state
+        # Workers that persist draw no seeds in later epochs, of a generator that may be shared.
+        others = [1, 2] if self.is_kept else [0, 1, 2]
+        self.second = chosen.choice(others) if may_differ else self.num_workers
+        self.epochs = chosen.choice([0, 0, 1, 2])
+        self.place = chosen.choice(["idle", "begun", "middle", "middle", "end", "end"])
+        self.again = chosen.choice([None, None, "idle", "begun", "middle", "end"])
+        self.takes = chosen.randint(1, 6), chosen.randint(1, 4)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+
+    def make(self, cls: Any, num_workers: int) -> Any:
+        """Make a loader."""
+        options: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        if self.kind in ITERABLE:
+            dataset = ITERABLE[self.kind](self.length)
+        else:
+            dataset = Noting(self.length) if self.has_state else Plain(self.length)
+            chosen = MAKERS[self.kind](self.length, torch.Generator().manual_seed(self.seed))
+            options = chosen if "batch_sampler" in chosen else {**options, **chosen}
+        if cls is cseq.DataLoader:
+            options["rng"] = self.rng
+        return cls(
+            dataset,
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+            persistent_workers=self.is_kept and num_workers > 0,
+            snapshot_every_n_steps=self.every,
+            **options,
+        )
+
+    def run(self) -> None:
+        """Compare what comes behind a state with what the loader gives that it was taken of."""
+        torch.manual_seed(self.seed)
+        cls = theirs().StatefulDataLoader if self.of_theirs else cseq.DataLoader
+        made = self.make(cls, self.num_workers)
+        for _ in range(self.epochs):
+            numbers(made)
+        place = Place(made, self.place, self.takes[0])
+        torch.manual_seed(self.seed + 1)
+        again = self.make(cseq.DataLoader, self.second)
+        again.load_state_dict(place.state)
+        if self.again is not None:
+            other = Place(again, self.again, self.takes[1])
+            self.compare(other.whole(), place.rest, place.is_within)
+            other.is_within |= place.is_within and self.again == "idle"
+            place = other
+            again = self.make(cseq.DataLoader, self.second)
+            again.load_state_dict(place.state)
+        self.compare([numbers(again) for _ in place.rest], place.rest, place.is_within)
+
+    def compare(self, epochs: Any, expected: Any, is_within: bool) -> None:
+        """Compare epochs; where those behind the first depend on torch's generator, their samples.
+
+        `is_within`: the first one had begun.
+        """
+        exact = len(epochs)
+        if self.kind in GLOBAL:
+            exact = int(is_within)
+        epochs = epochs[: len(expected)]
+        expected = expected[: len(epochs)]
+        assert epochs[:exact] == expected[:exact], f"{epochs} for {expected}: {self}"
+        for epoch in epochs[exact:]:
+            samples = [sample % 1000 for batch in epoch for sample in batch]
+            assert len(set(samples)) == len(samples) == sum(map(len, expected[-1])), f"{self}"
+
+
+class Place:
+    """A place in a run: the state, what was taken of its epoch before, and what comes behind."""
+
+    def __init__(self, made: Any, name: str, takes: int) -> None:
+        self.before: list[Any] = []
+        self.rest: list[Any] = []
+        self.has_begun = self.is_within = name != "idle"
+        if name == "idle":
+            self.state = copied(made)
+        else:
+            iterator = iter(made)
+            while name == "end" or (name == "middle" and len(self.before) < takes):
+                batch = next(iterator, None)
+                if batch is None:
+                    self.is_within = False
+                    break
+                self.before.append(listed(batch))
+            self.state = copied(made)
+            if self.is_within:
+                self.rest = [[listed(batch) for batch in iterator]]
+        self.rest += [numbers(made) for _ in range(LONG - len(self.rest))]
+
+    def whole(self) -> list[Any]:
+        """Return the epoch that was going on at first, and those behind."""
+        if self.is_within:
+            return [self.before + self.rest[0], *self.rest[1:]]
+        return [self.before, *self.rest] if self.has_begun else self.rest
+
+
+def copied(made: Any) -> Any:
+    """Return the state as it is in a file."""
+    return pickle.loads(pickle.dumps(made.state_dict()))
+
+
+def numbers(made: Any) -> list[Any]:
+    """Return an epoch."""
+    return [listed(batch) for batch in made]
+
+
+def listed(batch: Any) -> list[int]:
+    """Return the numbers of a batch."""
+    found = batch.tolist() if isinstance(batch, torch.Tensor) else batch
+    return found if isinstance(found, list) else [found]
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_resume(seed: int) -> None:
+    Case(seed).run()
+
+
+def main(first: int, count: int) -> int:
+    """Try the cases of other seeds; return how many fail."""
+    failed = 0
+    for seed in range(first, first + count):
+        try:
+            Case(seed).run()
+        except Exception as error:  # noqa: BLE001 - the next one is tried
+            failed += 1
+            print(f"{seed}: {type(error).__name__}: {error}", flush=True)
+    print(f"{count} cases, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])) > 0)
