@@ -1176,8 +1176,25 @@ class Deadly(Plain):
 def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
     iterator = iter(loader(Deadly(4), batch_size=None))
     assert next(iterator) == 0
-    with pytest.raises(cseq.WorkerDied, match=r"DataLoader worker \(pid \d+\) (is killed|exited)"):
+    told = r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
+    with pytest.raises(cseq.WorkerDied, match=told) as caught:
         next(iterator)
+    died = caught.value
+    if os.name == "posix":
+        assert f"DataLoader worker (pid {died.pid}) is killed by signal" in str(died)
+    assert died.indices == [1]
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_death_names_the_key(batch_size: int | None) -> None:
+    """And not the number that batches have with generators seeded for each."""
+    iterator = iter(loader(Deadly(4), batch_size=batch_size, rng="batch", num_workers=1))
+    next(iterator)
+    named = r"\(1\)" if batch_size is None else r"\(\[1\]\)"
+    with pytest.raises(cseq.WorkerDied, match=f"item 1 {named} of worker 0") as caught:
+        next(iterator)
+    assert caught.value.indices == [1]
 
 
 class Told(Plain):

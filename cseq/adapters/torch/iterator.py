@@ -121,6 +121,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 start_method=method,
                 timeout=self._timeout or None,
                 timed_from="wait",
+                show=worker.unnumbered if rng == "batch" else None,
                 launch="begin" if keys_first else "now",
             )
         self._shutdown = False
@@ -253,6 +254,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 f"DataLoader timed out after {self._timeout:g} seconds: {late}"
             ) from None
         except WorkerDied as died:
+            self._ended = True  # as a generator's end behind an exception
             raise self._died(died) from None
         except InterruptedError:
             if self.progress.finished:  # another thread has come to the end meanwhile
@@ -342,18 +344,18 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
 
     def _died(self, died: WorkerDied) -> WorkerDied:
         """Add torch's wording, which people search for."""
-        died.__traceback__ = None  # the streams keep it, and it has a frame that keeps the streams
-        pid = None if died.worker is None else self._workers[died.worker].pid
-        how = "exited unexpectedly"
+        text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly"
         if died.exitcode is not None and died.exitcode < 0:
-            how = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
+            killed = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
+            text = f"{text}: DataLoader worker (pid {died.pid}) {killed}"
         return WorkerDied(
-            f"DataLoader worker (pid {pid}) {how}\n{died}",
+            f"{text}\n{died}",
             epoch=died.epoch,
             batch=died.batch,
-            indices=died.indices[self._rng == "batch" :],  # see `numbered`
+            indices=died.indices,
             exitcode=died.exitcode,
             worker=died.worker,
+            pid=died.pid,
         )
 
     # -- the end

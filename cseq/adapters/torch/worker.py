@@ -22,7 +22,7 @@ from cseq.pickling import dumps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered"]
+__all__ = ["Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered", "unnumbered"]
 
 END = object()
 
@@ -95,6 +95,11 @@ def numbered(keys: Iterator[Any], number: int) -> Iterator[Any]:
     for key in keys:
         yield [number, *key] if type(key) is list else (number, key)
         number += 1
+
+
+def unnumbered(key: Any) -> Any:
+    """Return the key that `numbered` has numbered."""
+    return key[1:] if type(key) is list else key[1]
 
 
 class Worker(NamedTuple):
