@@ -121,7 +121,7 @@ FAMILIES = [
     "_tensors",
     "_plan",
     "_run",
-    "_shelf",
+    "_objects",
     "_core",
     "_work",
     "_stream",

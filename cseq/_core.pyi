@@ -6,9 +6,9 @@ from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
 from cseq._memory import Mapping, Memory
+from cseq._objects import ObjectTable
 from cseq._plan import Reader
 from cseq._run import RunState
-from cseq._shelf import Shelf
 from cseq._slots import Slots
 
 FIELDS: Final[int]
@@ -162,7 +162,7 @@ class Consumer:
         *,
         ordered: bool = True,
         skip_errors: bool = False,
-        objects: Shelf | None = None,
+        objects: ObjectTable | None = None,
         slots: Slots | None = None,
         extend: Callable[[], None] | None = None,
         discard: Callable[[int], None] | None = None,

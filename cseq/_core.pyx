@@ -17,7 +17,7 @@ from cseq._headers cimport *
 from cseq._memory cimport MOST_KEPT, Block, Mapping, Memory
 from cseq._plan cimport MOST_KNOWN, Plan, Reader
 from cseq._run cimport RunState
-from cseq._shelf cimport Shelf
+from cseq._objects cimport ObjectTable
 from cseq._slots cimport NO_SLOT, Slots
 
 import os
@@ -947,7 +947,7 @@ cdef class Consumer:
         Batches come out in the order of their tickets, not in that of completion.
     skip_errors : bool
         Leave out a batch whose indexer raised, instead of raising.
-    objects : Shelf, optional
+    objects : ObjectTable, optional
         The batches of threads.
     slots : Slots, optional
         The slots of processes; without it, tickets have no slot.
@@ -985,7 +985,7 @@ cdef class Consumer:
     cdef Order order
     cdef object fill, read, describe, extend, discard, wait, convert
     cdef bint ordered, skip_errors
-    cdef Shelf objects
+    cdef ObjectTable objects
     cdef Slots slots
     cdef list mapped
     cdef Reader reader
@@ -1017,7 +1017,7 @@ cdef class Consumer:
     cdef uint32_t next_count
 
     def __cinit__(self, Ring ring not None, Order order not None, fill, read, describe, *,
-                  bint ordered=True, bint skip_errors=False, Shelf objects=None, Slots slots=None,
+                  bint ordered=True, bint skip_errors=False, ObjectTable objects=None, Slots slots=None,
                   extend=None, discard=None, small=None, wait=None, convert=None,
                   leaf_for=None):
         self.ring, self.order = ring, order

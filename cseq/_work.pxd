@@ -3,7 +3,7 @@
 cimport cython
 
 from cseq._core cimport Runner
-from cseq._shelf cimport Shelf
+from cseq._objects cimport ObjectTable
 
 
 cdef class BatchState:
@@ -18,7 +18,7 @@ cdef class TicketWriter:
 
 @cython.final
 cdef class ObjectWriter(TicketWriter):
-    cdef Shelf objects
+    cdef ObjectTable objects
 
 
 cdef class BatchMaker:

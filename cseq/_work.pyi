@@ -4,7 +4,7 @@ from typing import Any, final
 from typing_extensions import Self, disjoint_base
 
 from cseq._core import Runner
-from cseq._shelf import Shelf
+from cseq._objects import ObjectTable
 
 @disjoint_base
 class BatchState:
@@ -18,7 +18,7 @@ class TicketWriter:
 
 @final
 class ObjectWriter(TicketWriter):
-    def __new__(cls, objects: Shelf) -> Self: ...
+    def __new__(cls, objects: ObjectTable) -> Self: ...
 
 @disjoint_base
 class BatchMaker:

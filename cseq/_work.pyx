@@ -7,7 +7,7 @@ cimport cython
 
 from cseq._core cimport Runner
 from cseq._headers cimport *
-from cseq._shelf cimport Shelf
+from cseq._objects cimport ObjectTable
 
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
@@ -52,10 +52,10 @@ cdef class ObjectWriter(TicketWriter):
 
     Parameters
     ----------
-    objects : Shelf
+    objects : ObjectTable
     """
 
-    def __cinit__(self, Shelf objects not None):
+    def __cinit__(self, ObjectTable objects not None):
         self.objects = objects
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:

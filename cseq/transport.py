@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
 from cseq._memory import SMALL
-from cseq._shelf import Shelf
+from cseq._objects import ObjectTable
 from cseq._work import ObjectWriter, TicketWriter
 from cseq.stage import BATCH, CONVERTER, RAISED
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     class Ends(TypedDict, total=False):
         """Keywords of `Consumer`."""
 
-        objects: Shelf
+        objects: ObjectTable
         slots: Slots
         extend: Callable[[], None]
         discard: Callable[[int], None]
@@ -126,7 +126,7 @@ class Objects:
     """
 
     def __init__(self, cells: int, below: SlotReader | None = None) -> None:
-        self._held = Shelf(cells)
+        self._held = ObjectTable(cells)
         self._below = below
         self.ticket_writer = ObjectWriter(self._held)
 

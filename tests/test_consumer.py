@@ -13,8 +13,8 @@ import pytest
 from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
 from cseq._memory import HAS_GIL, Block, Mapping, commit
+from cseq._objects import ObjectTable
 from cseq._run import RunState
-from cseq._shelf import Shelf
 from cseq._slots import Lease, Slots
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
@@ -36,7 +36,7 @@ class Counter:
 
     def __init__(self, convert: Callable[[Any], Any] | None = None, **options: Any) -> None:
         self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
-        self.held = Shelf(2)
+        self.held = ObjectTable(2)
         self.runner = Runner(self.ring, 0, 1, last=True)
         self.reads: list[Callable[[], Any]] = []  # what `read` does before it looks
         self.convert = convert

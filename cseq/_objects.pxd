@@ -25,7 +25,7 @@ cdef extern from *:
 
 
 @cython.final
-cdef class Shelf:
+cdef class ObjectTable:
     cdef list held
     cdef PyObject** items
     cdef Py_ssize_t cells

@@ -5,7 +5,7 @@ cimport cython
 
 
 @cython.final
-cdef class Shelf:
+cdef class ObjectTable:
     """An object for each cell of a ring, or None: that of the party that may write the cell.
 
     A list for the garbage collector, whose length never changes. The core reads and exchanges its
