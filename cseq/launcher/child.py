@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
@@ -70,6 +71,7 @@ def begin_as_copy(
         atexit._clear()
         signal.set_wakeup_fd(-1)
         _drop_handlers()
+        threading.current_thread().name = "MainThread"  # that of the supervisor has forked
         _shield()
         _empty_stdin()
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old has read ahead

@@ -707,6 +707,17 @@ def test_a_worker_that_would_leave(error: BaseException) -> None:
     assert list(left_out) == [0, 1, 2, 4, 5, 6, 7]
 
 
+class Threads(Plain):
+    """Tells the thread's name, which lines of logs have."""
+
+    def __getitem__(self, index: int) -> str:
+        return threading.current_thread().name
+
+
+def test_the_thread_of_a_worker() -> None:
+    assert list(loader(Threads(2), batch_size=None)) == ["MainThread"] * 2
+
+
 class Related(Plain):
     """Tells what multiprocessing knows of its process, and of the trainer's."""
 
