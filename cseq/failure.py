@@ -62,9 +62,9 @@ def _travelling(error: BaseException) -> bytes | None:
     for candidate in (error, _Rebuilt(error), _Rebuilt(error, bare=True)):
         try:
             data = dumps(candidate)
-            copy = pickle.loads(data)
+            back = pickle.loads(data)
             # The text may be made of an attribute that is left out.
-            if type(copy) is type(error) and _has_text(copy) >= _has_text(error):
+            if type(back) is type(error) and _has_text(back) >= _has_text(error):
                 return data
         except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
             continue

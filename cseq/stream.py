@@ -383,13 +383,6 @@ class Streams:
         """Process ids of the workers, in their order; None for one that is just being started."""
         return self._run.pool.pids()
 
-    def children(self) -> list[Child | None]:
-        """Worker processes, in their order; None for one that is just being started, or has ended.
-
-        A process that was returned can be asked for its exit code after its end.
-        """
-        return self._run.pool.children()
-
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
         """Latest process of each worker, by the worker's number; it may have ended.
 
@@ -789,10 +782,6 @@ class StreamPool:
     def pids(self) -> list[int | None]:
         """Process ids of the workers."""
         return [self.supervisor.pid(number + 1) for number in range(self.num_workers)]
-
-    def children(self) -> list[Child | None]:
-        """Processes of the workers."""
-        return [self.supervisor.child(number + 1) for number in range(self.num_workers)]
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""

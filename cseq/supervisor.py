@@ -439,15 +439,10 @@ class Supervisor:
         worker = self._workers.get(owner)
         return worker is not None and worker.state == READY
 
-    def child(self, owner: int) -> Child | None:
-        """Return a worker's process; None while it is being started or replaced."""
-        worker = self._workers.get(owner)
-        return None if worker is None else worker.child
-
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id; None while it is being started or replaced."""
-        child = self.child(owner)
-        return None if child is None else child.pid
+        worker = self._workers.get(owner)
+        return None if worker is None else worker.child.pid
 
     def kill(self, owner: int, number: int = KILL) -> int | None:
         """Send a worker a signal; its death is handled as any other.

@@ -872,7 +872,7 @@ def test_a_runner_begins_when_there_are_enough_tickets() -> None:
         for batch in range(2, 40, 2):
             post(ring, batch)
             post(ring, batch + 1)
-            while ring.depths() != (0, 0, 2):  # nobody waits
+            while ring.depths() != (0, 0, 2):  # without a wait at the ring
                 pass
             assert [take(ring), take(ring)] == [batch, batch + 1]
 

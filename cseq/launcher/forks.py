@@ -40,7 +40,7 @@ def _close_private() -> None:
 
 # The user's thread may fork, too. What runs there before and after is C alone: an exception of a
 # signal handler would keep a function in Python from releasing the guard, for which the thread that
-# starts workers would then wait for ever. In a child, the guard is nobody's.
+# starts workers would then wait for ever. In a child, the guard is free.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork_guard.acquire,

@@ -320,7 +320,7 @@ class ForkServerLauncher:
         Raises
         ------
         _Cancelled
-            There is none, and `cancel` was called: nobody would use another one.
+            There is none, and `cancel` was called, after which none is started.
         """
         for _ in range(MOST_TRIES):
             server = self._start()

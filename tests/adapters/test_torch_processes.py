@@ -72,7 +72,7 @@ def test_it_is_alive_from_the_beginning(ask: Any, answer: Any) -> None:
 
 
 @pytest.mark.usefixtures("_started_slowly")
-def test_nobody_is_waited_for_where_none_comes() -> None:
+def test_a_process_that_will_not_be_started_is_not_waited_for() -> None:
     """One thread asks for a process that will not be started, since another one ends the loader."""
     iterator = spawned(2)
     asked: list[Any] = []

@@ -200,6 +200,18 @@ def reset(scale: int) -> None:
             assert sum(1 for _ in manager) == scale
 
 
+def take_until_interrupted(items: Iterator[Any], begun: threading.Event) -> None:
+    """Take what comes; set `begun` with the first; the epoch must not come to its end."""
+    try:
+        for _ in items:
+            begun.set()
+    except InterruptedError:
+        return
+    finally:
+        begun.set()
+    raise AssertionError("the epoch was not interrupted")
+
+
 def closed(scale: int) -> None:
     """A manager that is finished, or started again, in the middle of an epoch."""
     for kind, workers, rounds in (
@@ -213,15 +225,7 @@ def closed(scale: int) -> None:
             iterator = iter(manager.start())
             begun = threading.Event()
 
-            def take(iterator: Any = iterator, begun: Any = begun) -> None:
-                try:
-                    for _ in iterator:
-                        begun.set()
-                except InterruptedError:
-                    return
-                finally:
-                    begun.set()
-                raise AssertionError("the epoch was not interrupted")
+            take = partial(take_until_interrupted, iterator, begun)
 
             def end(begun: Any = begun, turn: int = turn, manager: Any = manager) -> None:
                 begun.wait()
@@ -333,18 +337,8 @@ def glance(made: Streams, times: int) -> None:
 def cut(made: Streams, scale: int, end: Callable[[], None]) -> None:
     """End an epoch from another thread."""
     made.begin([MANY] * made.num_workers)
-    items = iter(made)
     begun = threading.Event()
-
-    def take() -> None:
-        try:
-            for _ in items:
-                begun.set()
-        except InterruptedError:
-            return
-        finally:
-            begun.set()
-        raise AssertionError("the epoch was not interrupted")
+    take = partial(take_until_interrupted, iter(made), begun)
 
     def cut_it() -> None:
         begun.wait()

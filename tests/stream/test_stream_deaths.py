@@ -166,16 +166,14 @@ def test_processes_can_be_asked_after_their_end() -> None:
     """For the exit code, which a pid would not tell."""
     with streams() as s:
         s.begin([2, 2])
-        children = s.children()
-        assert [child.pid for child in children if child is not None] == s.pids()
-        first, second = children
-        assert first is not None
-        assert second is not None
+        processes = s.processes(wait=True)
+        first, second = (processes[number] for number in (0, 1))
+        assert [first.pid, second.pid] == s.pids()
         assert not first.gone
         first.kill()
         assert first.status(10.0) == KILLED
         assert len(list(s)) == 4
-    assert s.children() == [None, None]
+    assert s.pids() == [None, None]
     assert second.status(10.0) == 0
     assert first.gone
     assert second.gone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,10 +48,10 @@ def make_iterator(
     ValueError
         A state was loaded, which torch's own iterator cannot use.
     """
-    lost = _lost(rng=rng, on_error=on_error)
+    fall_back = partial(_fall_back, loader, otherwise, resume, rng=rng, on_error=on_error)
     reason = _reason_against(loader)
     if reason is not None:
-        return _fall_back(loader, reason, otherwise, lost, resume)
+        return fall_back(reason)
     if loader.num_workers == 0:
         return InlineIterator(loader, rng=rng, on_error=on_error, resume=resume)
     loader.check_worker_number_rationality()
@@ -64,15 +65,7 @@ def make_iterator(
         if generators is None:
             raise
         _restore(generators, loader.generator)
-        reason = str(error).replace("producer.fetching.", "")
-        return _fall_back(loader, reason, otherwise, lost, resume)
-
-
-def _lost(**options: str) -> str:
-    """Name the options that torch's own iterator does not have, unless they say what it does."""
-    return ", ".join(
-        f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
-    )
+        return fall_back(str(error).replace("producer.fetching.", ""))
 
 
 def _reason_against(loader: data.DataLoader[Any]) -> str | None:
@@ -95,12 +88,12 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def _fall_back(
     loader: data.DataLoader[Any],
-    reason: str,
     otherwise: Callable[[], Any],
-    lost: str,
     resume: Resume | None,
+    reason: str,
+    **options: str,
 ) -> Any:
-    """Make torch's own iterator, and log why, once for each loader."""
+    """Make torch's own iterator; log why, and which options it does not have, once for a loader."""
     if resume is not None:
         raise ValueError(
             "the state that was loaded cannot be used: this loader has torch's own iterator, which "
@@ -108,6 +101,9 @@ def _fall_back(
         )
     if loader not in _told:
         _told.add(loader)
+        lost = ", ".join(
+            f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
+        )
         more = lost and f"; it cannot do {lost}"
         log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
     return otherwise()

@@ -20,7 +20,7 @@ class WorkerProcess:
 
     That end is what the thread that watches the workers has found. To look for it here, on the
     user's thread, would not do: Ctrl-C in the middle of it would lose what was found, and could
-    leave the fork server's socket as if somebody read from it for ever.
+    leave the fork server's socket marked as being read, for ever.
 
     Attributes
     ----------
