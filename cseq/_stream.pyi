@@ -36,7 +36,7 @@ class StreamConsumer:
         slots: Slots,
         read: Callable[
             [StreamConsumer],
-            tuple[int, list[Any], BaseException | None, str, bool, int, int] | None,
+            tuple[int, list[Any], str, bool, int, int] | None,
         ],
         extend: Callable[[], None],
         *,
@@ -64,6 +64,12 @@ class StreamConsumer:
     def take_reply(self, cell: int, token: int, failed: str) -> None: ...
 
 @final
+class ItemFailure:
+    error: Final[BaseException]
+    worker: Final[int]
+    def __new__(cls, error: BaseException, worker: int = -1) -> Self: ...
+
+@final
 class ItemReader:
     run: Final[RunState]
     generation: Final[int]
@@ -77,6 +83,7 @@ class ItemReader:
         over: Callable[[], None],
         *,
         depth: int,
+        raises: bool = True,
     ) -> Self: ...
     def end(self) -> None: ...
     def begin(

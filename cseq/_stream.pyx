@@ -48,6 +48,24 @@ cdef object NOTHING = object()
 
 
 @cython.final
+cdef class ItemFailure:
+    """What there is in place of an item: the exception that was raised while it was made or sent.
+
+    Parameters
+    ----------
+    error : BaseException
+    worker : int
+        The number of the one that was to make it; -1: not known.
+    """
+
+    cdef readonly object error
+    cdef readonly Py_ssize_t worker
+
+    def __cinit__(self, error not None, Py_ssize_t worker=-1):
+        self.error, self.worker = error, worker
+
+
+@cython.final
 @cython.no_gc
 cdef class Request:
     """Data for a worker, in a slot that is taken for as long as this object exists.
@@ -105,10 +123,10 @@ cdef class StreamConsumer:
     ring : Ring
     slots : Slots
     read : callable
-        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, error, failed,
-        ended, nbytes, ns)``. `token` is that of `peek`; `error` is the exception raised after the
-        items, or None, and `failed` its text; `ended`: no item follows; `nbytes` and `ns` are those
-        of all items. It returns None if a signal handler has taken that ticket out.
+        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, failed,
+        ended, nbytes, ns)``. `token` is that of `peek`; an item may be an `ItemFailure`; `ended`: no
+        item follows; `failed`: the exception that has ended the stream, as text; `nbytes` and `ns`
+        are those of all items. It returns None if a signal handler has taken that ticket out.
     extend : callable
         ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     number : int
@@ -161,7 +179,6 @@ cdef class StreamConsumer:
     cdef uint64_t unwoken           # those of them that were asked for since the worker was woken
     cdef list ready
     cdef Py_ssize_t at              # of the ready items, the next one
-    cdef object error               # to be raised behind them
     cdef readonly str failed
     # How many items the next ticket asks for.
     cdef uint64_t count
@@ -357,12 +374,12 @@ cdef class StreamConsumer:
 
     # -- keys
     cdef uint64_t waiting(self) noexcept:
-        """Items that have come out of the ring and wait; in an epoch of keys, exceptions, too."""
-        return <uint64_t>(len(self.ready) - self.at) + (self.keyed and self.error is not None)
+        """Items that have come out of the ring and wait."""
+        return <uint64_t>(len(self.ready) - self.at)
 
     cdef bint is_answered(self) noexcept:
         """Whether `prepare` does not wait for the worker."""
-        return (self.waiting() or self.error is not None or self.over or not self.outstanding
+        return (self.waiting() or self.over or not self.outstanding
                 or cseq_ring_ready(self.ring.r, self.cell_before(self.outstanding)))
 
     cdef uint32_t unanswered(self) noexcept:
@@ -388,11 +405,11 @@ cdef class StreamConsumer:
 
     def end(self):
         """Give up the epoch, and the call that is under way."""
-        before = self.ready, self.error  # their destructors may run code: after all else is done
+        before = self.ready  # destructors may run code: after all else is done
         cdef list ready = []
         self.give_up_call()
         self.give_up()
-        self.ready, self.at, self.error, self.assignment = ready, 0, None, None
+        self.ready, self.at, self.assignment = ready, 0, None
         self.epoch = 0
         self.sweep()
 
@@ -531,11 +548,11 @@ cdef class StreamConsumer:
             raise
         if found is None:
             return 0
-        token, items, error, failed, ended, nbytes, ns = found
+        token, items, failed, ended, nbytes, ns = found
         # `read` may have run arbitrary code: check that this is still the oldest ticket.
         if (self.outstanding and token == cseq_load_acq_u64(
                 &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
-            self.commit(items, error, failed, ended, nbytes, ns)
+            self.commit(items, failed, ended, nbytes, ns)
         return 0
 
     cdef tuple decode_one(self):
@@ -561,19 +578,19 @@ cdef class StreamConsumer:
         if plan is None:
             return None
         item = plan.read(slot, f, True, None, None)
-        return token, [item], None, "", False, used, words[STREAM_NS]
+        return token, [item], "", False, used, words[STREAM_NS]
 
-    cdef int commit(self, list items, error, str failed, bint ended, uint64_t nbytes,
+    cdef int commit(self, list items, str failed, bint ended, uint64_t nbytes,
                     uint64_t ns) except -1:
         """Take the oldest ticket out of the ring, and move its items to the ready queue."""
         cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
-        cdef uint64_t made = count if self.keyed else <uint64_t>len(items)
+        cdef uint64_t made = <uint64_t>len(items)
         self.leave_oldest()
-        self.ready, self.at, self.error = items, 0, error
+        self.ready, self.at = items, 0
         self.asked -= count
         self.start -= count - made
         cseq_count_u64(&self.ticket_count, 1)
-        cseq_count_u64(&self.item_count, <uint64_t>len(items))
+        cseq_count_u64(&self.item_count, made)
         cseq_count_u64(&self.byte_count, nbytes)
         if ended:
             self.failed = failed
@@ -600,11 +617,6 @@ cdef class StreamConsumer:
         """Wait until an item is ready, and ask for more items. False: there are no more.
 
         May run any code, but none between finding an item and the return.
-
-        Raises
-        ------
-        BaseException
-            The producer's exception, once.
         """
         while True:
             if self.at < len(self.ready):
@@ -613,14 +625,6 @@ cdef class StreamConsumer:
                 PyErr_CheckSignals()
                 if self.at < len(self.ready):
                     return True
-            elif self.error is not None:
-                if self.keyed:  # taken out as an item is
-                    PyErr_CheckSignals()
-                    if self.error is not None:
-                        return True
-                    continue
-                error, self.error = self.error, None
-                raise error
             elif self.over or (self.keyed and not self.outstanding):
                 return False
             else:
@@ -689,18 +693,21 @@ cdef class ItemReader:
         ``over()`` is called where the caller is told that there are no more items, of any worker.
     depth : int
         The most keys of a worker that are posted, being made, or ready.
+    raises : bool
+        Raise the exception of an `ItemFailure` in place of the item; else return the `ItemFailure`.
 
     Attributes
     ----------
     generation : int
         The run's `generation` when the epoch was begun; -1: no epoch is under way.
     taken : int
-        Items that were returned in this epoch, or (those of keys) raised.
+        Items that were returned or raised in this epoch.
     """
 
     cdef readonly RunState run
     cdef readonly int64_t generation
     cdef readonly uint64_t taken
+    cdef bint raises
     cdef list consumers
     cdef object write, wait, over
     cdef uint32_t depth
@@ -721,12 +728,12 @@ cdef class ItemReader:
     cdef Py_ssize_t latest          # the worker of the key that was posted last
 
     def __cinit__(self, RunState run not None, list consumers not None, write, wait, over, *,
-                  uint32_t depth):
+                  uint32_t depth, bint raises=True):
         cdef size_t room = 1
         cdef StreamConsumer consumer
         self.run, self.consumers = run, consumers
         self.write, self.wait, self.over = write, wait, over
-        self.depth = depth
+        self.depth, self.raises = depth, raises
         for consumer in consumers:
             room += consumer.ring.r.capacity
         self.line = <uint32_t*>PyMem_RawCalloc(room, 4)
@@ -952,7 +959,7 @@ cdef class ItemReader:
                     raise StopIteration
                 if self.run.is_at(<uint64_t>generation):
                     self.taken += 1
-                    return consumer.pop()
+                    return self.given(consumer.pop())
         except Exception:
             self.check(generation)
             raise
@@ -965,7 +972,7 @@ cdef class ItemReader:
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(self.consumers)):
             consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, k)
-            if consumer.waiting() or consumer.error is not None or not consumer.over:
+            if consumer.waiting() or not consumer.over:
                 return False
         return True
 
@@ -1034,20 +1041,25 @@ cdef class ItemReader:
     cdef object take(self, StreamConsumer consumer):
         """Take out the item of the consumer at the beginning of the line; post the next key."""
         cdef uint32_t worker = self.line[0]
-        item = error = None
-        if consumer.at < len(consumer.ready):
-            item = consumer.pop()
-        else:
-            error, consumer.error = consumer.error, None
+        item = consumer.pop()
         self.taken += 1
-        self.leave(0)
         if self.keyed:
+            self.leave(0)
             self.post(False)
-        else:
+        elif consumer.waiting() or not consumer.failed:  # else it stays, for `find` to say so
+            self.leave(0)
             self.line[self.length] = worker
             self.length += 1
-        if error is not None:
-            raise error
+        return item
+
+    cdef bint is_raised(self, item) noexcept:
+        """Whether there is an exception in place of an item, and it is to be raised."""
+        return self.raises and type(item) is ItemFailure
+
+    cdef object given(self, item):
+        """Return an item that was taken out, or raise what is in its place."""
+        if self.is_raised(item):
+            raise (<ItemFailure>item).error
         return item
 
     def peek(self):
@@ -1077,8 +1089,8 @@ cdef class ItemReader:
             consumer = self.find(generation, True)
             if consumer is None:
                 raise StopIteration
-            if consumer.at == len(consumer.ready):
-                self.take(consumer)
+            if self.is_raised(consumer.ready[consumer.at]):
+                self.given(self.take(consumer))
             return self.taken, consumer.ready[consumer.at]
         except Exception:
             self.check(generation)
@@ -1100,7 +1112,8 @@ cdef class ItemReader:
                 if not self.keyed or not self.fetch(1):
                     break
             consumer = self.at(0) if self.length else None
-            if consumer is None or consumer.at == len(consumer.ready):
+            if (consumer is None or not consumer.waiting()
+                    or self.is_raised(consumer.ready[consumer.at])):
                 raise RuntimeError(f"item {number} was not peeked at")
             item = self.take(consumer)  # its destructor may run code: after all else is done
         except Exception:
@@ -1139,7 +1152,7 @@ cdef class ItemIterator:
             consumer = self.reader.find(self.generation, False)
             if consumer is None:
                 raise StopIteration
-            return self.reader.take(consumer)
+            return self.reader.given(self.reader.take(consumer))
         except Exception:
             self.reader.check(self.generation)
             raise

@@ -12,8 +12,8 @@ goes to `start`.
               call or key, assignment        two requests: six of the cell's words for each
               key                            a list of ints: one of the cell's words for each
     request   slot, bytes committed, record  data that the trainer has written into a slot
-    answer    record                         one item, encoded as a batch; or several, each encoded
-                                             as a batch, and a table of them
+    answer    record                         one item, encoded as a batch; or an exception; or
+                                             several of either, each encoded as a batch, and a table
               ns, items and flags            two of the cell's words
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 from cseq import codec, context, failure, indexer
 from cseq._core import Runner, now_ns
 from cseq._memory import Block, copy_of
-from cseq._stream import BEGIN, CALL, ITEMS
+from cseq._stream import BEGIN, CALL, ITEMS, ItemFailure
 from cseq.launcher.forks import in_forked_children
 from cseq.stage import INDEXER, run
 from cseq.transport import SlotWriter
@@ -73,8 +73,8 @@ NS, MADE = 13, 14  # of an answer: ns that its items took; how many there are, a
 KEY, KEYS = 15, 16  # how many ints the key has, or one of the next two; and the ints
 NO_KEY, IN_REQUEST = -1, -2
 MOST = 64  # items that one ticket can ask for
-ENDED, BROKEN = 1, 2  # flags of an answer: no item follows; and its last item is an exception
-ENTRY_WORDS = 5  # of an entry of the table: where an item begins, and its record
+ENDED, BROKEN = 1, 2  # flags of an answer: no item follows; since the last one is an exception
+ENTRY_WORDS = 5  # of an entry of the table: where an item begins (~: an exception), and its record
 SCRATCH = 1 << 16  # bytes
 INT64 = np.dtype(np.int64)
 
@@ -189,9 +189,14 @@ class Making:
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
             if not keyed:
                 self._end(epoch)
-            self._batch_context.allocator = None
-            self._rooms[runner.cell][NS] = self._rooms[runner.cell][MADE] = 0
-            self._batch_writer.fail(runner, error)
+            self._fail(runner, error, 0 if keyed else ENDED | BROKEN)
+
+    def _fail(self, runner: Runner, error: BaseException, flags: int) -> None:
+        """Publish an exception in place of an item, or of a reply."""
+        self._batch_context.allocator = None
+        room = self._rooms[runner.cell]
+        room[NS], room[MADE] = 0, flags
+        self._batch_writer.fail(runner, error)
 
     def _end(self, epoch: int) -> None:
         """End the stream for this epoch."""
@@ -272,16 +277,19 @@ class Making:
             self._publish(runner, (0, 0, 0, 0), 0, ENDED)
             return
         self._at += 1
-        if batch_writer.try_publish(runner, item):
-            return
-        record = batch_writer.write(runner, item)
-        del item  # publish checks whether the producer has kept arrays in the slot
-        batch_writer.publish(runner, record)
+        try:
+            if batch_writer.try_publish(runner, item):
+                return
+            record = batch_writer.write(runner, item)
+            del item  # publish checks whether the producer has kept arrays in the slot
+            batch_writer.publish(runner, record)
+        except BaseException as error:  # noqa: BLE001 - of the user's classes; the next item is made
+            self._fail(runner, error, 0)
 
     def _make_some(self, runner: Runner, items: Iterator[Any], count: int) -> None:
         """Publish several items, each encoded before the next is made.
 
-        An exception behind the first of them is encoded as an item.
+        An exception is encoded in place of an item. That of the producer ends the stream.
         """
         writer, room = self._writer, self._rooms[runner.cell]
         self._batch_writer.begin(runner)
@@ -294,16 +302,18 @@ class Making:
                 room[SINCE] = now_ns()
             try:
                 item = next(items, _END)
+            except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
+                table.extend(self._append_error(error))
+                flags = ENDED | BROKEN
+            else:
                 if item is _END:
                     flags = ENDED
                     break
-                table.extend(self._append(item))
-            except BaseException as error:
-                if not made:
-                    raise
-                table.extend(self._append(failure.pack(error)))
-                flags = ENDED | BROKEN
-                break
+                try:
+                    entry = self._append(item)
+                except BaseException as error:  # noqa: BLE001 - of the user's classes
+                    entry = self._append_error(error)
+                table.extend(entry)
             made += 1
         self._at += made
         if flags:
@@ -323,6 +333,11 @@ class Making:
         offset = writer.place(scratch.used)
         writer.memory.store_from(offset, scratch.memory, scratch.used)
         return offset, *record
+
+    def _append_error(self, error: BaseException) -> tuple[int, ...]:
+        """Encode an exception in place of an item."""
+        offset, *record = self._append(failure.pack(error))
+        return ~offset, *record
 
 
 class Scratch(Writer):
@@ -362,16 +377,28 @@ class EncodedItem(NamedTuple):
 
 
 def parse(memory: Memory, record: tuple[int, ...], *, encoded: bool = False) -> list[Any]:
-    """Read the items of an answer that has a table, decoded or not; each has its own memory."""
+    """Read the items of an answer that has a table, decoded or not; each has its own memory.
+
+    An exception in place of an item, also one that is raised as it is decoded, is an `ItemFailure`.
+    """
     words = memory.view(record[0], INT64, (record[1] // 8,)).tolist()
-    items = []
+    items: list[Any] = []
+    own: Memory
     for at in range(0, len(words), ENTRY_WORDS):
-        entry = words[at + 1 : at + ENTRY_WORDS]
-        own: Memory
-        if encoded and not entry[1]:  # a piece of bytes, wherever it lies
-            own = copy_of(memory, entry[3], entry[0])
-            items.append(EncodedItem(own, (0, 0, 0, entry[3])))
+        offset, entry = words[at], words[at + 1 : at + ENTRY_WORDS]
+        if encoded and offset >= 0 and not entry[1]:  # a piece of bytes, wherever it lies
+            items.append(EncodedItem(copy_of(memory, entry[3], entry[0]), (0, 0, 0, entry[3])))
             continue
-        own = copy_of(memory, codec.used(entry), words[at]) if entry[1] else memory
-        items.append(EncodedItem(own, tuple(entry)) if encoded else codec.decode(own, entry))
+        start = offset if offset >= 0 else ~offset
+        own = copy_of(memory, codec.used(entry), start) if entry[1] else memory
+        if encoded and offset >= 0:
+            items.append(EncodedItem(own, tuple(entry)))
+            continue
+        try:
+            item = codec.decode(own, entry)
+        except MemoryError:
+            raise  # the next attempt may find more memory
+        except Exception as error:  # noqa: BLE001 - of the user's class; takes the item's place
+            item = ItemFailure(error)
+        items.append(item if offset >= 0 else ItemFailure(failure.unpack(item)))
     return items

@@ -26,7 +26,7 @@ from cseq import codec, failure
 from cseq._core import now_ns, wait_any
 from cseq._memory import SMALL, Mapping
 from cseq._slots import Lease
-from cseq._stream import ItemIterator, ItemReader, Request, StreamConsumer
+from cseq._stream import ItemFailure, ItemIterator, ItemReader, Request, StreamConsumer
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
 from cseq.errors import RemoteTraceback
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     Post = tuple[int, int]  # cell and number of a ticket
     Answer = tuple[int, int, int, int, int, tuple[int, ...]]  # see `StreamConsumer.peek`
 
-__all__ = ["EncodedItem", "KeyProducer", "Producer", "Streams"]
+__all__ = ["EncodedItem", "ItemFailure", "KeyProducer", "Producer", "Streams"]
 
 DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
 MOST_AHEAD = 2**62  # items
@@ -111,6 +111,9 @@ class Streams:
         See `MSequence`.
     encoded : bool
         Items come out as `EncodedItem`, for another process to decode; see `segment`.
+    errors : 'raise' or 'return'
+        Raise exceptions in place of items, or return an `ItemFailure` there, which has the
+        ``error`` and the number of the ``worker``.
     show : callable, optional
         ``show(key)`` is what messages and errors have for a key, if not the key itself.
     launch : 'now' or 'begin'
@@ -130,10 +133,10 @@ class Streams:
     so the producer may reuse its buffers. Several small and quick items share one ticket. An item
     stays intact as long as there are references to a part of it.
 
-    An exception of a producer is raised by the call that waits for the item; its ``__cause__``
-    shows the worker's traceback and has the worker's number (``worker``). That worker's stream is
-    then over until the next `begin`. In an epoch of keys the exception takes the place of its item
-    and ends nothing.
+    An exception takes the place of its item; its ``__cause__`` shows the worker's traceback and has
+    the worker's number (``worker``). That of `Producer.items` also ends the worker's stream until
+    the next `begin`; that of a key's item, or of an item that cannot be pickled or decoded, ends
+    nothing.
 
     A worker that has died is replaced: the new process begins the epoch from the same assignment
     and goes on from the first item that was not received (`Producer.items`). Changes that `ask` has
@@ -161,6 +164,7 @@ class Streams:
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
         encoded: bool = False,
+        errors: Literal["raise", "return"] = "raise",
         show: Callable[[Any], Any] | None = None,
         launch: Literal["now", "begin"] = "now",
     ) -> None:
@@ -192,6 +196,7 @@ class Streams:
             pool.await_any,
             pool.clock.stop,
             depth=pool.depth,
+            raises=choice("errors", errors, ("raise", "return")) == "raise",
         )
         self._finalizer = close_with(self, self._run)
         try:
@@ -350,7 +355,7 @@ class Streams:
         `peek` and `commit` together are ``next`` for callers that keep a record of items. `peek`
         returns the same item and number, also after an interrupt (Ctrl-C), until `commit` has been
         called with that number; so what is recorded in between must be the same when it is recorded
-        twice. An exception in an epoch of keys has a number, too; `peek` raises and removes it.
+        twice. An exception has a number, too; `peek` raises and removes it.
         """
         return self._reader.peek
 
@@ -627,50 +632,48 @@ class StreamPool:
 
     # -- items
 
-    def _read(
-        self, consumer: StreamConsumer
-    ) -> tuple[int, list[Any], BaseException | None, str, bool, int, int] | None:
+    def _read(self, consumer: StreamConsumer) -> tuple[int, list[Any], str, bool, int, int] | None:
         """Wait for the oldest ticket and decode its items; it stays in the ring."""
         answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._began)
         if answer is None:
             return None
         if self.clock.starting:
             self.clock.started()
-        try:
-            items, error = self._decode(consumer, answer)
-        except MemoryError:
-            raise  # the next attempt may find more memory
-        except Exception as raised:  # noqa: BLE001 - takes the place of the item
-            items, error = [], raised
-        token, cell, record, number = answer[0], answer[1], answer[5], consumer.number
-        failed = ""
-        if error is not None:
-            at = f"item {consumer.ring.start(cell) + len(items)} of worker {number}"
-            error = failure.named(_signed(error, number), f"{at}, epoch {self._epoch}")
-            failed = _ended_by(error, number)
-        ended = not consumer.keyed and (error is not None or bool(record[5] & ENDED))
-        return token, items, error, failed, ended, codec.used(record), record[4]
+        items = self._decode(consumer, answer)
+        token, record, start = answer[0], answer[5], consumer.ring.start(answer[1])
+        if ItemFailure in map(type, items):
+            items = [self._named(consumer, item, at) for at, item in enumerate(items, start)]
+        failed = _ended_by(items[-1].error, consumer.number) if record[5] & BROKEN else ""
+        ended = bool(record[5] & ENDED)
+        return token, items, failed, ended, codec.used(record), record[4]
 
-    def _decode(
-        self, consumer: StreamConsumer, answer: Answer
-    ) -> tuple[list[Any], BaseException | None]:
-        """Decode a ticket's items, and what was raised behind them."""
+    def _named(self, consumer: StreamConsumer, item: Any, at: int) -> Any:
+        """Return an item; if it is a failure, with its worker, and the item's number in a note."""
+        if type(item) is not ItemFailure:
+            return item
+        number = consumer.number
+        place = f"item {at} of worker {number}, epoch {self._epoch}"
+        return ItemFailure(failure.named(_signed(item.error, number), place), number)
+
+    def _decode(self, consumer: StreamConsumer, answer: Answer) -> list[Any]:
+        """Decode a ticket's items."""
         _, cell, status, slot, capacity, record = answer
         if status == RAISED:
-            return [], self._slots.error(cell, slot, capacity, record)
+            return [ItemFailure(self._slots.error(cell, slot, capacity, record))]
         if consumer.ring.ticket(cell)[2] > 1:
             memory = self._arena.mapping_of(slot, capacity)
-            items = parse(memory, record, encoded=self._encoded)
-            if not record[5] & BROKEN:
-                return items, None
-            packed = items.pop()
-            return items, failure.unpack(packed.decode() if self._encoded else packed)
+            return parse(memory, record, encoded=self._encoded)
         if not record[5] >> 2:
-            return [], None
+            return []
         if not self._encoded:
-            return [self._slots.decode(cell, slot, capacity, record)], None
+            try:
+                return [self._slots.decode(cell, slot, capacity, record)]
+            except MemoryError:
+                raise  # the next attempt may find more memory
+            except Exception as error:  # noqa: BLE001 - of the user's class; takes the item's place
+                return [ItemFailure(error)]
         lent = self._arena.lend(slot, codec.used(record), capacity)
-        return [EncodedItem(lent, record, slot if type(lent) is Lease else -1)], None
+        return [EncodedItem(lent, record, slot if type(lent) is Lease else -1)]
 
     # -- calls
 

@@ -175,6 +175,46 @@ def test_a_batch_that_cannot_be_pickled(in_order: bool) -> None:
         assert list(made) == [5, 6, 8, 9]
 
 
+class UnsendableItems(data.IterableDataset[Any]):
+    """Some of its samples cannot be pickled."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = data.get_worker_info()
+        assert info is not None
+        for index in range(info.id, 10, info.num_workers):
+            yield threading.Lock() if index in BROKEN else index
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 3])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(
+    in_order: bool, snapshot_every: int
+) -> None:
+    """It ends nothing: it is raised in its place, or left out; a resume begins behind it."""
+    options = {"in_order": in_order, "snapshot_every_n_steps": snapshot_every}
+    made = loader(UnsendableItems(), 2, **options)
+    assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
+    assert len(made.skipped) == len(BROKEN)
+    if in_order:
+        iterator = iter(made)
+        assert [next(iterator) for _ in range(3)] == [0, 1, 4]
+        made.load_state_dict(made.state_dict())
+        assert list(made) == [5, 6, 8, 9]
+    iterator = iter(loader(UnsendableItems(), 2, in_order=in_order, on_error="raise"))
+    got = []
+    while True:
+        try:
+            got.append(next(iterator))
+        except TypeError as error:
+            assert "lock" in str(error)  # noqa: PT017
+            got.append(-1)
+        except StopIteration:
+            break
+    assert (got if in_order else sorted(got)) == (
+        [0, 1, -1, -1, 4, 5, 6, -1, 8, 9] if in_order else [-1, -1, -1, 0, 1, 4, 5, 6, 8, 9]
+    )
+
+
 def test_a_worker_that_dies_of_a_batch_is_no_error_of_it() -> None:
     class Deadly(Plain):
         def __getitem__(self, index: int) -> int:

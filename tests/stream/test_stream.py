@@ -919,5 +919,6 @@ def test_times(by: str) -> None:
             while time.monotonic() < begun + 0.05:
                 pass
             assert s.stats().elapsed == pytest.approx(over.elapsed)
-        assert over.start_waited > 0
+        # The item of a key may be there before it is waited for; replies to `begin` are not.
+        assert by == "keys" or over.start_waited > 0
         assert over.samples == 24

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from counting import Broken, Gated, Numbers, TwoArguments, in_process, next_or_none, plain, streams
+from streaming import lost_slots
 
 import cseq
 import cseq.deaths
+from cseq.stream import ItemFailure
+from cseq.unpicklable import UnpicklableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,10 +219,24 @@ def test_an_exception_in_a_call() -> None:
 
 
 class Unsendable(Numbers):
-    """One of its items cannot be pickled."""
+    """Items 0, 7 and 19 cannot be pickled, 8 and 18 not be unpickled in the trainer."""
 
     def item(self, k: int) -> Any:
-        return {"lock": threading.Lock()} if k == 7 else super().item(k)
+        if k in (0, 7, 19):
+            return {"lock": threading.Lock()}
+        return Unreadable(os.getpid()) if k in (8, 18) else super().item(k)
+
+
+class Unreadable:
+    """Cannot be unpickled in another process."""
+
+    def __init__(self, pid: int) -> None:
+        if os.getpid() != pid:
+            raise TwoArguments(0, "unreadable")
+        self.pid = pid
+
+    def __reduce__(self) -> Any:
+        return Unreadable, (self.pid,)
 
 
 class Stopping(Numbers):
@@ -229,13 +246,76 @@ class Stopping(Numbers):
         raise StopIteration
 
 
-def test_an_item_that_cannot_be_sent() -> None:
-    """It is an exception that says what it is; the items before it come."""
-    with streams(Unsendable, 1, prefetch=30) as s:
-        s.begin([20])
-        assert [s.next(0)[1] for _ in range(7)] == list(range(7))
-        with pytest.raises(TypeError, match="lock"):
-            s.next(0)
+@pytest.mark.parametrize("prefetch", [1, 2, 30])
+def test_items_that_cannot_be_sent(prefetch: int) -> None:
+    """Each is an exception that says what it is, in its place; the other items come."""
+    with streams(Unsendable, 1, prefetch=prefetch) as s:
+        for _ in range(3):  # later, several share a ticket
+            s.begin([20])
+            for k in range(20):
+                if k in (0, 7, 19):
+                    with pytest.raises(TypeError, match="lock") as caught:
+                        s.next(0)
+                elif k in (8, 18):
+                    with pytest.raises(TwoArguments, match="unreadable") as caught:
+                        s.next(0)
+                else:
+                    assert s.next(0)[1] == k
+                    continue
+                notes = getattr(caught.value, "__notes__", [f"item {k} of worker 0"])
+                assert f"item {k} of worker 0" in notes[-1]
+            with pytest.raises(StopIteration):
+                s.next(0)
+        assert not lost_slots(s)
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_peek_counts_exceptions(prefetch: int) -> None:
+    """They have numbers, and are raised once; behind one that ended nothing the next one comes."""
+    with streams(Unsendable, 1, prefetch=prefetch) as s:
+        s.begin([10])
+        seen = []
+        for number in range(10):
+            try:
+                assert s.peek()[0] == number
+                seen.append(s.peek()[1][1])
+            except (TypeError, TwoArguments):
+                pass
+            else:
+                s.commit(number)
+        assert seen == [1, 2, 3, 4, 5, 6, 9]
+        with pytest.raises(StopIteration):
+            s.peek()
+
+
+@pytest.mark.parametrize("prefetch", [1, 30])
+def test_exceptions_as_items(prefetch: int) -> None:
+    """With ``errors="return"`` they come as the items do, from `next`, `peek` and iterators."""
+    with streams(Unsendable, 2, prefetch=prefetch, errors="return") as s:
+        s.begin([9, 1])
+        first = s.next(1)
+        assert (type(first), type(first.error), first.worker) == (ItemFailure, UnpicklableError, 1)
+        number, first = s.peek()
+        assert (number, type(first.error), first.worker) == (1, UnpicklableError, 0)
+        s.commit(number)
+        got = list(s)
+        assert [item[1] for item in got[:6]] == [1, 2, 3, 4, 5, 6]
+        assert [type(item.error) for item in got[6:]] == [UnpicklableError, TwoArguments]
+        s.begin([0, 0], iter(range(4)))
+        assert [type(item.error) for item in s] == [AttributeError] * 4  # it makes no keys
+
+
+def test_exceptions_among_encoded_items() -> None:
+    """They are raised, and what is not decoded here is an `EncodedItem`."""
+    with streams(Unsendable, 1, prefetch=30, encoded=True) as s:
+        for _ in range(3):
+            s.begin([8])
+            for k in range(8):
+                if k in (0, 7):
+                    with pytest.raises(TypeError, match="lock"):
+                        s.next(0)
+                else:
+                    assert s.next(0).decode()[1] == k
 
 
 @pytest.mark.parametrize("prefetch", [1, 30])

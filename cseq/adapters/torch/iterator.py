@@ -22,15 +22,13 @@ from cseq.adapters.torch.stateful import is_stateful
 from cseq.adapters.torch.taking import Taking
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
-from cseq.stream import Streams
+from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torch.state import Resume
     from cseq.stats import Stats
 
 __all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
-
-UNSENT = object()  # in place of an item that its worker could not send
 
 LONGEST = 4096  # indices of a batch that travel in its ticket; more are sent in a slot
 
@@ -121,6 +119,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 start_method=method,
                 timeout=self._timeout or None,
                 timed_from="wait",
+                errors="return",
                 show=worker.unnumbered if rng == "batch" else None,
                 launch="begin" if keys_first else "now",
             )
@@ -261,18 +260,16 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 raise StopIteration from None
             raise
         number, state = self.progress.turn, None
-        if item is UNSENT:
-            assert self._error is not None
-            self._behind, self._place = (number, None), f"batch {self.progress.yielded}"
-            raise self._error
         kind = type(item)
         if kind is worker.Stated:
             number, state, item = item.worker, item.state, item.batch
-        elif kind is worker.Raised:
+        elif kind is worker.Raised or kind is ItemFailure:
             number = item.worker
-            error = self._error = self._error_of(item)
-            self._place = None if item.is_setup else item.place
-            self._behind = number, state
+            if kind is ItemFailure:  # the batch could not be sent
+                error, self._place = item.error, f"batch {self.progress.yielded}"
+            else:
+                error, self._place = self._error_of(item), None if item.is_setup else item.place
+            self._error, self._behind = error, (number, state)
             try:
                 raise error
             finally:
@@ -300,20 +297,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             del received[0]
 
     def _receive(self) -> None:
-        """Put the next item into `_received`; in C, so that no signal handler comes between.
-
-        An exception that the engine raises in place of an item is set as `_error`: without a call.
-        """
+        """Put the next item into `_received`; in C, so that no signal handler comes between."""
         progress, received = self.progress, self._received
         if not self._is_iterable or not self._in_order:
-            try:
-                received.extend(islice(self._items, 1))
-            except BaseException as error:
-                nothing = self._items.reader.taken == progress.yielded - self._first  # was taken
-                if nothing or received or self._is_iterable:
-                    raise
-                self._error = error
-                received[:] = (UNSENT,)
+            received.extend(islice(self._items, 1))
             if not received:
                 raise StopIteration
             return
