@@ -114,6 +114,8 @@ class Streams:
     errors : 'raise' or 'return'
         Raise exceptions in place of items, or return an `ItemFailure` there, which has the
         ``error`` and the number of the ``worker``.
+    unit : str
+        What messages call an item.
     show : callable, optional
         ``show(key)`` is what messages and errors have for a key, if not the key itself.
     launch : 'now' or 'begin'
@@ -165,6 +167,7 @@ class Streams:
         preload: Sequence[str] | Literal[False] | None = None,
         encoded: bool = False,
         errors: Literal["raise", "return"] = "raise",
+        unit: str = "item",
         show: Callable[[Any], Any] | None = None,
         launch: Literal["now", "begin"] = "now",
     ) -> None:
@@ -186,6 +189,7 @@ class Streams:
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
             encoded=flag("encoded", encoded),
+            unit=unit,
             show=show,
         )
         self._run = Run(pool)
@@ -437,11 +441,12 @@ class StreamPool:
         memory_limit: int,
         threads: int | None,
         encoded: bool,
+        unit: str,
         show: Callable[[Any], Any] | None,
     ) -> None:
         self.num_workers = num_workers
         self._encoded = encoded
-        self._show = show
+        self._unit, self._show = unit, show
         self.timeout, self._patient, self._restart = timeout, patient, restart
         depth = min(prefetch, DEEPEST)
         # One worker may have all keys.
@@ -457,7 +462,7 @@ class StreamPool:
             readers=num_workers,
             task=lambda _: Task(num_workers, timed=timeout is not None),
             describe=self._describe,
-            deaths=Deaths(max_restarts, num_workers, "item", "look at what makes it"),
+            deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it"),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
@@ -483,7 +488,7 @@ class StreamPool:
         ]
         for ring in supervisor.rings:
             ring.wake_at = NEVER  # see `StreamConsumer.request`
-        self._epoch = 0
+        self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
         self._interrupts = 0
         self._began = -1  # `_interrupts` when the epoch was begun
         self.clock = Clock(*supervisor.rings)
@@ -523,7 +528,7 @@ class StreamPool:
 
     def write_key(self, key: Any, number: int) -> Request:
         """Write a key into a slot; TypeError if it cannot be pickled."""
-        return self._write(key, f"key {number} of epoch {self._epoch}")
+        return self._write(key, f"key {number} of epoch {self._epoch - 1}")
 
     # -- waiting
 
@@ -596,10 +601,10 @@ class StreamPool:
         if kind != ITEMS:
             return f"{consumer.names[cell]} in worker {consumer.number}"
         start = consumer.ring.start(cell)
-        named = f"item {start}" if count == 1 else f"items {start} to {start + count - 1}"
+        named = f"{self._unit} {start}" + (f" to {start + count - 1}" if count > 1 else "")
         key = self._key(consumer, cell)
         of_key = "" if key is None else f" ({reprlib.repr(key)})"
-        return f"{named}{of_key} of worker {consumer.number}, epoch {epoch}"
+        return f"{named}{of_key} of worker {consumer.number}, epoch {epoch - 1}"
 
     def _key(self, consumer: StreamConsumer, cell: int) -> Any:
         """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
@@ -628,7 +633,7 @@ class StreamPool:
         items = list(range(start, start + count))
         if key is not None:
             items = key if isinstance(key, list) else [key]
-        return Held(epoch, start, items, self._place(consumer, cell))
+        return Held(epoch - 1, start, items, self._place(consumer, cell))
 
     # -- items
 
@@ -652,7 +657,7 @@ class StreamPool:
         if type(item) is not ItemFailure:
             return item
         number = consumer.number
-        place = f"item {at} of worker {number}, epoch {self._epoch}"
+        place = f"{self._unit} {at} of worker {number}, epoch {self._epoch - 1}"
         return ItemFailure(failure.named(_signed(item.error, number), place), number)
 
     def _decode(self, consumer: StreamConsumer, answer: Answer) -> list[Any]:
@@ -686,7 +691,7 @@ class StreamPool:
         self.supervisor.check()
         self.supervisor.deaths.begin()
         self._epoch += 1
-        name = f"the beginning of epoch {self._epoch}"
+        name = f"the beginning of epoch {self._epoch - 1}"
         try:
             requests = self._write_all(assignments)
             if self._interrupts != generation:

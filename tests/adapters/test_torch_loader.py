@@ -1203,7 +1203,7 @@ def test_a_death_names_the_key(batch_size: int | None) -> None:
     iterator = iter(loader(Deadly(4), batch_size=batch_size, rng="batch", num_workers=1))
     next(iterator)
     named = r"\(1\)" if batch_size is None else r"\(\[1\]\)"
-    with pytest.raises(cseq.WorkerDied, match=f"item 1 {named} of worker 0") as caught:
+    with pytest.raises(cseq.WorkerDied, match=f"batch 1 {named} of worker 0, epoch 0") as caught:
         next(iterator)
     assert caught.value.indices == [1]
 

@@ -213,9 +213,9 @@ def test_an_item_that_kills_again_and_again_is_named(tmp_path: Path) -> None:
     """What has ended three workers ends the streams; WorkerDied names the item."""
     with streams(fatal(tmp_path, 2, 1000), prefetch=1) as s:
         s.begin([5, 5])
-        with pytest.raises(cseq.WorkerDied, match="item 2 of worker 0, epoch 1") as caught:
+        with pytest.raises(cseq.WorkerDied, match="item 2 of worker 0, epoch 0") as caught:
             list(s)
-    assert (caught.value.worker, caught.value.epoch, caught.value.indices) == (0, 1, [2])
+    assert (caught.value.worker, caught.value.epoch, caught.value.indices) == (0, 0, [2])
 
 
 def test_the_items_made_before_an_unrepaired_death_come(tmp_path: Path) -> None:

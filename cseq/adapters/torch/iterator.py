@@ -120,6 +120,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 timeout=self._timeout or None,
                 timed_from="wait",
                 errors="return",
+                unit="batch",
                 show=worker.unnumbered if rng == "batch" else None,
                 launch="begin" if keys_first else "now",
             )
