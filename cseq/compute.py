@@ -16,12 +16,13 @@ import contextlib
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    import ctypes
+    from collections.abc import Mapping
 
-__all__ = ["VARIABLES", "cores", "limit", "variables"]
+__all__ = ["VARIABLES", "cores", "find_openblas", "limit", "variables"]
 
 OPENMP = "OMP_NUM_THREADS"  # torch reads it, too
 # Where one of these is not set, its library reads OPENMP.
@@ -85,29 +86,58 @@ def limit(threads: int | None) -> None:
         if setter is not None and all(name in ours for name in library.variables):
             setter(threads)
     if "OPENBLAS_NUM_THREADS" in ours:
-        for path in _loaded("openblas"):
-            _set_openblas(path, threads)
+        for openblas in find_openblas():
+            openblas.set(threads)
 
 
-def _loaded(name: str) -> Iterator[str]:
-    """Find the loaded shared libraries whose file names contain `name`, on Linux."""
+class OpenBLAS:
+    """An OpenBLAS that is loaded."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        # `set` is called after a fork, which has ended its threads. The functions start as many as
+        # this variable says before they read the new number, and each of them spins for some 25 ms,
+        # for which the start of a worker waits on two cores. So the number is written there first.
+        self._started: Any = None
+        with contextlib.suppress(ValueError):  # a build without threads
+            self._started = _ctypes().c_int.in_dll(library, STARTED)
+        self._setters = [getattr(library, name) for name in OPENBLAS if hasattr(library, name)]
+
+    def set(self, threads: int) -> None:
+        """Set its threads."""
+        if self._started is not None:
+            self._started.value = threads
+        for setter in self._setters:
+            setter(threads)
+
+
+_found: tuple[int, list[OpenBLAS]] = 0, []  # how many modules there were, and what was found
+
+
+def find_openblas() -> list[OpenBLAS]:
+    """Find the loaded ones, on Linux: once, unless modules have been imported since.
+
+    Who forks calls this first: each of its children would copy the pages that this writes to.
+    """
+    global _found
+    if _found[0] != len(sys.modules):
+        paths = _loaded("openblas")
+        found = []
+        for path in paths:
+            with contextlib.suppress(OSError):  # a file that is no library, or is gone
+                library = _ctypes().CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+                found.append(OpenBLAS(library))
+        _found = len(sys.modules), found
+    return _found[1]
+
+
+def _loaded(name: str) -> set[str]:
+    """Find the loaded shared libraries whose file names contain `name`."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
         places = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if name in line}
-        yield from (place for place in places if name in os.path.basename(place))
+        return {place for place in places if name in os.path.basename(place)}
+    return set()
 
 
-def _set_openblas(path: str, threads: int) -> None:
-    """Set the threads of an OpenBLAS that is loaded, and whose own threads a fork has ended.
-
-    Its function starts as many threads as `STARTED` says before it reads the new number, and each
-    of them spins for some 25 ms, for which the start of a worker waits on two cores. So the number
-    is written to `STARTED` first.
-    """
-    ctypes = importlib.import_module("ctypes")
-    with contextlib.suppress(OSError):  # a file that is no library, or is gone
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        with contextlib.suppress(ValueError):  # a build without threads
-            ctypes.c_int.in_dll(library, STARTED).value = threads
-        for name in OPENBLAS:
-            if hasattr(library, name):
-                getattr(library, name)(threads)
+def _ctypes() -> Any:
+    """Import ctypes, which few need."""
+    return importlib.import_module("ctypes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from cseq import compute
 from cseq._memory import fork
 from cseq.launcher.base import (
     FOREVER,
@@ -119,9 +120,12 @@ class ForkLauncher(_DirectLauncher):
 
     def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
         flush_output()
+        if self._threads is not None:
+            compute.find_openblas()
         with handing_over(theirs):
             pid = fork()
             if pid == 0:
-                begin_as_copy(theirs, number, self._entry, local, self._threads)
+                run = context.run
+                run(begin_as_copy, theirs, number, self._entry, local, self._threads)
             theirs.close()
         return PosixProcess(pid)
