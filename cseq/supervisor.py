@@ -14,6 +14,7 @@ worker process is ending; its tickets are posted again once its exit status is k
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import math
 import selectors
@@ -138,6 +139,7 @@ class Supervisor:
         self._spares = spares
         self._granted: dict[int, list[tuple[int, int]]] = {}  # to workers that are to be started
         self._local: Any = None  # the user's object, where workers inherit it
+        self._context = contextvars.Context()  # of the thread that wants the workers
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -216,6 +218,7 @@ class Supervisor:
         """
         if not self._wanted.wait(0):
             self._begun = time.monotonic()
+            self._context = contextvars.copy_context()
             self._wanted.set()
         if self.takes_objects:
             # This process must not be forked while this thread is importing something: the child
@@ -286,7 +289,7 @@ class Supervisor:
         if self.closed:
             return
         try:
-            child = self._launcher.launch(owner - 1, local=self._local)
+            child = self._launcher.launch(owner - 1, local=self._local, context=self._context)
         except OSError:
             if self.closed:  # which has cancelled it
                 return

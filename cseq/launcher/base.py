@@ -15,6 +15,7 @@ from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextvars import Context
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 FOREVER = 1e6  # seconds
@@ -105,7 +106,7 @@ class Launcher(Protocol):
     def cancel(self) -> None:
         """Interrupt `preload`: no worker will be launched any more, unless it can be at once."""
 
-    def launch(self, number: int, *, local: object = None) -> Child:
+    def launch(self, number: int, *, local: object = None, context: Context | None = None) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
 
         Parameters
@@ -114,6 +115,8 @@ class Launcher(Protocol):
             The worker's number, for its name in the system's process list.
         local : object
             Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
+        context : Context, optional
+            Where `takes_objects` is True: the context variables that the worker has.
 
         Raises
         ------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextvars import Context
 from typing import TYPE_CHECKING
 
 from cseq import compute
@@ -79,12 +80,12 @@ class _DirectLauncher:
     def cancel(self) -> None:
         """Do nothing: nothing is waited for."""
 
-    def launch(self, number: int, *, local: object = None) -> Child:
+    def launch(self, number: int, *, local: object = None, context: Context | None = None) -> Child:
         check_owner(self._owner)
         ours, theirs = pair()
         try:
             with theirs, signals_blocked():
-                process = self._start(number, theirs, local)
+                process = self._start(number, theirs, local, context or Context())
                 child = _DirectChild(ours, process)
                 self._children.add(child)
         except BaseException:
@@ -92,7 +93,9 @@ class _DirectLauncher:
             raise
         return child
 
-    def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
+    def _start(
+        self, number: int, theirs: socket.socket, local: object, context: Context
+    ) -> Process:
         raise NotImplementedError
 
     def close(self, deadline: float) -> bool:
@@ -106,7 +109,13 @@ class SpawnLauncher(_DirectLauncher):
 
     method = "spawn"
 
-    def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
+    def _start(
+        self,
+        number: int,
+        theirs: socket.socket,
+        local: object,
+        context: Context,  # noqa: ARG002
+    ) -> Process:
         no_objects(self.method, local)
         start = describe_start("worker", self._entry, number=number)
         return spawn(theirs, start, f"cseq-w{number}", self._threads)
@@ -118,14 +127,16 @@ class ForkLauncher(_DirectLauncher):
     method = "fork"
     takes_objects = True
 
-    def _start(self, number: int, theirs: socket.socket, local: object) -> Process:
+    def _start(
+        self, number: int, theirs: socket.socket, local: object, context: Context
+    ) -> Process:
         flush_output()
         if self._threads is not None:
             compute.find_openblas()
         with handing_over(theirs):
             pid = fork()
             if pid == 0:
-                run = context.run
-                run(begin_as_copy, theirs, number, self._entry, local, self._threads)
+                setting = number, self._entry, local, self._threads
+                context.run(begin_as_copy, theirs, *setting)
             theirs.close()
         return PosixProcess(pid)

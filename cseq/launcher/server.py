@@ -43,6 +43,7 @@ from cseq.threads import Latch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextvars import Context
 
     from cseq.launcher.base import Child
     from cseq.launcher.processes import Process
@@ -389,7 +390,13 @@ class ForkServerLauncher:
                 self._server.start(self._entry, self._threads)
             return self._server
 
-    def launch(self, number: int, *, local: object = None) -> Child:
+    def launch(
+        self,
+        number: int,
+        *,
+        local: object = None,
+        context: Context | None = None,  # noqa: ARG002
+    ) -> Child:
         """Make the server fork a worker."""
         no_objects(self.method, local)
         for _ in range(2):  # a server may be found dead only when it is asked something

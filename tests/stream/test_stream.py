@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import decimal
 import errno
 import gc
 import itertools
@@ -865,6 +867,41 @@ def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert launch == "begin"
         s.begin([0, 0], iter(range(5)))
     assert forked
+
+
+class Surroundings(Numbers):
+    """Tells what is set around it."""
+
+    def make(self, key: int) -> Any:
+        return os.getpid(), VARIABLE.get(), np.geterr()["divide"], decimal.getcontext().prec
+
+
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("VARIABLE", default=0)
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("launch", ["now", "begin"])
+def test_a_forked_worker_has_the_context_of_its_thread(launch: str) -> None:
+    """So has one that replaces it. numpy's and decimal's settings are in it."""
+    got = []
+
+    def work() -> None:
+        VARIABLE.set(1)
+        decimal.setcontext(decimal.Context(prec=5))
+        with (
+            np.errstate(divide="raise"),
+            streams(Surroundings, start_method="fork", launch=launch) as s,
+        ):
+            for _ in range(2):
+                s.begin([0, 0], iter(range(4)))
+                got.extend(s)
+                pid = s.pids()[1]
+                assert pid is not None
+                kill(pid)
+
+    contextvars.copy_context().run(work)
+    assert len({pid for pid, *_ in got}) == 3
+    assert {tuple(rest) for _, *rest in got} == {(1, "raise", 5)}
 
 
 class MakesNumbers(Numbers):
