@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -102,6 +103,34 @@ def unnumbered(key: Any) -> Any:
     return key[1:] if type(key) is list else key[1]
 
 
+class Caller(NamedTuple):
+    """What the thread that calls `iter` has of its own, for a thread of a forked worker.
+
+    That is forked by another thread. numpy's and decimal's settings are in the context.
+    """
+
+    context: contextvars.Context
+    grad: bool
+    autocast: tuple[bool, torch.dtype, bool]  # on the CPU; and whether casts are kept
+
+    @classmethod
+    def here(cls) -> Caller:
+        """Return what this thread has."""
+        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        autocast = enabled, dtype, torch.is_autocast_cache_enabled()
+        return cls(contextvars.copy_context(), torch.is_grad_enabled(), autocast)
+
+    def enter(self) -> None:
+        """Have this thread have it, too."""
+        for variable, value in self.context.items():
+            variable.set(value)
+        torch.set_grad_enabled(self.grad)
+        enabled, dtype, is_kept = self.autocast
+        torch.set_autocast_enabled("cpu", enabled)
+        torch.set_autocast_dtype("cpu", dtype)
+        torch.set_autocast_cache_enabled(is_kept)
+
+
 class Worker(NamedTuple):
     """Makes the producer of a worker, in its process."""
 
@@ -109,7 +138,7 @@ class Worker(NamedTuple):
     init_fn: Callable[[int], Any] | None
     index: Any  # what an iterable data set is asked with: one None for each sample
     batch_seeds: bool
-    grad: bool  # the trainer's torch.is_grad_enabled(), which a forked worker has, too
+    caller: Caller | None  # in the trainer, if the worker is forked
     trainer: tuple[str, int]  # its process's name for multiprocessing, and number
 
     def __call__(self, number: int, num_workers: int) -> Batches:
@@ -243,7 +272,8 @@ class Batches:
         worker = self._worker
         _adopt(self._number, Trainer(*worker.trainer))
         torch.set_num_threads(1)
-        torch.set_grad_enabled(worker.grad)
+        if worker.caller is not None:
+            worker.caller.enter()
         seed = seed_worker(epoch.base_seed, self._number)
         names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
         stack_in_slots()
