@@ -212,6 +212,21 @@ def test_iterable_with_persistent_workers_and_without_any() -> None:
     check(Sharded(3, 6), batch_size=2, num_workers=0)
 
 
+@pytest.mark.parametrize("options", [{}, FORK, FORK | {"persistent_workers": True}], ids=str)
+def test_a_batch_size_that_is_set_at_the_batch_sampler(options: Any) -> None:
+    def sizes(kind: Any) -> Any:
+        seed_all()
+        made = kind(Sharded(7, 7), batch_size=2, **options)
+        made.batch_sampler.batch_size = 3
+        before = list(made)
+        made.batch_sampler.batch_size = 4
+        return before, list(made)
+
+    ours = sizes(cseq.DataLoader)
+    assert same(ours, sizes(data.DataLoader))
+    assert [len(epoch[0][0]) for epoch in ours] == [3, 4]
+
+
 class Point(NamedTuple):
     """A sample."""
 

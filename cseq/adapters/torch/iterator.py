@@ -107,7 +107,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         producer: Any = worker.Worker(
             worker.Fetching.of(self),
             loader.worker_init_fn,
-            [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
             worker.Caller.here() if is_forked else None,
             (multiprocessing.current_process().name, os.getpid()),
@@ -207,9 +206,11 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     def _epochs(self) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
         progress = self.progress
+        index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
         return [
             worker.Epoch(
                 self._base_seed,
+                index=index,
                 made=progress.counts[number],
                 state=self._unread[number],
                 snapshot_every=self._snapshot_every,

@@ -136,7 +136,6 @@ class Worker(NamedTuple):
 
     fetching: Fetching
     init_fn: Callable[[int], Any] | None
-    index: Any  # what an iterable data set is asked with: one None for each sample
     batch_seeds: bool
     caller: Caller | None  # in the trainer, if the worker is forked
     trainer: tuple[str, int]  # its process's name for multiprocessing, and number
@@ -152,6 +151,8 @@ class Epoch(NamedTuple):
     Attributes
     ----------
     base_seed : int
+    index : list of None, or None
+        What an IterableDataset is asked with: one for each sample of a batch.
     made : int
         Batches of this worker that were made before, if that of an IterableDataset is.
     state : bytes or None
@@ -171,6 +172,7 @@ class Epoch(NamedTuple):
     """
 
     base_seed: int
+    index: Any = None
     made: int = 0
     state: bytes | None = None
     snapshot_every: int = 0
@@ -221,7 +223,7 @@ class Batches:
             yield self._raised()
             return
         assert self._epoch is not None
-        index = self._worker.index
+        index = self._epoch.index
         while self._made < self._epoch.made + start:
             if self._next(index, self._number_of_next()) is END:
                 return
@@ -287,8 +289,9 @@ class Batches:
                 if number >= self._asked:
                     self._next(key, 0)
             return
+        assert self._epoch is not None
         while self._made < left and not self._is_over:
-            self._next(self._worker.index, 0)
+            self._next(self._epoch.index, 0)
 
     def _begin(self, epoch: Epoch) -> None:
         """Make the fetcher, where the data set is to begin."""
