@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
+import decimal
 import gc
 import multiprocessing
 import os
@@ -208,6 +210,21 @@ def test_iterable_batches_are_torchs(sizes: Any, options: Any) -> None:
 def test_iterable_with_persistent_workers_and_without_any() -> None:
     check(Sharded(3, 6), batch_size=2, persistent_workers=True)
     check(Sharded(3, 6), batch_size=2, num_workers=0)
+
+
+@pytest.mark.parametrize("options", [{}, FORK, FORK | {"persistent_workers": True}], ids=str)
+def test_a_batch_size_that_is_set_at_the_batch_sampler(options: Any) -> None:
+    def sizes(kind: Any) -> Any:
+        seed_all()
+        made = kind(Sharded(7, 7), batch_size=2, **options)
+        made.batch_sampler.batch_size = 3
+        before = list(made)
+        made.batch_sampler.batch_size = 4
+        return before, list(made)
+
+    ours = sizes(cseq.DataLoader)
+    assert same(ours, sizes(data.DataLoader))
+    assert [len(epoch[0][0]) for epoch in ours] == [3, 4]
 
 
 class Point(NamedTuple):
@@ -597,6 +614,24 @@ def test_recreated_from_its_attributes() -> None:
     assert [b.tolist() for b in again] == [[0, 1], [2, 3]]
 
 
+class Remade(cseq.DataLoader[Any]):
+    """A loader that is made of another one's attributes."""
+
+    def __init__(self, other: Any) -> None:
+        self.__dict__.update(vars(other))
+
+
+def test_made_of_the_attributes_of_torchs() -> None:
+    made = Remade(data.DataLoader(Plain(3), **FORK))
+    assert [batch.tolist() for batch in made] == [[0], [1], [2]]
+    assert made.state_dict()["_iterator_finished"]
+
+
+def test_numbers_and_truth_of_other_types() -> None:
+    check(Plain(5), num_workers=1, in_order=0, timeout=torch.tensor(60.0), pin_memory=0)
+    check(Plain(5), in_order=np.bool_(True), timeout=True, persistent_workers=1)
+
+
 def test_more_batches_than_len() -> None:
     class Wrong(Sharded):
         def __len__(self) -> int:
@@ -754,6 +789,34 @@ def test_what_multiprocessing_shares() -> None:
     assert sorted(dataset.queue.get(timeout=10) for _ in range(6)) == list(range(6))
     dataset.queue.close()
     dataset.queue.join_thread()
+
+
+OWN_VALUE = contextvars.ContextVar("OWN_VALUE", default=0)
+
+
+class Inherited(Plain):
+    """Its samples depend on what a thread has of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        with contextlib.suppress(FloatingPointError):
+            np.float64(1) / np.float64(0)
+            return "divided"
+        third = str(decimal.Decimal(1) / 3)
+        return OWN_VALUE.get(), third, torch.ones(1, 1) @ torch.ones(1, 1), index
+
+
+@forked
+def test_what_the_calling_thread_has_is_inherited() -> None:
+    def told() -> None:
+        OWN_VALUE.set(7)
+        decimal.getcontext().prec = 9
+        with np.errstate(all="raise"), torch.autocast("cpu", torch.bfloat16):
+            [[[value, third, product, _]]] = check(Inherited(1), epochs=1)
+        assert value.item() == 7
+        assert third == ("0.333333333",)
+        assert product.dtype == torch.bfloat16
+
+    contextvars.copy_context().run(told)
 
 
 @forked
@@ -1397,3 +1460,32 @@ def test_a_batch_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="page-locked"):
         next(iterator)
     assert list(iterator) == [2, 3]
+
+
+class Waiting(Plain):
+    """The first sample that is asked for waits."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if not self.entered.is_set():
+            self.entered.set()
+            assert self.released.wait(60)
+        return index
+
+
+def test_two_threads_in_one_iterator() -> None:
+    """None is given to both; where there are workers, torch's hangs."""
+    dataset = Waiting()
+    iterator = iter(cseq.DataLoader(dataset))
+    first: list[Any] = []
+    thread = threading.Thread(target=lambda: first.append(next(iterator)))
+    thread.start()
+    assert dataset.entered.wait(60)
+    with pytest.raises(RuntimeError, match="another thread"):
+        next(iterator)
+    dataset.released.set()
+    thread.join()
+    assert [batch.item() for batch in (*first, *iterator)] == [0, 1, 2, 3]

@@ -73,6 +73,32 @@ def test_torchs_class_has_our_workers() -> None:
     assert not is_installed()
 
 
+class Stateful(data.SequentialSampler):
+    """Counts how often it is asked for its state."""
+
+    asked = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked += 1
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_no_state_is_asked_for(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader of torch's class has none to give."""
+    monkeypatch.setattr(defaults, "rng", "batch")  # or torch's own iterator does without workers
+    sampler = Stateful(range(3))
+    options = FORK if num_workers else {}
+    with installed():
+        assert len(list(data.DataLoader(Plain(3), sampler=sampler, **options))) == 3
+    assert sampler.asked == 0
+    assert len(list(cseq.DataLoader(Plain(3), sampler=sampler, **options))) == 3
+    assert sampler.asked > 0
+
+
 def test_in_a_with_statement() -> None:
     with installed():
         assert is_installed()
@@ -176,7 +202,16 @@ def test_a_context_that_is_not_known(seeds: list[int], caplog: pytest.LogCapture
             return "other"
 
     loader = cseq.DataLoader(Plain(2), num_workers=1, multiprocessing_context=Other())
-    check_fallback(loader, caplog, "other")
+    check_fallback(loader, caplog, "multiprocessing_context is <")
+
+
+def test_a_context_that_starts_its_own_processes(
+    seeds: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    context: Any = multiprocessing.get_context(QUICK)
+    own = type("Own", (type(context),), {"Process": type("Own", (context.Process,), {})})()
+    loader = cseq.DataLoader(Plain(2), num_workers=1, multiprocessing_context=own)
+    check_fallback(loader, caplog, "multiprocessing_context is <")
 
 
 def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:

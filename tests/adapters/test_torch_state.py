@@ -1307,3 +1307,48 @@ class TestTorchdata:
             made = loader(Plain(8), num_workers, batch_size=size, shuffle=True)
             with pytest.raises(ValueError, match=f"2 batches of 4 samples, .* batch_size={size}"):
                 made.load_state_dict(state)
+
+
+class Asking(data.Sampler[Any]):
+    """A sampler, or a data set, whose state is for those who say at which step it is."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def state_dict(self, step: int) -> dict[str, int]:
+        return {"step": step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_that_needs_arguments_is_not_asked_for(num_workers: int) -> None:
+    made = loader(Asking(), num_workers, sampler=Asking())
+    assert [batch.tolist() for batch in made] == [[0], [1], [2]]
+    assert made.state_dict()["workers"] == [None] * max(1, num_workers)
+
+
+class Recounted:
+    """Batches that are drawn anew whenever they are counted."""
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from torch.randperm(6).reshape(3, 2).tolist()
+
+
+def test_a_state_does_not_count_a_samplers_batches() -> None:
+    made = loader(Plain(6), 0, batch_sampler=Recounted())
+    iterator = iter(made)
+    next(iterator)
+    before = torch.get_rng_state()
+    made.load_state_dict(made.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)

@@ -37,7 +37,7 @@ def make_iterator(
     rng: str,
     on_error: str,
     resume: Resume | None = None,
-    snapshot_every: int = 0,
+    snapshot_every: int | None = None,
 ) -> Any:
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
@@ -53,7 +53,9 @@ def make_iterator(
     if reason is not None:
         return fall_back(reason)
     if loader.num_workers == 0:
-        return InlineIterator(loader, rng=rng, on_error=on_error, resume=resume)
+        return InlineIterator(
+            loader, rng=rng, on_error=on_error, resume=resume, snapshot_every=snapshot_every
+        )
     loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
     generators = None if is_forked else _save(loader.generator)
@@ -74,10 +76,10 @@ def _reason_against(loader: data.DataLoader[Any]) -> str | None:
         return "its data set is a datapipe"
     if loader.num_workers == 0:
         return None
-    try:
-        method = start_method_of(loader)
-    except AttributeError:
-        return f"its multiprocessing_context is {loader.multiprocessing_context!r}"
+    chosen = loader.multiprocessing_context
+    if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
+        return f"its multiprocessing_context is {chosen!r}"  # which may start its own processes
+    method = start_method_of(loader)
     if method not in start_methods():
         return f"cseq does not start processes by {method!r} here"
     return None

@@ -29,7 +29,13 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
     """
 
     def __init__(
-        self, loader: Any, *, rng: str, on_error: str, resume: Resume | None = None
+        self,
+        loader: Any,
+        *,
+        rng: str,
+        on_error: str,
+        resume: Resume | None = None,
+        snapshot_every: int | None = None,
     ) -> None:
         state = (resume.states[0] if resume and resume.states else None) or {}
         # A finished epoch: the data set is as it was left, before anything is drawn for the next.
@@ -47,6 +53,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         self._several = 1
         self._clear()  # `_received` has the next key, and behind it its batch, if that is made
         self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
+        self._keeps_state = snapshot_every is not None
         self._skips_errors = on_error == "skip"
         self._batch_context = context.BatchContext(0, 0, 0)
         self._seeds = BatchSeeds(self._batch_context) if rng == "batch" else None
@@ -76,7 +83,9 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
                 except Exception:  # noqa: BLE001 - it was raised in the loop then
                     continue
             return
-        progress.order = order_of(self._index_sampler, self._sampler_iter, 0)
+        progress.order = order_of(
+            self._index_sampler, self._sampler_iter, 0 if self._keeps_state else None
+        )
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         self._sampler_iter = keys
 

@@ -60,8 +60,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         See `DataLoader`.
     resume : Resume, optional
         Where the epoch is to go on.
-    snapshot_every : int
-        See `Epoch`.
+    snapshot_every : int, optional
+        See `Epoch`; None: nobody asks for a state.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         rng: str,
         on_error: str,
         resume: Resume | None = None,
-        snapshot_every: int = 0,
+        snapshot_every: int | None = None,
     ) -> None:
         self._shutdown = True
         names.Base.__init__(self, loader)
         self._profile_name = names.profile_name(names.Workers)
         self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
-        self._in_order = getattr(loader, "in_order", True)  # before torch 2.6 there is none
+        self._in_order = bool(getattr(loader, "in_order", True))  # before torch 2.6 there is none
         if self._num_workers <= 0:
             raise AssertionError(
                 "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
@@ -88,8 +88,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         self._is_iterable = loader._dataset_kind == names.ITERABLE
+        self._keeps_state = snapshot_every is not None
+        every = snapshot_every or 0
         # Batches of keys are not made again for a state: it has to be that of the last one.
-        self._snapshot_every = snapshot_every if self._is_iterable else min(1, snapshot_every)
+        self._snapshot_every = every if self._is_iterable else min(1, every)
         self._first = 0  # batches that were delivered before this epoch was resumed
         self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
         self._unread: list[bytes | None] = [None] * self._num_workers  # see `Epoch.state`
@@ -103,9 +105,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         producer: Any = worker.Worker(
             worker.Fetching.of(self),
             loader.worker_init_fn,
-            [None] * loader.batch_size if self._is_iterable and self._auto_collation else None,
             rng == "batch",
-            torch.is_grad_enabled() if is_forked else True,
+            worker.Modes.here() if is_forked else None,
             (multiprocessing.current_process().name, os.getpid()),
         )
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
@@ -117,7 +118,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 prefetch=self._prefetch_factor,
                 key_size=min(1 + (loader.batch_size or 512), LONGEST),
                 start_method=method,
-                timeout=self._timeout or None,
+                timeout=float(self._timeout) or None,
                 timed_from="wait",
                 errors="return",
                 unit="batch",
@@ -175,9 +176,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 self._items = iter(self._streams)
             return
         progress = self.progress
-        progress.order = order_of(
-            self._index_sampler, self._sampler_iter, self._prefetch_factor * self._num_workers
-        )
+        ahead = self._prefetch_factor * self._num_workers if self._keeps_state else None
+        progress.order = order_of(self._index_sampler, self._sampler_iter, ahead)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         assign = "turn"
         self._first = progress.yielded
@@ -206,9 +206,11 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     def _epochs(self) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
         progress = self.progress
+        index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
         return [
             worker.Epoch(
                 self._base_seed,
+                index=index,
                 made=progress.counts[number],
                 state=self._unread[number],
                 snapshot_every=self._snapshot_every,
@@ -251,15 +253,11 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             raise
         except WorkerTimeout as late:
             raise LoaderTimeout(
-                f"DataLoader timed out after {self._timeout:g} seconds: {late}"
+                f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
             self._ended = True  # as a generator's end behind an exception
             raise self._died(died) from None
-        except InterruptedError:
-            if self.progress.finished:  # another thread has come to the end meanwhile
-                raise StopIteration from None
-            raise
         number, state = self.progress.turn, None
         kind = type(item)
         if kind is worker.Stated:

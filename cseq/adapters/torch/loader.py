@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 from dataclasses import replace
@@ -15,6 +14,7 @@ from cseq.adapters.torch.fallback import make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
     GOES_ON,
+    OWN,
     behind,
     draws_from_global,
     generator_of,
@@ -58,6 +58,13 @@ class DataLoader(data.DataLoader[T_co]):
         map-style data set that has a state is asked behind every batch. 0: never.
     """
 
+    # Of the class, too: some loaders are made of another one's `__dict__`.
+    rng: str | None = None
+    on_error: str | None = None
+    snapshot_every_n_steps: int = 1
+    _progress: Progress | None = None
+    _loaded: dict[str, Any] | None = None
+
     def __init__(
         self,
         *args: Any,
@@ -72,8 +79,6 @@ class DataLoader(data.DataLoader[T_co]):
         self.snapshot_every_n_steps = count(
             "snapshot_every_n_steps", snapshot_every_n_steps, least=0
         )
-        self._progress: Progress | None = None
-        self._loaded: dict[str, Any] | None = None
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
@@ -148,15 +153,14 @@ class DataLoader(data.DataLoader[T_co]):
 
     def _batching(self) -> dict[str, Any]:
         """Return what the batches of an epoch are numbered by; None: that is not known."""
-        sampler, batches = self._index_sampler, None
-        if self._dataset_kind != names.ITERABLE:
-            with contextlib.suppress(TypeError, NotImplementedError):
-                batches = len(sampler)
+        kind = type(inner_of(self._index_sampler))
         shuffle = {data.RandomSampler: True, data.SequentialSampler: False}
+        # Another's `__len__` may draw, or prepare its next epoch.
+        is_torchs = kind in OWN or kind in shuffle
         return {
             "batch_size": self.batch_size,
-            "shuffle": shuffle.get(type(inner_of(sampler))),
-            "batches": batches,
+            "shuffle": shuffle.get(kind),
+            "batches": len(self._index_sampler) if is_torchs else None,
         }
 
     @property

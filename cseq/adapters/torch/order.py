@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GOES_ON",
+    "OWN",
     "Order",
     "behind",
     "draw_seed",
@@ -112,16 +113,18 @@ def leaves_no_trace(index_sampler: Any) -> bool:
     return type(inner) in OWN and getattr(inner, "generator", None) is None
 
 
-def order_of(index_sampler: Any, iterator: Any, ahead: int) -> Order:
+def order_of(index_sampler: Any, iterator: Any, ahead: int | None) -> Order:
     """Choose how the keys of a sampler are kept track of.
 
     Parameters
     ----------
     iterator : iterator
         ``iter(index_sampler)``.
-    ahead : int
-        The most keys that are drawn ahead of the batches delivered.
+    ahead : int, optional
+        The most keys that are drawn ahead of the batches delivered. None: nobody asks for a state.
     """
+    if ahead is None:
+        return Order(index_sampler, iterator)
     inner = inner_of(index_sampler)
     if is_stateful(iterator) or is_stateful(index_sampler) or is_stateful(inner):
         sampler = index_sampler if is_stateful(index_sampler) else inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 __all__ = ["DatasetState", "is_stateful", "left_by"]
@@ -10,10 +11,17 @@ State = dict[str, Any]
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether something has a state that can be asked for and set."""
-    return callable(getattr(thing, "state_dict", None)) and callable(
-        getattr(thing, "load_state_dict", None)
-    )
+    """Whether something has a state that can be asked for, without arguments, and set."""
+    ask = getattr(thing, "state_dict", None)
+    if not (callable(ask) and callable(getattr(thing, "load_state_dict", None))):
+        return False
+    try:
+        inspect.signature(ask).bind()
+    except TypeError:  # it is for those who know what to give
+        return False
+    except ValueError:  # of C, which does not tell
+        pass
+    return True
 
 
 def left_by(state: State, *, has_state: bool) -> State:

@@ -102,14 +102,42 @@ def unnumbered(key: Any) -> Any:
     return key[1:] if type(key) is list else key[1]
 
 
+class Modes(NamedTuple):
+    """Modes of torch that the thread which calls `iter` is in, for a forked worker.
+
+    That is forked by another thread.
+    """
+
+    grad: bool
+    autocast: tuple[bool, torch.dtype, bool] | None  # on the CPU; and whether casts are kept
+
+    @classmethod
+    def here(cls) -> Modes:
+        """Return those of this thread."""
+        autocast = None
+        if hasattr(torch, "get_autocast_dtype"):  # before torch 2.4 there is none
+            enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+            autocast = enabled, dtype, torch.is_autocast_cache_enabled()
+        return cls(torch.is_grad_enabled(), autocast)
+
+    def enter(self) -> None:
+        """Have this thread be in them, too."""
+        torch.set_grad_enabled(self.grad)
+        if self.autocast is None:
+            return
+        enabled, dtype, is_kept = self.autocast
+        torch.set_autocast_enabled("cpu", enabled)
+        torch.set_autocast_dtype("cpu", dtype)
+        torch.set_autocast_cache_enabled(is_kept)
+
+
 class Worker(NamedTuple):
     """Makes the producer of a worker, in its process."""
 
     fetching: Fetching
     init_fn: Callable[[int], Any] | None
-    index: Any  # what an iterable data set is asked with: one None for each sample
     batch_seeds: bool
-    grad: bool  # the trainer's torch.is_grad_enabled(), which a forked worker has, too
+    modes: Modes | None  # in the trainer, if the worker is forked
     trainer: tuple[str, int]  # its process's name for multiprocessing, and number
 
     def __call__(self, number: int, num_workers: int) -> Batches:
@@ -123,6 +151,8 @@ class Epoch(NamedTuple):
     Attributes
     ----------
     base_seed : int
+    index : list of None, or None
+        What an IterableDataset is asked with: one for each sample of a batch.
     made : int
         Batches of this worker that were made before, if that of an IterableDataset is.
     state : bytes or None
@@ -142,6 +172,7 @@ class Epoch(NamedTuple):
     """
 
     base_seed: int
+    index: Any = None
     made: int = 0
     state: bytes | None = None
     snapshot_every: int = 0
@@ -192,7 +223,7 @@ class Batches:
             yield self._raised()
             return
         assert self._epoch is not None
-        index = self._worker.index
+        index = self._epoch.index
         while self._made < self._epoch.made + start:
             if self._next(index, self._number_of_next()) is END:
                 return
@@ -243,7 +274,8 @@ class Batches:
         worker = self._worker
         _adopt(self._number, Trainer(*worker.trainer))
         torch.set_num_threads(1)
-        torch.set_grad_enabled(worker.grad)
+        if worker.modes is not None:
+            worker.modes.enter()
         seed = seed_worker(epoch.base_seed, self._number)
         names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
         stack_in_slots()
@@ -257,8 +289,9 @@ class Batches:
                 if number >= self._asked:
                     self._next(key, 0)
             return
+        assert self._epoch is not None
         while self._made < left and not self._is_over:
-            self._next(self._worker.index, 0)
+            self._next(self._epoch.index, 0)
 
     def _begin(self, epoch: Epoch) -> None:
         """Make the fetcher, where the data set is to begin."""
