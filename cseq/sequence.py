@@ -556,12 +556,17 @@ class MSequence(Generic[B_co]):
             self._end()
 
     def _end(self) -> None:
-        """End what runs, if anything does."""
-        if self._run is not None:
-            pool = self._run.pool
+        """End what runs, if anything does; where a signal handler raises, another call goes on."""
+        run = self._run
+        if run is not None:
+            pool = run.pool
             self._place.keep()
             self._stats, self._skipped = pool.stats(), pool.skipped
-            self._run.close()
+            try:
+                run.close()
+            finally:
+                run.is_ended = True  # what is left of it can only be ended
+                self._state = State.IDLE
             self._run = None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -593,6 +598,8 @@ class MSequence(Generic[B_co]):
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
+            if self._state is State.ENTERED:  # finish() works wherever a signal handler raises
+                self._state = State.RUNNING
             self._end()
 
     def __iter__(self) -> Iterator[B_co]:
@@ -607,7 +614,7 @@ class MSequence(Generic[B_co]):
             The manager was started by the process that forked this one.
         """
         with self._lock:
-            if self._run is None:
+            if self._run is None or self._run.is_ended:
                 warnings.warn(
                     "iterating a manager that was not started starts it; call start() first, "
                     "or write: with manager.start() as m:",
