@@ -8,7 +8,7 @@ import os
 import threading
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
 
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
@@ -258,7 +258,9 @@ class MSequence(Generic[B_co]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            known = inspect.signature(MSequence).parameters
+            known = list(inspect.signature(MSequence).parameters)
+            if isinstance(self, _Kind):
+                known.remove("thread_type")
             raise unexpected(type(self).__name__, next(iter(unknown)), known)
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
@@ -382,6 +384,14 @@ class MSequence(Generic[B_co]):
             if self._place.position:
                 yield "place", f"{self._place.position:,} samples in"
             yield "state", self._state.value
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
+            "that needs one, with the same arguments, and load_state_dict(state_dict()) for the "
+            "place"
+        )
 
     @property
     def dset_size(self) -> int:
