@@ -80,7 +80,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._profile_name = names.profile_name(names.Workers)
         self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
-        self._in_order = getattr(loader, "in_order", True)  # before torch 2.6 there is none
+        self._in_order = bool(getattr(loader, "in_order", True))  # before torch 2.6 there is none
         if self._num_workers <= 0:
             raise AssertionError(
                 "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
