@@ -58,7 +58,13 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     kind = type(dataset)
     if isinstance(dataset, type):
         raise TypeError(f"dataset is the class {dataset.__name__}; give an object of it")
-    if not hasattr(kind, "__getitem__") or _is_iterable_style(dataset):
+    if _is_iterable_style(dataset):
+        raise TypeError(
+            f"dataset is a {kind.__name__}, an IterableDataset, which gives no sample for an "
+            "index; use cseq.DataLoader for it, or give an object with __getitem__(index) and "
+            "__len__()"
+        )
+    if not hasattr(kind, "__getitem__"):
         raise TypeError(
             f"dataset is a {kind.__name__}, which gives no sample for an index; give an object "
             "with __getitem__(index) and __len__()"
@@ -144,6 +150,12 @@ def default_collate(samples: Samples) -> Any:
         return _stack_rows(samples)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
+        if first.layout != torch.strided:
+            raise TypeError(
+                f"samples contain a tensor of layout {first.layout}, which cannot be collated; "
+                "give from_dataset(dataset, collate=...) a function that makes a batch of a list "
+                "of samples"
+            )
         return _stack_tensors(torch, samples)
     if isinstance(first, np.ndarray):
         return _stack_arrays(samples)

@@ -7,6 +7,7 @@ fails is found there; then its type's name and its text are sent, and raised as 
 
 from __future__ import annotations
 
+import builtins
 import copy
 import pickle
 import traceback
@@ -23,6 +24,8 @@ __all__ = [
     "Failure", "annotate", "deliver", "line_of", "named", "pack", "pack_text", "str_of", "unpack",
     "where",
 ]  # fmt: skip
+
+GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -45,7 +48,7 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
     if pickled is None:
-        error = WorkerError(f"{name}: {message} (this exception could not be pickled)")
+        error = _text_of(name, message)
     else:
         try:
             error = pickle.loads(pickled)
@@ -55,6 +58,11 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
     error.__cause__ = cause = RemoteTraceback(text)
     cause.worker = worker
     return error
+
+
+def _text_of(name: str, message: str) -> WorkerError:
+    """Make what is raised in place of an exception that cannot be pickled."""
+    return WorkerError(f"{name}: {message} (this exception could not be pickled)")
 
 
 def _travelling(error: BaseException) -> bytes | None:
@@ -86,8 +94,27 @@ class _Rebuilt:
         state = dict(self._error.__dict__)
         if self._bare:
             state = {k: v for k, v in state.items() if _can_pickle(v)}
-        args = tuple(a if _can_pickle(a) else repr(a) for a in self._error.args)
+        if isinstance(self._error, GROUP):
+            args: tuple[Any, ...] = (
+                self._error.message,
+                [_Member(each) for each in self._error.exceptions],
+            )
+        else:
+            args = tuple(a if _can_pickle(a) else repr(a) for a in self._error.args)
         return _rebuild, (type(self._error), args, state)
+
+
+class _Member:
+    """Pickles as an exception of a group, in the way in which it travels alone."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = _travelling(self._error)
+        if data is None:
+            return _text_of, (type(self._error).__qualname__, str_of(self._error))
+        return pickle.loads, (data,)
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:

@@ -47,7 +47,7 @@ NEEDS_CLOUDPICKLE = (
 )
 REMEDY = (
     "Worker processes get a copy of the {name}, made with pickle. Open such things where they are "
-    "first used, in each worker process, or {otherwise}"
+    "first used, in each worker process (and not before, for a look at a sample), or {otherwise}"
 )
 THREADS = "use MTSequence, whose threads copy nothing"
 OTHERWISE = {"producer": "start the workers by 'fork', which copies nothing"}

@@ -51,6 +51,7 @@ class Run(RunState, Generic[P]):
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
+        self.is_ended = False  # its owner has begun to close it, perhaps without coming to the end
         self._pid = os.getpid()
         _runs.add(self)
 

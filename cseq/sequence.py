@@ -8,7 +8,7 @@ import os
 import threading
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
 
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
@@ -258,7 +258,9 @@ class MSequence(Generic[B_co]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            known = inspect.signature(MSequence).parameters
+            known = list(inspect.signature(MSequence).parameters)
+            if isinstance(self, _Kind):
+                known.remove("thread_type")
             raise unexpected(type(self).__name__, next(iter(unknown)), known)
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
@@ -382,6 +384,14 @@ class MSequence(Generic[B_co]):
             if self._place.position:
                 yield "place", f"{self._place.position:,} samples in"
             yield "state", self._state.value
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
+            "that needs one, with the same arguments, and load_state_dict(state_dict()) for the "
+            "place"
+        )
 
     @property
     def dset_size(self) -> int:
@@ -556,12 +566,17 @@ class MSequence(Generic[B_co]):
             self._end()
 
     def _end(self) -> None:
-        """End what runs, if anything does."""
-        if self._run is not None:
-            pool = self._run.pool
+        """End what runs, if anything does; where a signal handler raises, another call goes on."""
+        run = self._run
+        if run is not None:
+            pool = run.pool
             self._place.keep()
             self._stats, self._skipped = pool.stats(), pool.skipped
-            self._run.close()
+            try:
+                run.close()
+            finally:
+                run.is_ended = True  # what is left of it can only be ended
+                self._state = State.IDLE
             self._run = None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -593,6 +608,8 @@ class MSequence(Generic[B_co]):
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
+            if self._state is State.ENTERED:  # finish() works wherever a signal handler raises
+                self._state = State.RUNNING
             self._end()
 
     def __iter__(self) -> Iterator[B_co]:
@@ -607,7 +624,7 @@ class MSequence(Generic[B_co]):
             The manager was started by the process that forked this one.
         """
         with self._lock:
-            if self._run is None:
+            if self._run is None or self._run.is_ended:
                 warnings.warn(
                     "iterating a manager that was not started starts it; call start() first, "
                     "or write: with manager.start() as m:",

@@ -347,6 +347,17 @@ try:
     cseq.from_dataset(Stream())
 except TypeError as error:
     print(error)
+
+class Sparse(Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return torch.eye(3).to_sparse()
+
+try:
+    cseq.from_dataset(Sparse())[np.arange(3)]
+except TypeError as error:
+    print(error)
 """
 
 
@@ -355,7 +366,11 @@ def test_torch_data_sets(run_prepared: RunScript) -> None:
     pytest.importorskip("torch")
     done = run_prepared(TORCH)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("dataset is a Stream, which gives no sample for an index")
+    stream, sparse = done.stdout.splitlines()
+    assert stream.startswith("dataset is a Stream, an IterableDataset, which gives no sample for")
+    assert "cseq.DataLoader" in stream
+    assert sparse.startswith("samples contain a tensor of layout torch.sparse_coo, which cannot be")
+    assert "collate=" in sparse
 
 
 PICKLED = """

@@ -146,6 +146,24 @@ def test_a_group_arrives() -> None:
     assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
 
 
+def test_a_group_of_what_travels_badly() -> None:
+    """Each member arrives as it does alone, in a group within the group, too."""
+    if sys.version_info < (3, 11):
+        pytest.skip("no groups before Python 3.11")
+    inner = ExceptionGroup("inner", [Picky(1, two=2)])  # noqa: F821
+    got = there_and_back(
+        ExceptionGroup(  # noqa: F821
+            "all", [Coded(7, reason="wet"), Untravelled("text", token=1), inner]
+        )
+    )
+    assert type(got) is ExceptionGroup  # noqa: F821
+    coded, untravelled, within = got.exceptions
+    assert (type(coded), coded.code, str(coded)) == (Coded, 7, "code 7: wet")
+    assert type(untravelled) is cseq.WorkerError
+    assert "Untravelled: text" in str(untravelled)
+    assert [type(each) for each in within.exceptions] == [Picky]
+
+
 def test_attributes_that_cannot_be_pickled() -> None:
     """Attributes and args that cannot travel stay behind; the exception does not."""
     error = Coded(1, reason="r")

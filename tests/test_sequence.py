@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import platform
 import re
 import sys
@@ -11,6 +13,7 @@ import warnings
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pytest
 from conftest import complaints
@@ -111,6 +114,18 @@ def test_unknown_arguments(make: Any, name: str) -> None:
     """An argument that does not exist is a TypeError that names it."""
     with pytest.raises(TypeError, match=name):
         make(Indices1, 10, **{name: "thread"})
+    with pytest.raises(TypeError, match="there are worker, ") as caught:
+        make(Indices1, 10, zzz=1)
+    assert "thread_type" not in str(caught.value)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy, cloudpickle.dumps])
+@every_class
+def test_it_is_not_copied(make: Any, copied: Callable[[object], object]) -> None:
+    """A copy would share the order with its original: it is refused, with what to do instead."""
+    manager = make(Indices1, 10)
+    with pytest.raises(TypeError, match=rf"^{make.__name__} cannot be pickled .* make a manager"):
+        copied(manager)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 from conftest import import_path
 
-USER = Path(__file__).parent / "typing" / "user.py"
-REFUSED = {
-    number
-    for number, line in enumerate(USER.read_text(encoding="utf-8").splitlines(), 1)
-    if line.endswith("# refused")
-}
+SCRIPTS = sorted((Path(__file__).parent / "typing").glob("*.py"))
+
+every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+
+
+def refused_in(script: Path) -> set[int]:
+    """Return the lines that are marked; skip where the script needs torch and there is none."""
+    text = script.read_text(encoding="utf-8")
+    if "\nimport torch\n" in text and find_spec("torch") is None:
+        pytest.skip("needs torch")
+    return {
+        number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# refused")
+    }
 
 
 def lines_of(command: list[str], folder: Path, pattern: str) -> set[int]:
@@ -34,23 +41,27 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 
 @needs("mypy")
-def test_mypy(tmp_path: Path) -> None:
+@every_script
+def test_mypy(tmp_path: Path, script: Path) -> None:
     """Mypy in its strict mode."""
     config = tmp_path / "mypy.ini"
     config.write_text(f"[mypy]\nstrict = true\nmypy_path = {import_path()}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(config), str(USER)]
-    assert lines_of(command, tmp_path, r"user\.py:(\d+): error:") == REFUSED
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), str(script)]
+    pattern = rf"{script.stem}\.py:(\d+): error:"
+    assert lines_of(command, tmp_path, pattern) == refused_in(script)
 
 
 @needs("basedpyright")
-def test_pyright(tmp_path: Path) -> None:
+@every_script
+def test_pyright(tmp_path: Path, script: Path) -> None:
     """Pyright in its strict mode, from the package that brings its own Node.js."""
     config = {
         "typeCheckingMode": "strict",
-        "include": [str(USER)],
+        "include": [str(script)],
         "extraPaths": [import_path().split(":")[0]],
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "basedpyright", "-p", str(tmp_path)]
     command += ["--pythonpath", sys.executable]
-    assert lines_of(command, tmp_path, r"user\.py:(\d+):\d+ - error:") == REFUSED
+    pattern = rf"{script.stem}\.py:(\d+):\d+ - error:"
+    assert lines_of(command, tmp_path, pattern) == refused_in(script)

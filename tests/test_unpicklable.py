@@ -76,6 +76,7 @@ def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
     assert message.startswith(f"{path}: " if path[-1] != "{" else path)
     assert "cannot pickle '_thread.lock' object" in message
     assert "where they are first used" in message
+    assert "not before, for a look at a sample" in message
     assert "or use MTSequence" in message
     assert caught.value.__cause__ is not None
 

@@ -44,6 +44,17 @@ def test_storages(kind: Any) -> None:
     assert got[1] == 7
 
 
+def test_views_that_are_conjugated_or_negated() -> None:
+    """Their values arrive; torch's loader drops what they are views by, and so other values."""
+    numbers = torch.complex(torch.arange(3.0), torch.ones(3))
+    got = only(cseq.DataLoader, [numbers.conj(), numbers.conj().imag])
+    assert torch.equal(got[0], torch.complex(torch.arange(3.0), -torch.ones(3)))
+    assert torch.equal(got[1], -torch.ones(3))
+    theirs = only(data.DataLoader, [numbers.conj(), numbers.conj().imag])
+    assert torch.equal(theirs[0], numbers)
+    assert torch.equal(theirs[1], torch.ones(3))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_contains_itself(kind: Any) -> None:
     batch: dict[str, Any] = {"x": torch.arange(3)}

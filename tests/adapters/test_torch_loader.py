@@ -389,6 +389,12 @@ class Gated(Plain):
         return index
 
 
+@pytest.mark.parametrize("in_order", [1, 0])
+def test_in_order_may_be_a_number(in_order: int) -> None:
+    """As it may for torch's: from a command line, for example."""
+    assert sorted(loader(Plain(5), batch_size=None, in_order=in_order)) == [0, 1, 2, 3, 4]
+
+
 def test_out_of_order(tmp_path: Path) -> None:
     """One worker waits: of its batches, only one before that comes; those of the other all do."""
     gate = tmp_path / "gate"

@@ -152,25 +152,33 @@ START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequen
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
-@pytest.mark.parametrize("verb", ["start", "finish"])
+@pytest.mark.filterwarnings("ignore:iterating a manager that was not started")
+@pytest.mark.parametrize("verb", ["start", "finish", "__exit__"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)
 def test_ctrl_c_anywhere_in_start_and_finish(
     verb: str, kind: str, method: str | None, step: int
 ) -> None:
-    """Wherever in `start` or `finish` a signal handler raises: nothing is left, both work again."""
+    """Wherever in `start`, in `finish` or at the end of a `with` a signal handler raises.
+
+    Nothing is left, all of it works again, and so does a loop.
+    """
     options = {"start_method": method} if method else {}
     hits = 0
     for countdown in itertools.count(1, step):
         m = getattr(cseq, kind)(np.arange(8), 8, out_type="null", num_workers=2, **options)
-        if verb == "finish":
+        if verb != "start":
             m.start()
+        leave = verb == "__exit__"
+        arguments = (None, None, None) if leave and m.__enter__() else ()
         with interrupted(countdown, anywhere=True) as struck:
-            getattr(m, verb)()
+            getattr(m, verb)(*arguments)
         hits += struck.is_set()
         if struck.is_set() and countdown % 2:
             m.finish()
         elif not struck.is_set():
             break
+        else:
+            assert len(list(m)) == 1
     assert len(list(m.start())) == 1
     m.finish()
     assert hits * step > 20

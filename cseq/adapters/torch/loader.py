@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data
 
@@ -25,6 +25,13 @@ from cseq.adapters.torch.snapshot import resolve
 from cseq.adapters.torch.state import Progress, Resume, read
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import choice, count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.context import BaseContext
+    from typing import Literal
+
+    import torch
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
@@ -65,20 +72,49 @@ class DataLoader(data.DataLoader[T_co]):
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
 
-    def __init__(
-        self,
-        *args: Any,
-        rng: str | None = None,
-        on_error: str | None = None,
-        snapshot_every_n_steps: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.rng = choice("rng", rng, (None, *RNGS))
-        self.on_error = choice("on_error", on_error, (None, *ON_ERRORS))
-        self.snapshot_every_n_steps = count(
-            "snapshot_every_n_steps", snapshot_every_n_steps, least=0
-        )
+    if TYPE_CHECKING:  # what a script with torch's DataLoader is checked by, and what is added
+
+        def __init__(
+            self,
+            dataset: data.Dataset[T_co],
+            batch_size: int | None = 1,
+            shuffle: bool | None = None,  # noqa: FBT001 - the positions are torch's
+            sampler: data.Sampler[Any] | Iterable[Any] | None = None,
+            batch_sampler: data.Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+            num_workers: int = 0,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            pin_memory: bool = False,  # noqa: FBT001, FBT002
+            drop_last: bool = False,  # noqa: FBT001, FBT002
+            timeout: float = 0,
+            worker_init_fn: Callable[[int], None] | None = None,
+            multiprocessing_context: BaseContext | str | None = None,
+            generator: torch.Generator | None = None,
+            *,
+            prefetch_factor: int | None = None,
+            persistent_workers: bool = False,
+            pin_memory_device: str = "",
+            in_order: bool = True,
+            rng: Literal["worker", "batch"] | None = None,
+            on_error: Literal["raise", "skip"] | None = None,
+            snapshot_every_n_steps: int = 1,
+        ) -> None: ...
+
+    else:
+
+        def __init__(
+            self,
+            *args: Any,
+            rng: str | None = None,
+            on_error: str | None = None,
+            snapshot_every_n_steps: int = 1,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            self.rng = choice("rng", rng, (None, *RNGS))
+            self.on_error = choice("on_error", on_error, (None, *ON_ERRORS))
+            self.snapshot_every_n_steps = count(
+                "snapshot_every_n_steps", snapshot_every_n_steps, least=0
+            )
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
