@@ -111,3 +111,8 @@ cdef class RunState:
     def supersede(self):
         """Begin the next generation: return its number. A signal handler may begin a later one."""
         return cseq_add_sc_u64(&self.number, 1) + 1
+
+    def resume(self, uint64_t number):
+        """Go back to the generation before `number`, which `supersede` has returned, unless a later one
+        has begun. Return whether that was so."""
+        return bool(cseq_cas_sc_u64(&self.number, number, number - 1))
