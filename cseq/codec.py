@@ -344,10 +344,10 @@ class _Survey:
         if loose is not None:
             self.objects.append(loose)
         tokens = self._children(children, depth - 1)
-        if len(self.arrays) + len(self.raws) == before[0]:
-            if not any(type(leaf) is _ByHandle for leaf in self.objects[before[1] :]):
-                del self.objects[before[1] :]
-                return self._object(value)
+        pickled = self.objects[before[1] :]
+        if len(self.arrays) + len(self.raws) == before[0] and _ByHandle not in map(type, pickled):
+            del self.objects[before[1] :]
+            return self._object(value)
         return tag, type(value), fixed, loose is not None, tokens
 
     def _children(self, children: Collection[Any], depth: int) -> int | tuple[Token, ...]:

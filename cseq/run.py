@@ -79,12 +79,8 @@ class Run(RunState, Generic[P]):
         self.interrupt()
         if not self.is_ours:
             return
-        mine = self.lock.acquire(timeout=LOCK_SECONDS)  # the inline pool cannot be interrupted
-        try:
+        with self.lock.hold(LOCK_SECONDS):  # the inline pool cannot be interrupted
             self.pool.close()
-        finally:
-            if mine:
-                self.lock.release()
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import os
-import threading
 import typing
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
 from cseq._core import BatchIterator
+from cseq._lock import Lock
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
 from cseq.launcher import start_methods
@@ -301,7 +301,7 @@ class MSequence(Generic[B_co]):
             seed_globals=flag("seed_globals", seed_globals),
         )
         self._state = State.IDLE
-        self._lock = threading.RLock()  # around changes of state
+        self._lock = Lock()  # around changes of state
         self._run: Run[Pool] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._check_seed(self._shard or shards.ALONE)
@@ -326,7 +326,7 @@ class MSequence(Generic[B_co]):
         """Resolve shard='auto'; the first answer holds, another one is an error."""
         if not self._automatic:
             return
-        with self._lock:
+        with self._lock.hold():
             found = shards.agree(self._shard)
             if found is self._shard:
                 return
@@ -366,7 +366,7 @@ class MSequence(Generic[B_co]):
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""
-        with self._lock:
+        with self._lock.hold():
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
                 yield "batches", f"{self._sampler.length:,}"
@@ -432,7 +432,7 @@ class MSequence(Generic[B_co]):
             `epoch` is not an integer, or out of range.
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
-        with self._lock:
+        with self._lock.hold():
             while not self._go(number):
                 pass
 
@@ -448,7 +448,7 @@ class MSequence(Generic[B_co]):
         if run is None or not run.is_ours or self._place.progress is not run.pool or run.asked:
             self._place = place
             return True
-        with run.lock:
+        with run.lock.hold():
             # While another generation is the present one, no iterator returns a batch: neither to
             # another thread, nor after a signal handler has raised here.
             generation = run.supersede()
@@ -537,7 +537,7 @@ class MSequence(Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
     ) -> Self:
         """End what runs, and start a pool."""
-        with self._lock:
+        with self._lock.hold():
             self._refuse_inside_with(verb)
             make = pool_of(kind)
             self._settle_shard()
@@ -575,7 +575,7 @@ class MSequence(Generic[B_co]):
         OSError
             Inside the manager's own ``with``, whose end calls it.
         """
-        with self._lock:
+        with self._lock.hold():
             self._refuse_inside_with("finish")
             self._end()
 
@@ -601,7 +601,7 @@ class MSequence(Generic[B_co]):
             )
 
     def __enter__(self) -> Self:
-        with self._lock:
+        with self._lock.hold():
             if self._state is not State.RUNNING:
                 raise OSError(
                     f"'with' needs a manager that was just started, this one is "
@@ -616,7 +616,7 @@ class MSequence(Generic[B_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._lock:
+        with self._lock.hold():
             self._end()
 
     def __iter__(self) -> Iterator[B_co]:
@@ -630,7 +630,7 @@ class MSequence(Generic[B_co]):
         OSError
             The manager was started by the process that forked this one.
         """
-        with self._lock:
+        with self._lock.hold():
             if self._run is None:
                 warnings.warn(
                     "iterating a manager that was not started starts it; call start() first, "
@@ -667,7 +667,7 @@ class MSequence(Generic[B_co]):
         That came first; this one then follows.
         """
         generation = run.interrupt()
-        with run.lock:  # from here on, no batch is delivered
+        with run.lock.hold():  # from here on, no batch is delivered
             since = run.pool.begins
             place = self._place.next(self._sampler.end)
             before, self._place = self._place, place
@@ -691,7 +691,7 @@ class MSequence(Generic[B_co]):
         ValueError
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
         """
-        with self._lock:
+        with self._lock.hold():
             place = self._place
             epoch, position = place.epoch, place.position  # once: other threads may take batches
             if place.is_over(self._sampler.end):
@@ -718,7 +718,7 @@ class MSequence(Generic[B_co]):
         OSError
             Inside the manager's own ``with``, if the state's seed replaces another one.
         """
-        with self._lock:
+        with self._lock.hold():
             place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
             if state["seed"] != self.seed:
                 self._refuse_inside_with("load_state_dict")
@@ -737,13 +737,13 @@ class MSequence(Generic[B_co]):
 
     def stats(self) -> Stats:
         """Return counts and times since the last start; see `Stats`, and its `bottleneck`."""
-        with self._lock:
+        with self._lock.hold():
             return self._stats if self._run is None else self._run.pool.stats()
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error."""
-        with self._lock:
+        with self._lock.hold():
             return list(self._skipped if self._run is None else self._run.pool.skipped)
 
 

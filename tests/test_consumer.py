@@ -645,7 +645,7 @@ def test_a_step_while_another_thread_has_the_lock() -> None:
     thread = threading.Thread(
         target=lambda: got.append((next(batches), run.lock.acquire(timeout=0)))
     )
-    with run.lock:
+    with run.lock.hold():
         thread.start()
         thread.join(60 if HAS_GIL else 0.1)
         assert got == ([("step", False)] if HAS_GIL else [])
