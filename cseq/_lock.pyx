@@ -9,11 +9,26 @@ cimport cython
 from cseq._headers cimport *
 
 import os
+import weakref
 
 if os.environ.get("CSEQ_WAIT", "") == "nap":
     cseq_wait_nap = 1
 
 cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signal handlers
+
+
+cdef object locks = weakref.WeakSet()
+
+
+def inherit_all():
+    """In a forked process: free the locks that other threads had."""
+    cdef Lock lock
+    for lock in list(locks):
+        cseq_lock_inherit(&lock.lock, PyThread_get_thread_ident())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=inherit_all)
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
@@ -30,7 +45,12 @@ cdef class Lock:
     A signal handler runs before it is taken, or in the middle of what it protects, where it may take
     it again. In Python, take it by ``with lock.hold()``: an exception of a handler may otherwise come
     between the taking and the body, and the lock stay taken. From Python 3.14 on, handlers run there.
+
+    In a forked process it is free, unless the thread that forked has it: the others are not there.
     """
+
+    def __cinit__(self):
+        locks.add(self)
 
     def hold(self, double timeout=-1):
         """A `Hold`, for a ``with``: see there."""
@@ -67,10 +87,6 @@ cdef class Lock:
     def is_mine(self):
         """Whether this thread has it."""
         return bool(cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()))
-
-    def inherit(self):
-        """In a forked process: free it, unless the thread that forked has it."""
-        cseq_lock_inherit(&self.lock, PyThread_get_thread_ident())
 
     cdef bint sleep(self, uint64_t ns) except -1:
         """Sleep until it is free, but not for long; run signal handlers. Return whether it was taken."""

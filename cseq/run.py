@@ -70,9 +70,8 @@ class Run(RunState, Generic[P]):
         return generation
 
     def disown(self) -> None:
-        """In a forked process: end all iterators; another thread that had `lock` is not there."""
+        """In a forked process: end all iterators."""
         self.supersede()
-        self.lock.inherit()
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
