@@ -451,7 +451,7 @@ cdef class Ring:
     def holder(self, uint32_t cell):
         """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
-        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
         if state != CSEQ_INDEXING and state != CSEQ_CONVERTING:
             return 0, 0

@@ -38,6 +38,7 @@ cdef uint64_t ns_of(double seconds) noexcept:
 
 @cython.final
 @cython.no_gc
+@cython.auto_pickle(False)
 cdef class Lock:
     """A lock that its thread may take again, as `threading.RLock`; the core takes it without a call
     of Python.
@@ -107,6 +108,7 @@ cdef class Lock:
 
 @cython.final
 @cython.no_gc
+@cython.auto_pickle(False)
 @cython.freelist(8)
 cdef class Hold:
     """Has a lock from the beginning of a ``with`` to its end.
@@ -135,6 +137,7 @@ cdef class Hold:
 
 @cython.final
 @cython.no_gc
+@cython.auto_pickle(False)
 cdef class Latch:
     """An event that is set once, and can be waited for, by several threads."""
 
