@@ -51,12 +51,13 @@ The modules; imports point down::
     ├── memory_limit.py  the memory of this machine and of its control groups
     ├── descriptors.py  anonymous files, received descriptors: all close-on-exec
     ├── check.py        checks of arguments
-    ├── threads.py      threads and latches that a signal handler cannot break
+    ├── threads.py      threads and imports that a signal handler cannot break
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
     ├── _work.pyx       the work of a runner: making batches, publishing them
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
     ├── _run.pyx        what the core reads of a run: its generation, its lock
+    ├── _lock.pyx       locks and latches that a signal handler cannot break
     ├── _objects.pyx    where threads leave their batches
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _tensors.pyx    tensors of copied bytes, by DLPack

@@ -23,6 +23,7 @@ cdef class Order:
     cdef uint32_t width
     cdef readonly bint shuffle
     cdef readonly object indices
+    cdef public object cut
     cdef int make_table(self) except -1
     cdef bint is_near(self, uint64_t upto) noexcept
     cdef int approach(self, uint64_t upto) except -1

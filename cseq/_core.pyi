@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, SupportsIndex, final
 
 import numpy as np
@@ -27,6 +27,7 @@ def permutation(
 
 @final
 class Order:
+    cut: Any
     @property
     def shuffle(self) -> bool: ...
     @property
@@ -40,7 +41,7 @@ class Order:
         indices: NDArray[np.integer[Any]] | None = None,
         wide: bool = False,
     ) -> Self: ...
-    def begin(self, epoch: SupportsIndex) -> None: ...
+    def begin(self, epoch: SupportsIndex, cut: Any = None) -> None: ...
     def read_into(self, start: int, count: int, out: NDArray[np.int64]) -> None: ...
     def read(self, start: int, count: int) -> NDArray[np.int64]: ...
 
@@ -149,6 +150,9 @@ class Consumer:
     skipped: Final[list[Any]]
     ticket: Final[int]
     posted: Final[int]
+    begins: Final[int]
+    place: Final[tuple[int, int] | None]
+    ended: bool
     taken: Final[int]
     done: Final[int]
     batches: Final[int]
@@ -172,16 +176,7 @@ class Consumer:
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...
-    def begin(
-        self,
-        epoch: int,
-        first: int,
-        batches: int,
-        full: int,
-        start: int,
-        stride: int,
-        size: int,
-    ) -> None: ...
+    def begin(self, epoch: int, cut: Sequence[int], since: int | None = None) -> bool: ...
     def interrupt(self) -> None: ...
     def end(self) -> None: ...
     @property
@@ -198,7 +193,11 @@ class BatchIterator:
     run: Final[RunState]
     generation: Final[int]
     def __new__(
-        cls, run: RunState, consumer: Consumer | None, following: Callable[[], Any]
+        cls,
+        run: RunState,
+        consumer: Consumer | None,
+        following: Callable[[], Any],
+        generation: int | None = None,
     ) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
@@ -209,10 +208,13 @@ class InlineRunner:
     seeds: Any
     loaded: list[Any]
     making: Final[bool]
-    at: int
-    done: int
+    epoch: Final[int]
+    begins: Final[int]
+    at: Final[int]
+    done: Final[int]
     batches: int
     made: Final[int]
+    skipped: Final[list[Any]]
     ended: Final[bool]
     def __new__(
         cls,
@@ -221,9 +223,10 @@ class InlineRunner:
         here: Any,
         ticket: Any,
         convert: Callable[[Any], Any] | None,
-        refuse: Callable[[Exception], None],
+        refuse: Callable[[Exception, int, int], None],
     ) -> Self: ...
-    def begin(self) -> None: ...
+    def begin(self, epoch: int, cut: Sequence[int], since: int | None = None) -> bool: ...
+    def pass_over(self, begins: int, at: int, entry: Any = None) -> bool: ...
     def next(self) -> Any: ...
 
 def now_ns() -> int: ...

@@ -140,6 +140,11 @@ cdef class Order:
     wide : bool
         A 64-bit table also for few samples, for tests; the order is the same.
 
+    Attributes
+    ----------
+    cut : object
+        How the epoch is cut into batches; replaced in the same step in which an epoch begins.
+
     Notes
     -----
     The table (4 bytes a sample up to 2**32 samples) is made at the first `begin` and touched only
@@ -169,13 +174,15 @@ cdef class Order:
         cseq_order_init(&self.order, self.n, self.width, self.table, self.tags)
         return 0
 
-    def begin(self, epoch):
-        """Begin an epoch, also if the last one is not over."""
+    def begin(self, epoch, cut=None):
+        """Begin an epoch, also if the last one is not over. No signal handler runs in its middle."""
         cdef uint64_t number = natural(epoch, "epoch", <uint64_t>-1)
         if self.shuffle:
             if self.table == NULL:
                 self.make_table()
             cseq_order_begin(&self.order, self.seed, number)
+        if cut is not None:
+            self.cut = cut
 
     cdef bint is_near(self, uint64_t upto) noexcept:
         """Whether positions below `upto` are final, or will be in `BRIEF` steps."""
@@ -444,7 +451,7 @@ cdef class Ring:
     def holder(self, uint32_t cell):
         """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
-        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
         if state != CSEQ_INDEXING and state != CSEQ_CONVERTING:
             return 0, 0
@@ -975,6 +982,12 @@ cdef class Consumer:
         The same as `taken`, but a batch that raised counts only once the loop has gone on.
     skipped : list
         The entries of `describe` for the batches left out.
+    begins : int
+        How often an epoch was begun or ended: whether a signal handler has done so meanwhile.
+    place : tuple or None
+        Epoch, and samples before its first batch, of what was begun; None: nothing is under way.
+    ended : bool
+        The caller was told that the epoch is over.
     prompt : bool
         A batch that is not ready is waited for in C, for some microseconds, before `read` is called, which
         looks for errors and sleeps. The first waiting is left to `read`.
@@ -1003,6 +1016,9 @@ cdef class Consumer:
     cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
     cdef readonly uint64_t ticket  # number of the next one
     cdef readonly uint64_t posted
+    cdef readonly uint64_t begins
+    cdef readonly object place
+    cdef public bint ended
     cdef uint64_t taken_count  # `taken` and `done`, which any thread reads: see `cseq_count_u64`
     cdef uint64_t done_count
     # The epoch: batch k has the number `first` + k; for k < `full` it is `size` samples from
@@ -1037,33 +1053,42 @@ cdef class Consumer:
 
     # -- the epoch
 
-    def begin(self, uint64_t epoch, uint64_t first, uint64_t batches, uint64_t full, uint64_t start,
-              uint64_t stride, uint32_t size):
-        """Begin an epoch; tickets of an earlier one are given up.
+    def begin(self, uint64_t epoch, cut, since=None):
+        """Begin an epoch, and its order; tickets of an earlier one are given up. One step of C.
 
         Parameters
         ----------
         epoch : int
-        first : int
-            Number of its first batch.
-        batches : int
-            How many there are.
-        full : int
-            How many of them, from the first on, have all samples.
-        start, stride : int
-            Position of the first batch's first sample, and from one batch to the next.
-        size : int
-            Samples of a full batch.
+        cut : sampler.Cut
+        since : int, optional
+            Nothing is done if `begins` is another number: a signal handler has begun an epoch since the
+            caller chose this one.
+
+        Returns
+        -------
+        bool
+            Whether it was begun.
         """
+        cdef uint64_t first, batches, full, start, stride
+        cdef uint32_t size
+        before = self.decoded  # its destructor may run code: after all else is done
+        first, batches, full, start, stride, size, _, consumed = cut
+        if since is not None and since != self.begins:
+            return False
+        self.order.begin(epoch, cut)
         self.ring.abandon()
         self.decoded = None
+        self.place = epoch, consumed
         self.epoch, self.first, self.batches = epoch, first, batches
         self.full = full if self.order.indices is None else 0
         self.start, self.stride, self.size = start, stride, size
         self.reset()
+        return True
 
     cdef void reset(self) noexcept:
         """Forget what was posted and taken."""
+        self.begins += 1
+        self.ended = False
         self.posted = self.next_for = 0
         cseq_store_rlx_u64(&self.taken_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
@@ -1074,8 +1099,9 @@ cdef class Consumer:
 
     def end(self):
         """Give up the epoch."""
+        before = self.decoded  # its destructor may run code: after all else is done
         self.ring.abandon()
-        self.decoded = None
+        self.decoded = self.place = None
         self.batches = 0
         self.reset()
 
@@ -1104,16 +1130,16 @@ cdef class Consumer:
         """Prepare the next ticket's indices, which may run Python code or take long: shuffle up to
         them, or write them into a buffer. A signal handler may change which ticket is the next."""
         cdef uint64_t k = self.posted
-        cdef uint64_t start, number
+        cdef uint64_t start
+        cdef uint64_t begins = self.begins
         cdef uint32_t count
         if self.is_prepared():
             return 0
         if k < self.full:
             self.order.approach(self.start + k * self.stride + self.size)
             return 0
-        number = self.ticket
         count, start = self.fill(k, self.next_indices)
-        if number == self.ticket and k == self.posted:  # no handler has posted, or begun an epoch
+        if begins == self.begins and k == self.posted:  # no handler has posted, or begun an epoch
             self.next_start, self.next_count, self.next_for = start, count, k + 1
         return 0
 
@@ -1425,6 +1451,8 @@ cdef class BatchIterator:
         None: there is no ring.
     following : callable
         Returns the next batch.
+    generation : int, optional
+        Its generation; None: the present one.
     """
 
     cdef readonly RunState run
@@ -1433,9 +1461,9 @@ cdef class BatchIterator:
     cdef Consumer consumer
     cdef bint asked
 
-    def __cinit__(self, RunState run not None, Consumer consumer, following):
-        self.run, self.generation, self.following = run, run.generation, following
-        self.consumer = consumer
+    def __cinit__(self, RunState run not None, Consumer consumer, following, generation=None):
+        self.run, self.following, self.consumer = run, following, consumer
+        self.generation = run.generation if generation is None else generation
 
     def __iter__(self):
         return self
@@ -1492,7 +1520,8 @@ cdef class InlineRunner:
     convert : callable or None
         Applied to every batch.
     refuse : callable
-        ``refuse(error)`` raises an exception of the indexer, or leaves out the present batch.
+        ``refuse(error, begins, at)`` raises an exception of the indexer, or leaves out the batch, by
+        `pass_over`.
 
     Attributes
     ----------
@@ -1503,6 +1532,10 @@ cdef class InlineRunner:
         Generators to be seeded: `seeds.loaded`.
     making : bool
         The indexer is making a batch.
+    epoch : int
+        The present epoch.
+    begins : int
+        How often an epoch was begun: whether a signal handler has done so meanwhile.
     at : int
         The present batch, from 0.
     done : int
@@ -1511,6 +1544,8 @@ cdef class InlineRunner:
         Batches of this epoch.
     made : int
         Batches, over all epochs.
+    skipped : list
+        The entries of the batches left out, over all epochs.
     ended : bool
         The caller was told that the epoch is over.
     """
@@ -1523,36 +1558,38 @@ cdef class InlineRunner:
     cdef public list loaded
     cdef readonly bint making
     cdef public uint64_t batches
+    cdef readonly uint64_t epoch, begins
+    cdef readonly list skipped
     # Which any thread reads: see `cseq_count_u64`.
     cdef uint64_t at_count, done_count, made_count, is_over
 
     def __cinit__(self, sampler, batch_context, here, ticket, convert, refuse):
         self.sampler, self.order, self.convert = sampler, sampler.order, convert
         self.batch_context, self.here, self.ticket, self.refuse = batch_context, here, ticket, refuse
+        self.skipped = []
 
-    def begin(self):
-        """Go to the beginning of the sampler's epoch."""
-        self.full, self.start, self.stride, self.size = self.sampler.cut
+    def begin(self, uint64_t epoch, cut, since=None):
+        """Begin an epoch, and its order, in one step of C. See `Consumer.begin`."""
+        cdef uint64_t batches, full, start, stride, size
+        _, batches, full, start, stride, size, _, _ = cut
+        if since is not None and since != self.begins:
+            return False
+        self.order.begin(epoch, cut)
+        self.begins += 1
+        self.epoch = epoch
+        self.batches, self.full, self.start, self.stride, self.size = batches, full, start, stride, size
         cseq_store_rlx_u64(&self.at_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
         cseq_store_rlx_u64(&self.is_over, 0)
-        self.batches = len(self.sampler)
+        return True
 
     @property
     def at(self):
         return cseq_load_rlx_u64(&self.at_count)
 
-    @at.setter
-    def at(self, uint64_t batch):
-        cseq_store_rlx_u64(&self.at_count, batch)
-
     @property
     def done(self):
         return cseq_load_rlx_u64(&self.done_count)
-
-    @done.setter
-    def done(self, uint64_t batches):
-        cseq_store_rlx_u64(&self.done_count, batches)
 
     @property
     def made(self):
@@ -1562,9 +1599,9 @@ cdef class InlineRunner:
     def ended(self):
         return bool(cseq_load_rlx_u64(&self.is_over))
 
-    cdef object make(self):
-        """Make the present batch; the next one is then the present one."""
-        cdef uint64_t at = self.at_count
+    cdef object make(self, uint64_t begins, uint64_t at):
+        """Make the present batch; the next one is then the present one. UNREAD: a signal handler, or
+        the indexer itself, has taken that batch meanwhile, or begun an epoch."""
         if at < self.full:
             indices = self.order.read(self.start + at * self.stride, self.size)
         else:
@@ -1579,22 +1616,45 @@ cdef class InlineRunner:
                 batch = self.convert(batch)
         finally:
             self.here.batch_context = left
+        if begins != self.begins or at != self.at_count:
+            return UNREAD
         cseq_count_u64(&self.at_count, 1)
         cseq_store_rlx_u64(&self.done_count, self.at_count)
         cseq_count_u64(&self.made_count, 1)
         return batch
 
+    def pass_over(self, uint64_t begins, uint64_t at, entry=None):
+        """Go on behind a batch that raised, in one step of C.
+
+        With an `entry`, it is left out. Else it is to be raised, and counts once the loop has gone on.
+
+        Returns
+        -------
+        bool
+            False: nothing was done, since a signal handler has gone on, or begun an epoch.
+        """
+        if begins != self.begins or at != self.at_count:
+            return False
+        cseq_store_rlx_u64(&self.at_count, at + 1)
+        if entry is not None:
+            cseq_store_rlx_u64(&self.done_count, at + 1)
+            self.skipped.append(entry)
+        return True
+
     cdef object seeded(self, indices):
         """Call the indexer with the global generators seeded; restore them."""
+        cdef bint making = self.making  # another batch, in whose middle a signal handler takes this one
+        saved = self.seeds.saved
         self.making = True
         try:
             if self.loaded:
                 self.seeds.begin()
             return self.indexer[indices]
         finally:
-            self.making = False
+            self.making = making
             if self.loaded:  # now: an import may have added one
                 self.seeds.restore()
+            self.seeds.saved = saved
 
     def next(self):
         """Make the next batch. No signal handler runs after it is counted and before it is
@@ -1604,12 +1664,22 @@ cdef class InlineRunner:
         ------
         StopIteration
             The epoch is over.
+        InterruptedError
+            An epoch was begun meanwhile.
         """
+        cdef uint64_t at
+        cdef uint64_t begins = self.begins
         while self.at_count < self.batches:
+            at = self.at_count
             try:
-                return self.make()
+                batch = self.make(begins, at)
+                if batch is not UNREAD:
+                    return batch
             except Exception as error:
-                self.refuse(error)
+                if begins == self.begins and at == self.at_count:
+                    self.refuse(error, begins, at)
+            if begins != self.begins:
+                raise InterruptedError("an epoch was begun in the middle of a batch of another one")
         cseq_store_rlx_u64(&self.is_over, True)
         raise StopIteration
 

@@ -6,6 +6,7 @@ from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "cseq_atomic.h" nogil:
     uint8_t cseq_load_acq_u8(const uint8_t* p) noexcept
+    uint32_t cseq_swap_sc_u32(uint32_t* p, uint32_t v) noexcept
     int cseq_cas_sc_u32(uint32_t* p, uint32_t expected, uint32_t desired) noexcept
     int cseq_cas_sc_u64(uint64_t* p, uint64_t expected, uint64_t desired) noexcept
     void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
@@ -25,6 +26,7 @@ cdef extern from "cseq_atomic.h" nogil:
 cdef extern from "cseq_wait.h" nogil:
     int cseq_wait_nap
     void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns, int shared) noexcept
+    void cseq_wake(uint32_t* word, int shared) noexcept
     uint64_t cseq_now_ns() noexcept
 
 

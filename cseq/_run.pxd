@@ -2,29 +2,8 @@
 
 from libc.stdint cimport uint64_t
 
-cimport cython
-
 from cseq._headers cimport *
-
-
-cdef extern from "pythread.h":
-    unsigned long PyThread_get_thread_ident() noexcept
-
-
-@cython.final
-@cython.no_gc
-cdef class Lock:
-    cdef cseq_lock lock
-    cdef bint sleep(self, uint64_t ns) except -1
-    cdef int await_free(self) except -1
-    cdef inline int enter(self) except -1:
-        """Take it, as `acquire` without a time limit does."""
-        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
-            return 0
-        return self.await_free()
-    cdef inline void leave(self) noexcept:
-        """Give it back; the caller has it."""
-        cseq_lock_leave(&self.lock)
+from cseq._lock cimport Lock
 
 
 cdef class RunState:

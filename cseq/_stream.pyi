@@ -12,6 +12,18 @@ from cseq._slots import Slots
 ITEMS: Final[int]
 BEGIN: Final[int]
 CALL: Final[int]
+CALLED: Final[slice]
+ASSIGNED: Final[slice]
+SINCE: Final[int]
+NS: Final[int]
+MADE: Final[int]
+ENDED: Final[int]
+BROKEN: Final[int]
+ONE: Final[int]
+KEY: Final[int]
+KEYS: Final[int]
+NO_KEY: Final[int]
+IN_REQUEST: Final[int]
 
 @final
 class Request:

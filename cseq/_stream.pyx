@@ -29,17 +29,25 @@ cdef enum:
     ASK_BEGIN = 1
     ASK_CALL = 2
     REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
-    # A cell's words, besides two requests; see producer.py.
-    STREAM_SINCE = 12   # when the worker began the present item
-    STREAM_NS = 13      # ns that the items of an answer took
-    STREAM_MADE = 14    # how many items it has, and flags
+    # A cell's words: the call or key, and the assignment, both requests; and behind these:
+    STREAM_SINCE = 12   # the time (`now_ns`) at which the worker began the present item
+    STREAM_NS = 13      # of an answer: ns that its items took
+    STREAM_MADE = 14    # of an answer: how many items it has, and below these two flags
+    MADE_ENDED = 1      # no item follows
+    MADE_BROKEN = 2     # since the last one is an exception of the producer
+    MADE_ONE = 4
     STREAM_KEY = 15     # how many ints the key has; or one of these:
-    NO_KEY = -1
+    WITHOUT_KEY = -1
     KEY_IN_REQUEST = -2
     STREAM_KEYS = 16    # the ints
 
 
+# For `producer`, and `stream`.
 ITEMS, BEGIN, CALL = ASK_ITEMS, ASK_BEGIN, ASK_CALL
+CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
+SINCE, NS, MADE = STREAM_SINCE, STREAM_NS, STREAM_MADE
+ENDED, BROKEN, ONE = MADE_ENDED, MADE_BROKEN, MADE_ONE
+KEY, KEYS, NO_KEY, IN_REQUEST = STREAM_KEY, STREAM_KEYS, WITHOUT_KEY, KEY_IN_REQUEST
 cdef uint64_t TICKET_BYTES = 1 << 16    # the most bytes that a ticket of several items should have
 cdef uint64_t TICKET_NS = 5_000_000     # and the longest that it should take
 cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
@@ -247,7 +255,7 @@ cdef class StreamConsumer:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
         cdef Request request = None
         cdef Block ints
-        words[STREAM_KEY] = NO_KEY
+        words[STREAM_KEY] = WITHOUT_KEY
         if self.assignment is not None:
             memcpy(words + REQUEST_WORDS, self.assignment.words, sizeof(self.assignment.words))
         if type(key) is Block:
@@ -566,7 +574,7 @@ cdef class StreamConsumer:
         cdef Mapping slot
         cdef Plan plan
         if (self.mapped is None or CSEQ_STATE(token) != CSEQ_READY or c.batch != ASK_ITEMS or c.count != 1
-                or c.status or words[STREAM_MADE] != 1 << 2 or not f[1] or f[3] or used > self.small
+                or c.status or words[STREAM_MADE] != MADE_ONE or not f[1] or f[3] or used > self.small
                 or c.capacity > MOST_KEPT):  # the arena counts what is in large slots, to shrink them
             return None
         if c.slot >= <uint64_t>len(self.mapped):

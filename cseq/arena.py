@@ -19,9 +19,9 @@ slots above the highest one that two windows used are given back.
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING, Protocol
 
+from cseq._lock import Lock
 from cseq._memory import SMALL, Mapping, Memory, commit, copy_of
 from cseq._slots import Slots
 from cseq.memory_limit import memory_limit_of
@@ -85,7 +85,7 @@ class Arena:
         self._locks = locks
         # Around everything but what a lease does. A signal handler may take batches, or finish, in
         # the middle of it.
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots(tickets)
@@ -108,7 +108,7 @@ class Arena:
             If there is no room for a new one.
         """
         slots = self.slots
-        with self._lock:
+        with self._lock.hold():
             slot = slots.lowest()
             if slot < 0:
                 self._extend()
@@ -130,7 +130,7 @@ class Arena:
     def grant(self, owner: int, count: int) -> list[tuple[int, int]]:
         """Give a worker `count` slots, if there are so many: their numbers and committed bytes."""
         granted = []
-        with self._lock:
+        with self._lock.hold():
             for _ in range(min(count, self.segment.slots // 1024)):
                 slot = self.slots.acquire()
                 if slot < 0:
@@ -143,7 +143,7 @@ class Arena:
     def reclaim(self, owner: int, rings: list[Ring]) -> None:
         """Free the slots of a worker that has certainly ended and whose tickets are reposted."""
         first, *others = rings
-        with self._lock:
+        with self._lock.hold():
             for slot in first.reclaim(owner, others):
                 self.slots.release(slot)
                 self._shrink(slot, 0)
@@ -170,7 +170,7 @@ class Arena:
         if used <= SMALL:
             return copy_of(self.mapping_of(slot, capacity, used), used)
         lease: Memory | None = None
-        with self._lock:
+        with self._lock.hold():
             mapping = self._look(slot, capacity, used)
             if self._may_lease(capacity):
                 lease = self.slots.lend(slot, mapping, used)
@@ -180,7 +180,7 @@ class Arena:
 
     def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
         """Return the memory of a taken slot itself, valid while the slot stays taken."""
-        with self._lock:
+        with self._lock.hold():
             return self._look(slot, capacity, used)
 
     def close(self) -> None:

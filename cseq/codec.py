@@ -333,7 +333,7 @@ class _Survey:
         return self._tensor(value) if tag == "tensor" else self._object(value)
 
     def _container(self, tag: str, value: Any, depth: int) -> Token:
-        """Collect the leaves of a container; one without arrays is pickled as one leaf."""
+        """Collect the leaves of a container; one of pickled leaves alone is pickled as one."""
         opened = _KINDS[tag].open(value)
         if opened is None:
             return self._object(value)
@@ -344,7 +344,8 @@ class _Survey:
         if loose is not None:
             self.objects.append(loose)
         tokens = self._children(children, depth - 1)
-        if len(self.arrays) + len(self.raws) == before[0]:
+        pickled = self.objects[before[1] :]
+        if len(self.arrays) + len(self.raws) == before[0] and _ByHandle not in map(type, pickled):
             del self.objects[before[1] :]
             return self._object(value)
         return tag, type(value), fixed, loose is not None, tokens

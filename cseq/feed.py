@@ -110,8 +110,6 @@ class Feed:
         )
         self._interrupted = False
         self._clock = Clock(ring, computing=threads)
-        self._place: tuple[int, int] | None = None  # epoch and samples that were begun last
-        self.ended = False  # the loop was told that this epoch is over
 
     @property
     def position(self) -> int:
@@ -124,27 +122,36 @@ class Feed:
         return self.consumer.skipped
 
     @property
+    def ended(self) -> bool:
+        """Whether the loop was told that this epoch is over."""
+        return self.consumer.ended
+
+    @property
+    def begins(self) -> int:
+        """How often an epoch was begun."""
+        return self.consumer.begins
+
+    @property
     def begun(self) -> bool:
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
-        return self.ended or self.consumer.taken > 0
+        return self.consumer.ended or self.consumer.taken > 0
 
-    def begin(self, epoch: int, consumed: int = 0) -> None:
+    def begin(self, epoch: int, consumed: int = 0, since: int | None = None) -> bool:
         """Begin an epoch; batches of an earlier one that were not delivered are dropped.
 
         If the epoch was begun at this place and the loop has had nothing of it, its tickets stay.
+        `since`: see `Pool`. Between the beginning, which is one step of C, and the return, a signal
+        handler may begin another epoch.
         """
         self._interrupted = False
-        if not self.begun and self._place == (epoch, consumed):
-            return
         consumer = self.consumer
-        self._place = None
-        consumer.end()  # first: an exception may come between this and the beginning
-        self.ended = False
-        self._sampler.begin(epoch, consumed)
-        consumer.begin(epoch, self._sampler.first, len(self._sampler), *self._sampler.cut)
+        if not self.begun and consumer.place == (epoch, consumed):
+            return True
+        if not consumer.begin(epoch, self._sampler.cut_at(consumed), since):
+            return False
         consumer.refill()
         self._clock.run()
-        self._place = epoch, consumed
+        return True
 
     def interrupt(self) -> None:
         """Make `next` raise InterruptedError, also in a thread that waits, until `begin`."""
@@ -206,7 +213,7 @@ class Feed:
             self._check()
             consumer.refill()
             if consumer.over:
-                self.ended = True
+                consumer.ended = True
                 self._clock.stop()
                 raise StopIteration
             found = consumer.peek()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from cseq._lock import Lock
 from cseq.importable import MAIN, Importable, named_here
 from cseq.threads import imported
 from cseq.unpicklable import UnpicklableError, unpicklable
@@ -53,7 +54,7 @@ THREADS = "use MTSequence, whose threads copy nothing"
 OTHERWISE = {"producer": "start the workers by 'fork', which copies nothing"}
 
 # cloudpickle has one list of modules that go by value, for the whole process.
-_by_value_lock = threading.Lock()
+_by_value_lock = Lock()
 
 
 class Pickled(NamedTuple):
@@ -284,7 +285,7 @@ def _modules_by_value() -> Iterator[Callable[[str], None]]:
             cloudpickle.register_pickle_by_value(module)
             ours.append(module)
 
-    with _by_value_lock:
+    with _by_value_lock.hold():
         try:
             yield register
         finally:

@@ -28,7 +28,24 @@ import numpy as np
 from cseq import codec, context, failure, indexer
 from cseq._core import Runner, now_ns
 from cseq._memory import Block, copy_of
-from cseq._stream import BEGIN, CALL, ITEMS, ItemFailure
+from cseq._stream import (
+    ASSIGNED,
+    BEGIN,
+    BROKEN,
+    CALL,
+    CALLED,
+    ENDED,
+    IN_REQUEST,
+    ITEMS,
+    KEY,
+    KEYS,
+    MADE,
+    NO_KEY,
+    NS,
+    ONE,
+    SINCE,
+    ItemFailure,
+)
 from cseq.launcher.forks import in_forked_children
 from cseq.stage import INDEXER, run
 from cseq.transport import SlotWriter
@@ -55,6 +72,7 @@ __all__ = [
     "KEY",
     "KEYS",
     "MOST",
+    "ONE",
     "SINCE",
     "EncodedItem",
     "KeyProducer",
@@ -66,14 +84,7 @@ __all__ = [
 
 ENTRY = "cseq.producer:main"
 
-# The cell's words, as in `_stream`.
-CALLED, ASSIGNED = slice(0, 6), slice(6, 12)  # the requests; a key is `CALLED`, too
-SINCE = 12  # the time (`now_ns`) at which the worker began the present item
-NS, MADE = 13, 14  # of an answer: ns that its items took; how many there are, and flags
-KEY, KEYS = 15, 16  # how many ints the key has, or one of the next two; and the ints
-NO_KEY, IN_REQUEST = -1, -2
 MOST = 64  # items that one ticket can ask for
-ENDED, BROKEN = 1, 2  # flags of an answer: no item follows; since the last one is an exception
 ENTRY_WORDS = 5  # of an entry of the table: where an item begins (~: an exception), and its record
 SCRATCH = 1 << 16  # bytes
 INT64 = np.dtype(np.int64)
@@ -269,7 +280,7 @@ class Making:
         self._batch_context.allocator = self._writer
         begun = now_ns()
         item = make()
-        room[NS], room[MADE] = now_ns() - begun, 1 << 2
+        room[NS], room[MADE] = now_ns() - begun, ONE
         self._batch_context.allocator = None
         if item is _END:
             self._end(self._epoch)
@@ -321,7 +332,7 @@ class Making:
         nbytes = len(table) * table.itemsize
         offset = writer.place(nbytes)
         writer.memory.store_bytes(offset, table.tobytes())
-        self._publish(runner, (offset, nbytes, 0, 0), now_ns() - begun, made << 2 | flags)
+        self._publish(runner, (offset, nbytes, 0, 0), now_ns() - begun, made * ONE | flags)
 
     def _append(self, item: Any) -> tuple[int, ...]:
         """Encode an item behind the others; offsets in its record count from its beginning."""

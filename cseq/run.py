@@ -71,21 +71,16 @@ class Run(RunState, Generic[P]):
         return generation
 
     def disown(self) -> None:
-        """In a forked process: end all iterators; another thread that had `lock` is not there."""
+        """In a forked process: end all iterators."""
         self.supersede()
-        self.lock.inherit()
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
         self.interrupt()
         if not self.is_ours:
             return
-        mine = self.lock.acquire(timeout=LOCK_SECONDS)  # the inline pool cannot be interrupted
-        try:
+        with self.lock.hold(LOCK_SECONDS):  # the inline pool cannot be interrupted
             self.pool.close()
-        finally:
-            if mine:
-                self.lock.release()
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()

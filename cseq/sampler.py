@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,22 @@ Indices: TypeAlias = "NDArray[np.int64]"
 
 MOST_SAMPLES = 2**48
 MOST_SEED = 2**64 - 1
+
+
+class Cut(NamedTuple):
+    """How an epoch, or what is left of one, is cut into batches for one rank.
+
+    The core reads the first six.
+    """
+
+    first: int  # how many batches of this size came before batch 0 in the epoch
+    batches: int
+    full: int  # batches with all samples; they come first
+    start: int  # position of the first one's first sample
+    stride: int  # positions from one to the next: samples of a global batch
+    size: int  # samples of a full batch
+    part: int  # samples of the batch behind them; 0: there is none
+    consumed: int  # samples that all ranks together have had before batch 0
 
 
 class Sampler:
@@ -89,7 +105,8 @@ class Sampler:
         self.pad = pad
         self._stride = self.batch_size * self.world_size  # samples of a global batch
         self.order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
-        self.length = self._cut(0)
+        self.order.cut = self.cut_at(0)
+        self.length = self.cut.batches
 
     def changed(
         self, *, seed: int | None = None, rank: int | None = None, world_size: int | None = None
@@ -109,7 +126,13 @@ class Sampler:
 
     def __len__(self) -> int:
         """Batches of the epoch that has begun, for this rank: fewer if it began in its middle."""
-        return self._batches
+        return self.cut.batches
+
+    @property
+    def cut(self) -> Cut:
+        """How the epoch that has begun is cut; it changes together with the order."""
+        cut: Cut = self.order.cut
+        return cut
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch, at once, also if the last one is not over.
@@ -127,18 +150,23 @@ class Sampler:
         TypeError, ValueError
             An argument is not an integer, or out of range.
         """
-        number = count("epoch", epoch, 0, MOST_SEED)
-        self._cut(count("consumed", consumed, 0, self.dset_size))
-        self.order.begin(number)
+        self.order.begin(count("epoch", epoch, 0, MOST_SEED), self.cut_at(consumed))
 
-    def _cut(self, consumed: int) -> int:
-        """Cut the positions from `consumed` on into batches; return how many."""
-        self._consumed = consumed
-        self._full, tail = divmod(self.dset_size - consumed, self._stride)
-        self._start = consumed + self.rank * self.batch_size  # our first sample
-        self._part = self._share(tail)
-        self._batches = self._full + (self._part > 0)
-        return self._batches
+    def cut_at(self, consumed: int) -> Cut:
+        """Cut the positions from `consumed` on into batches; nothing changes. See `begin`."""
+        consumed = count("consumed", consumed, 0, self.dset_size)
+        full, tail = divmod(self.dset_size - consumed, self._stride)
+        part = self._share(tail)
+        return Cut(
+            first=consumed // self._stride,
+            batches=full + (part > 0),
+            full=full,
+            start=consumed + self.rank * self.batch_size,
+            stride=self._stride,
+            size=self.batch_size,
+            part=part,
+            consumed=consumed,
+        )
 
     def _share(self, tail: int) -> int:
         """Return how many of the last samples, fewer than a global batch, are ours."""
@@ -159,14 +187,15 @@ class Sampler:
         IndexError
             There is no such batch.
         """
-        if not 0 <= batch <= self._batches:
-            raise IndexError(f"batch {batch} is not one of {self._batches}")
-        return min(self._consumed + batch * self._stride, self.dset_size)
+        cut = self.cut
+        if not 0 <= batch <= cut.batches:
+            raise IndexError(f"batch {batch} is not one of {cut.batches}")
+        return min(cut.consumed + batch * cut.stride, self.dset_size)
 
     @property
     def end(self) -> int:
         """Samples of this epoch that all ranks together have had when it is over."""
-        left_out = (self.dset_size - self._consumed) % self._stride if self.drop_last else 0
+        left_out = (self.dset_size - self.cut.consumed) % self._stride if self.drop_last else 0
         return self.dset_size - left_out
 
     @property
@@ -175,22 +204,13 @@ class Sampler:
         full, tail = divmod(self.dset_size, self._stride)
         return full * self.batch_size + self._share(tail)
 
-    @property
-    def cut(self) -> tuple[int, int, int, int]:
-        """Full batches: how many, position of the first, positions to the next, and their size."""
-        return self._full, self._start, self._stride, self.batch_size
-
-    @property
-    def first(self) -> int:
-        """How many batches of this size came before batch 0 in the epoch."""
-        return self._consumed // self._stride
-
     def start(self, batch: int) -> int:
         """Return the position of a batch's first sample in the order of the epoch."""
-        if batch < self._full:
-            return self._start + batch * self._stride
+        cut = self.cut
+        if batch < cut.full:
+            return cut.start + batch * cut.stride
         if self.pad:
-            return self.position(batch) + self.rank * self._part
+            return self.position(batch) + self.rank * cut.part
         size, more = divmod(self.dset_size - self.position(batch), self.world_size)
         return self.position(batch) + self.rank * size + min(self.rank, more)
 
@@ -202,11 +222,12 @@ class Sampler:
         IndexError
             There is no such batch.
         """
-        if 0 <= batch < self._full:
-            return self.batch_size
-        if not 0 <= batch < self._batches:
-            raise IndexError(f"batch {batch} is not one of {self._batches}")
-        return self._part
+        cut = self.cut
+        if 0 <= batch < cut.full:
+            return cut.size
+        if not 0 <= batch < cut.batches:
+            raise IndexError(f"batch {batch} is not one of {cut.batches}")
+        return cut.part
 
     def indices(self, batch: int) -> Indices:
         """Return the samples of a batch: a fresh array of shape (size,), the caller's to change.
@@ -216,8 +237,9 @@ class Sampler:
         IndexError
             There is no such batch.
         """
-        if 0 <= batch < self._full:
-            return self.order.read(self._start + batch * self._stride, self.batch_size)
+        cut = self.cut
+        if 0 <= batch < cut.full:
+            return self.order.read(cut.start + batch * cut.stride, cut.size)
         indices = np.empty(self.size(batch), np.int64)
         self.fill(batch, indices)
         return indices
@@ -232,10 +254,10 @@ class Sampler:
         ValueError
             `out` is too short.
         """
-        size = self.batch_size
-        if 0 <= batch < self._full:
-            self.order.read_into(self._start + batch * self._stride, size, out)
-            return size
+        cut = self.cut
+        if 0 <= batch < cut.full:
+            self.order.read_into(cut.start + batch * cut.stride, cut.size, out)
+            return cut.size
         size = self.size(batch)
         if size > len(out):
             raise ValueError(f"out has room for {len(out)} samples, batch {batch} has {size}")

@@ -109,6 +109,8 @@ class Seeds:
     ----------
     loaded : list of Generator
         Those whose modules are imported; always the same list object.
+    saved : list of tuple
+        What `restore` restores: generators, and their states.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Seeds:
         self._epoch = -1
         self._key = 0  # of the epoch
         self._building = False
-        self._saved: list[tuple[Generator, Any]] = []
+        self.saved: list[tuple[Generator, Any]] = []
         self._watch: Watch | None = None
         self.loaded: list[Generator] = []
 
@@ -148,7 +150,7 @@ class Seeds:
     def begin(self) -> None:
         """Save the states of the trainer's generators, and seed them."""
         self._building = self._batch_context.ticket is None
-        self._saved = [(generator, generator.save()) for generator in self.loaded]
+        self.saved = [(generator, generator.save()) for generator in self.loaded]
         self.seed()
 
     def restore(self) -> None:
@@ -159,10 +161,10 @@ class Seeds:
         except BaseException:  # a signal handler has raised in the middle
             self._restore()
             raise
-        self._saved = []
+        self.saved = []
 
     def _restore(self) -> None:
-        for generator, state in self._saved:
+        for generator, state in self.saved:
             generator.restore(state)
 
     def _words(self) -> tuple[int, ...]:
@@ -180,7 +182,7 @@ class Seeds:
         if self._is_making is None:
             generator.seed(self._words())
         elif self._building or self._is_making():
-            self._saved.append((generator, generator.save()))
+            self.saved.append((generator, generator.save()))
             generator.seed(self._words())
         self.loaded.append(generator)  # from now on `seed` includes it
 

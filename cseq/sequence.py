@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import os
-import threading
 import typing
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
 from cseq._core import BatchIterator
+from cseq._lock import Lock
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
 from cseq.launcher import start_methods
@@ -57,6 +57,7 @@ __all__ = ["MPSequence", "MSequence", "MTSequence"]
 MOST_BUFFER = 2**20
 MOST_EPOCH = 2**64 - 1
 THREAD_TYPE_AT = 7  # its place among the arguments
+MEANWHILE = "a signal handler has started or finished the manager meanwhile"
 
 
 class State(enum.Enum):
@@ -302,7 +303,7 @@ class MSequence(Generic[B_co]):
             seed_globals=flag("seed_globals", seed_globals),
         )
         self._state = State.IDLE
-        self._lock = threading.RLock()  # around changes of state
+        self._lock = Lock()  # around changes of state
         self._run: Run[Pool] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._check_seed(self._shard or shards.ALONE)
@@ -327,7 +328,7 @@ class MSequence(Generic[B_co]):
         """Resolve shard='auto'; the first answer holds, another one is an error."""
         if not self._automatic:
             return
-        with self._lock:
+        with self._lock.hold():
             found = shards.agree(self._shard)
             if found is self._shard:
                 return
@@ -367,7 +368,7 @@ class MSequence(Generic[B_co]):
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""
-        with self._lock:
+        with self._lock.hold():
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
                 yield "batches", f"{self._sampler.length:,}"
@@ -441,34 +442,45 @@ class MSequence(Generic[B_co]):
             `epoch` is not an integer, or out of range.
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
-        with self._lock:
-            if number != self.epoch or self._place.is_over(self._sampler.end):
-                self._go(Place(number))
-            else:
-                self._place.again = self._place.begun
+        with self._lock.hold():
+            while not self._go(number):
+                pass
 
-    def _go(self, place: Place) -> None:
-        """Set where the next ``iter()`` begins, and the latest one if it has given nothing yet."""
-        run = self._run
+    def _go(self, epoch: int) -> bool:
+        """Set the epoch of the next ``iter()``, and of the latest one if it has given nothing yet.
+
+        False: a signal handler has begun an epoch meanwhile.
+        """
+        if epoch == self.epoch and not self._place.is_over(self._sampler.end):
+            self._place.again = self._place.begun
+            return True
+        run, place = self._run, Place(epoch)
         if run is None or not run.is_ours or self._place.progress is not run.pool or run.asked:
             self._place = place
-            return
-        with run.lock:
-            # While the number differs, no iterator returns a batch: neither to another thread, nor
-            # after a signal handler has raised here.
-            generation = run.generation
-            run.generation = generation + 1
-            fresh = not run.pool.begun
-            self._place = place
-            if fresh:
-                self._begin(run.pool)
-            run.generation = generation
-
-    def _begin(self, pool: Pool) -> None:
-        """Make the pool begin the epoch."""
-        place = self._place
-        pool.begin(place.epoch, place.consumed)
-        place.progress = pool
+            return True
+        with run.lock.hold():
+            # While another generation is the present one, no iterator returns a batch: neither to
+            # another thread, nor after a signal handler has raised here.
+            generation = run.supersede()
+            since = run.pool.begins
+            done = run.pool.begun
+            if not done:
+                place.progress = run.pool
+            before, self._place = self._place, place
+            try:
+                if done:
+                    done = run.pool.begins == since
+                elif run.pool.begin(place.epoch, place.consumed, since):
+                    done = self._place is place
+            except Exception:
+                if self._run is run:
+                    raise
+                place.keep()  # a signal handler has finished the manager
+                return False
+            if not done and self._place is place:
+                self._place = before  # that of the handler's iterator
+            run.resume(generation)
+            return done
 
     @property
     def sampler(self) -> RankSampler:
@@ -535,7 +547,7 @@ class MSequence(Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
     ) -> Self:
         """End what runs, and start a pool."""
-        with self._lock:
+        with self._lock.hold():
             self._refuse_inside_with(verb)
             make = pool_of(kind)
             self._settle_shard()
@@ -543,13 +555,25 @@ class MSequence(Generic[B_co]):
             resolved = outputs.resolve(output)
             converters = self._job.num_converters if resolved.use_cuda else 0
             job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
+            run: Run[Pool] | None = None
             try:
-                self._run = Run(make(job))
-                self._finalizer = close_with(self, self._run)
-                self._run.pool.open()  # not before: a signal handler may raise anywhere
+                run = Run(make(job))
+                while self._run is not None:  # a signal handler has started another one
+                    self._end()
+                self._run = run
+                self._finalizer = close_with(self, run)
+                run.pool.open()  # not before: a signal handler may raise anywhere
+                if self._run is not run:
+                    raise InterruptedError(MEANWHILE)
                 self._state = State.RUNNING
-            except BaseException:
-                self._end()
+            except BaseException as error:
+                if self._run is run:
+                    self._end()
+                    raise
+                assert run is not None
+                run.close()  # a signal handler has closed it already, or it is not open
+                if isinstance(error, Exception) and not isinstance(error, InterruptedError):
+                    raise InterruptedError(MEANWHILE) from error
                 raise
         return self
 
@@ -561,7 +585,7 @@ class MSequence(Generic[B_co]):
         OSError
             Inside the manager's own ``with``, whose end calls it.
         """
-        with self._lock:
+        with self._lock.hold():
             self._refuse_inside_with("finish")
             self._end()
 
@@ -592,7 +616,7 @@ class MSequence(Generic[B_co]):
             )
 
     def __enter__(self) -> Self:
-        with self._lock:
+        with self._lock.hold():
             if self._state is not State.RUNNING:
                 raise OSError(
                     f"'with' needs a manager that was just started, this one is "
@@ -607,7 +631,7 @@ class MSequence(Generic[B_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._lock:
+        with self._lock.hold():
             if self._state is State.ENTERED:  # finish() works wherever a signal handler raises
                 self._state = State.RUNNING
             self._end()
@@ -623,7 +647,7 @@ class MSequence(Generic[B_co]):
         OSError
             The manager was started by the process that forked this one.
         """
-        with self._lock:
+        with self._lock.hold():
             if self._run is None or self._run.is_ended:
                 warnings.warn(
                     "iterating a manager that was not started starts it; call start() first, "
@@ -632,22 +656,45 @@ class MSequence(Generic[B_co]):
                     stacklevel=2,
                 )
                 self.start()
-            run = self._run
-            assert run is not None
-            if not run.is_ours:
-                raise OSError(
-                    "this manager was started by the process that forked this one; call start() "
-                    "here, or make a manager of its own"
-                )
-            self._settle_shard()
-            run.interrupt()
-            with run.lock:  # from here on, no batch is delivered
-                self._place = self._place.next(self._sampler.end)
-                run.asked = False
-                self._begin(run.pool)
-            epoch = Epoch(run, run.pool.consumer, run.pool.next)
-            epoch.manager = self
-            return epoch
+            while True:
+                run = self._run
+                if run is None:
+                    raise InterruptedError(MEANWHILE)
+                if not run.is_ours:
+                    raise OSError(
+                        "this manager was started by the process that forked this one; call "
+                        "start() here, or make a manager of its own"
+                    )
+                self._settle_shard()
+                try:
+                    generation = self._iterate(run)
+                except Exception:
+                    if self._run is not run:
+                        raise InterruptedError(MEANWHILE) from None
+                    raise
+                if generation is not None:
+                    epoch = Epoch(run, run.pool.consumer, run.pool.next, generation)
+                    epoch.manager = self
+                    return epoch
+
+    def _iterate(self, run: Run[Pool]) -> int | None:
+        """Begin the next epoch; return the generation of its iterator.
+
+        None: a signal handler has begun an epoch, or changed where the next one begins, meanwhile.
+        That came first; this one then follows.
+        """
+        generation = run.interrupt()
+        with run.lock.hold():  # from here on, no batch is delivered
+            since = run.pool.begins
+            place = self._place.next(self._sampler.end)
+            before, self._place = self._place, place
+            run.asked = False
+            if not run.pool.begin(place.epoch, place.consumed, since):
+                if self._place is place:
+                    self._place = before  # that of the handler's iterator
+                return None
+            place.progress = run.pool
+            return generation if run.generation == generation and self._place is place else None
 
     # -- checkpoint and resume
 
@@ -661,7 +708,7 @@ class MSequence(Generic[B_co]):
         ValueError
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
         """
-        with self._lock:
+        with self._lock.hold():
             place = self._place
             epoch, position = place.epoch, place.position  # once: other threads may take batches
             if place.is_over(self._sampler.end):
@@ -688,29 +735,32 @@ class MSequence(Generic[B_co]):
         OSError
             Inside the manager's own ``with``, if the state's seed replaces another one.
         """
-        with self._lock:
+        with self._lock.hold():
             place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
             if state["seed"] != self.seed:
                 self._refuse_inside_with("load_state_dict")
-            if self._run is not None:
-                self._run.interrupt()  # its batches are of another place
+            interrupted = False
+            while not interrupted:  # again, if a signal handler has begun an epoch meanwhile
+                run = self._run
+                generation = 0 if run is None else run.interrupt()  # its batches: of another place
+                self._place = place
+                interrupted = self._run is run and (run is None or run.generation == generation)
             if state["seed"] != self.seed:
                 self._end()
                 self._job = self._job._replace(sampler=self._sampler.changed(seed=state["seed"]))
             self._own_seed = False
-            self._place = place
 
     # -- what it did
 
     def stats(self) -> Stats:
         """Return counts and times since the last start; see `Stats`, and its `bottleneck`."""
-        with self._lock:
+        with self._lock.hold():
             return self._stats if self._run is None else self._run.pool.stats()
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error."""
-        with self._lock:
+        with self._lock.hold():
             return list(self._skipped if self._run is None else self._run.pool.skipped)
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
-from cseq._core import now_ns, wait_any
+from cseq._core import now_ns, ring_bytes, wait_any
 from cseq._memory import SMALL, Mapping
 from cseq._slots import Lease
 from cseq._stream import ItemFailure, ItemIterator, ItemReader, Request, StreamConsumer
@@ -43,6 +43,7 @@ from cseq.producer import (
     KEY,
     KEYS,
     MOST,
+    ONE,
     SINCE,
     EncodedItem,
     KeyProducer,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = ["EncodedItem", "ItemFailure", "KeyProducer", "Producer", "Streams"]
 
 DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
+MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
 MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
 CALLS = 2  # cells for calls: one that was given up may still be worked on
@@ -286,7 +288,7 @@ class Streams:
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
         run, reader = self._ours(), self._reader
         generation = run.interrupt()
-        with run.lock:
+        with run.lock.hold():
             reader.end()
             post = partial(reader.begin, keys, ordered=ordered, free=free, first=first)
             try:
@@ -337,7 +339,7 @@ class Streams:
         """
         run = self._ours()
         all_of_them = range(self.num_workers)
-        with run.lock:
+        with run.lock.hold():
             if worker is None:
                 return run.pool.ask(method, args, all_of_them, behind=behind)
             if not 0 <= worker < self.num_workers:
@@ -449,14 +451,17 @@ class StreamPool:
         self._unit, self._show = unit, show
         self.timeout, self._patient, self._restart = timeout, patient, restart
         depth = min(prefetch, DEEPEST)
-        # One worker may have all keys.
-        self.depth = min(prefetch * num_workers, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
         besides = 2 + CALLS
+        # One worker may have all keys, unless the cells for them would take too much memory.
+        room = KEYS + key_size
+        cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
+        affordable = MOST_BYTES // (num_workers * cell) - besides
+        self.depth = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
         self.supervisor = supervisor = Supervisor(
             make_launcher(start_method, entry=ENTRY, threads=threads),
             self.depth + besides,
-            KEYS + key_size,
+            room,
             1,
             owners=num_workers,
             readers=num_workers,
@@ -668,7 +673,7 @@ class StreamPool:
         if consumer.ring.ticket(cell)[2] > 1:
             memory = self._arena.mapping_of(slot, capacity)
             return parse(memory, record, encoded=self._encoded)
-        if not record[5] >> 2:
+        if not record[5] // ONE:
             return []
         if not self._encoded:
             try:

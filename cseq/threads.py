@@ -2,7 +2,8 @@
 
 `threading` is written in Python: an exception of a handler (Ctrl-C) in the middle of
 ``Thread.start`` or of an event's ``wait`` can leave a lock acquired that no thread will release.
-Here the main thread calls only functions of C, which a handler runs before or after, never within;
+Here the main thread calls only functions of C, which a handler runs before or after, never within,
+or (a latch's ``wait``) where nothing is taken;
 everything else runs in other threads, where no handler runs. The same holds for an import: an
 interrupted one can leave the interpreter's import lock acquired, and every fork and every other
 thread's import would then wait for ever.
@@ -17,6 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from cseq._lock import Latch
+
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable
@@ -24,27 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Latch", "Threads", "imported", "is_imported"]
 
 LAST = 1.0  # seconds that a thread may take to end once its work is done
-
-
-class Latch:
-    """An event that is set once, and can be waited for."""
-
-    def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
-        self._done = False
-
-    def set(self) -> None:
-        """Set it."""
-        if not self._done:
-            self._done = True  # first: a waiter may be interrupted while it holds the lock
-            self._lock.release()
-
-    def wait(self, timeout: float = -1) -> bool:
-        """Wait until it is set, at most `timeout` seconds (-1: no limit); return whether it is."""
-        if not self._done and self._lock.acquire(timeout=timeout):
-            self._lock.release()  # for the next one
-        return self._done
 
 
 class Threads:

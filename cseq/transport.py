@@ -161,9 +161,10 @@ class Objects:
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Return the exception, from the slot if it was raised in the stage before."""
-        if self._below is not None and slot != NO_SLOT:
+        error: BaseException | None = self._held[cell]
+        if error is None:  # a thread may raise before its batch has left the slot
+            assert self._below is not None
             return self._below.error(cell, slot, capacity, record)
-        error: BaseException = self._held[cell]
         return error
 
 

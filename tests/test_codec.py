@@ -1143,6 +1143,33 @@ def test_record_is_plain_integers(writer: Writer) -> None:
 PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 
 
+def test_cuda_tensors_alone_travel_by_handle(
+    torch: Any, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in containers without arrays, which would be pickled whole: by way of the host."""
+    sent: list[Any] = []
+
+    def reduce_tensor(tensor: Any) -> Any:
+        sent.append(tensor)
+        return torch.full, ((2,), int(tensor[0]))
+
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor[0] > 0))
+    on_device, on_host = torch.arange(1, 4), torch.arange(3)
+    for batch in (
+        on_device,
+        {"x": on_device},
+        ["text", (on_device, {"y": on_device})],
+        (on_host, [on_device]),
+    ):
+        sent.clear()
+        got = decode(writer.memory, encode(batch, writer))
+        leaves: list[Any] = []
+        map_leaves(leaves.append, batch)
+        assert len(sent) == sum(leaf is on_device for leaf in leaves)
+        assert repr(got) == repr(batch).replace("tensor([1, 2, 3])", "tensor([1, 1])")
+
+
 @PROTOTYPE
 @pytest.mark.parametrize("grad", [False, True])
 def test_nested_tensors(torch: Any, grad: bool) -> None:

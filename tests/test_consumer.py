@@ -50,7 +50,7 @@ class Counter:
             convert=convert,
             **options,
         )
-        self.consumer.begin(7, 100, 5, 5, 0, 2, 2)
+        self.consumer.begin(7, (100, 5, 5, 0, 2, 2, 0, 0))
         self.consumer.refill()
 
     def fill(self, batch: int, room: Any) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def prepare(counter: Counter, why: str) -> None:
         counter.work()
         counter.consumer.end()
     elif why == "not full":
-        counter.consumer.begin(7, 100, 5, 2, 0, 2, 2)
+        counter.consumer.begin(7, (100, 5, 2, 0, 2, 2, 0, 0))
         counter.consumer.refill()
         counter.work()
 
@@ -142,7 +142,7 @@ def test_what_c_cannot_do_stays_as_it_is(why: str) -> None:
 def test_batches_that_are_not_full() -> None:
     """The indices of such a batch are asked of Python, before the batch in its cell is taken."""
     counter = Counter()
-    counter.consumer.begin(7, 100, 5, 3, 0, 2, 2)
+    counter.consumer.begin(7, (100, 5, 3, 0, 2, 2, 0, 0))
     counter.consumer.refill()
     for batch in range(5):
         counter.work(batch)
@@ -224,7 +224,7 @@ def test_another_epoch_begins_while_one_decodes() -> None:
     counter = Counter()
 
     def begin() -> None:
-        counter.consumer.begin(8, 0, 5, 5, 0, 2, 2)
+        counter.consumer.begin(8, (0, 5, 5, 0, 2, 2, 0, 0))
 
     counter.reads.append(begin)
     counter.work(None)
@@ -285,7 +285,7 @@ class Slotted:
             self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
             slots=self.slots, extend=lambda: self.slots.extend(1), small=small, **options,
         )  # fmt: skip
-        self.consumer.begin(0, 0, 9, 9, 0, 1, 1)
+        self.consumer.begin(0, (0, 9, 9, 0, 1, 1, 0, 0))
         self.consumer.refill()
 
     def describe(self, cell: int, error: BaseException) -> tuple[BaseException, Any]:
@@ -606,7 +606,7 @@ def test_a_batch_is_taken_while_one_converts_it() -> None:
         return array
 
     bench.learn(ARRAY)
-    bench.consumer.begin(0, 0, 1, 1, 0, 1, 1)  # the last batch: nothing is posted behind it
+    bench.consumer.begin(0, (0, 1, 1, 0, 1, 1, 0, 0))  # the last batch: nothing is posted behind it
     bench.consumer.refill()
     bench.write(ARRAY)
     assert bench.consumer.step() is None
@@ -645,7 +645,7 @@ def test_a_step_while_another_thread_has_the_lock() -> None:
     thread = threading.Thread(
         target=lambda: got.append((next(batches), run.lock.acquire(timeout=0)))
     )
-    with run.lock:
+    with run.lock.hold():
         thread.start()
         thread.join(60 if HAS_GIL else 0.1)
         assert got == ([("step", False)] if HAS_GIL else [])

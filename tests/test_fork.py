@@ -352,3 +352,42 @@ def test_an_indexer_that_forks(run_script: RunScript, start_method: str) -> None
     """What a child of the indexer does to arrays of the slot is in no batch."""
     done = run_script(FORKING, start_method)
     assert (done.stdout, done.stderr) == ("59\n", "")
+
+
+FORKED_MEANWHILE = """
+import os, signal, sys, threading
+import numpy as np
+import cseq
+
+class Slow:
+    def __getitem__(self, indices):
+        return indices
+    def __reduce__(self):
+        sys.pickling.set()  # not this script's: the class travels by value
+        sys.forked.wait()
+        return Slow, ()
+
+sys.pickling, sys.forked = threading.Event(), threading.Event()
+m = cseq.MPSequence(Slow(), 10, out_type="null", num_workers=1)
+starting = threading.Thread(target=m.start)
+starting.start()
+sys.pickling.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    repr(m), m.epoch, m.stats()
+    m.finish()
+    with m.start_test():
+        assert len(list(m)) == 1
+    os._exit(0)
+sys.forked.set()
+starting.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list(m)))
+m.finish()
+"""
+
+
+def test_a_fork_while_another_thread_starts_a_manager(run_script: RunScript) -> None:
+    """The child has that thread's manager, but not the thread: it does not wait for it."""
+    done = run_script(FORKED_MEANWHILE)
+    assert (done.stdout, done.stderr) == ("0 1\n", "")

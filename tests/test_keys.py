@@ -277,6 +277,42 @@ def test_the_room_for_ints() -> None:
             assert not lost_slots(s)
 
 
+def shared_bytes() -> int:
+    """Memory of this process's anonymous files."""
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    own = [file for file in files if os.path.islink(file) and "memfd:cseq" in os.readlink(file)]
+    return sum(512 * os.stat(file).st_blocks for file in own)
+
+
+@pytest.mark.needs("Linux")
+def test_the_memory_of_the_room_for_ints() -> None:
+    """There is room for what each worker has ahead, but not for all keys in each worker."""
+    before = shared_bytes()
+    with streams(num_workers=32, key_size=4096, start_method="fork", launch="begin"):
+        assert shared_bytes() - before < 24 << 20
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_slow_worker_where_there_is_room_for_few_keys(ordered: bool) -> None:
+    """The other one does not get all keys at once; none is lost."""
+    with streams(Hesitant, key_size=1 << 18) as s:
+        begin(s, lists(40), ordered=ordered, assign="free")
+        keys = keys_of(s)
+        assert (keys if ordered else sorted(keys)) == lists(40)
+        begin(s, lists(5), assign="free")
+        assert keys_of(s) == lists(5)
+        assert not lost_slots(s)
+
+
+class Hesitant(Makes):
+    """One of its workers takes its time."""
+
+    def make(self, key: Any) -> Any:
+        if self.number == 0:
+            time.sleep(0.02)
+        return super().make(key)
+
+
 class Unpicklable:
     """Cannot be pickled, for more than one reason."""
 

@@ -157,6 +157,24 @@ def test_a_module_says_what_it_is(module: str) -> None:
     assert not any(rest[:1])
 
 
+def test_the_table_of_what_makes_what_visible() -> None:
+    """docs/ring.md has each name that the sources mark with ``SYNC:``, and no other."""
+    docs = PACKAGE.parent / "docs" / "ring.md"
+    if not docs.exists():
+        pytest.skip("the package is installed without its docs")
+    _, _, table = docs.read_text(encoding="utf-8").partition(
+        "| name | writes | sees |\n|---|---|---|\n"
+    )
+    rows = table.partition("\n\n")[0].splitlines()
+    sources = [*PACKAGE.glob("_*.pyx"), *(PACKAGE / "include").glob("*.h")]
+    marks = [
+        name
+        for path in sources
+        for name in re.findall(r"SYNC: ([a-z' ]+[a-z])", path.read_text(encoding="utf-8"))
+    ]
+    assert {row.split("|")[1].strip() for row in rows} == {*marks}
+
+
 # Names with an underscore that tests may use, and why.
 ALLOWED = {
     **dict.fromkeys(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq._run import Lock, RunState
+from cseq._lock import Lock
+from cseq._run import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ def taken_elsewhere(lock: Lock) -> Iterator[threading.Event]:
     has, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lock:
+        with lock.hold():
             has.set()
             leave.wait()
 
@@ -44,7 +45,7 @@ def test_one_thread_at_a_time() -> None:
     def work() -> None:
         nonlocal count
         for _ in range(turns):
-            with lock:
+            with lock.hold():
                 seen = count
                 time.sleep(0)  # another thread may run
                 count = seen + 1
@@ -74,7 +75,7 @@ def test_it_is_given_back_as_often_as_taken() -> None:
         return got[-1]
 
     assert not lock.is_mine()
-    with lock:
+    with lock.hold():
         assert lock.acquire()
         assert lock.acquire(timeout=0)
         for _ in range(2):
@@ -137,6 +138,68 @@ def test_a_signal_handler_that_raises(timeout: float) -> None:
     lock.release()
 
 
+def test_an_exception_between_the_taking_and_the_body() -> None:
+    """Of a signal handler, which runs there from Python 3.14 on: the lock is given back."""
+    lock = Lock()
+    assert not hasattr(lock, "__enter__")  # nothing would give it back
+    with pytest.raises(Struck):
+        strike_behind(lock.hold().__enter__())  # what `with` has done when the handler runs
+    assert not lock.is_mine()
+    with lock.hold():
+        with pytest.raises(Struck):
+            strike_behind(lock.hold(timeout=60).__enter__())
+        assert lock.is_mine()
+    assert not lock.is_mine()
+
+
+def strike_behind(taken: object) -> None:
+    """Raise when a lock has just been taken."""
+    raise Struck
+
+
+def test_holding_with_a_time_limit() -> None:
+    """The body is entered without the lock, and its end gives back nothing."""
+    lock = Lock()
+    with taken_elsewhere(lock), lock.hold(timeout=0.01):
+        assert not lock.is_mine()
+    with lock.hold(timeout=0):
+        assert lock.is_mine()
+    assert not lock.is_mine()
+
+
+@pytest.mark.needs("Linux")
+def test_signals_while_it_is_taken() -> None:
+    """Wherever the handler of a real signal raises, the lock is not left taken."""
+    lock = Lock()
+
+    def handle(*_: object) -> None:
+        raise Struck
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    struck = 0
+    try:
+        for _ in range(200):
+            try:
+                with taken_elsewhere(lock) as leave:
+                    signaller = threading.Thread(target=strike_and_leave, args=(leave,))
+                    signaller.start()
+                    with lock.hold():
+                        signaller.join()
+            except Struck:
+                struck += 1
+            signaller.join()
+            assert not lock.is_mine()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert struck == 200
+
+
+def strike_and_leave(leave: threading.Event) -> None:
+    """Send a signal as a lock becomes free."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+    leave.set()
+
+
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_fork(mine: bool) -> None:
@@ -147,7 +210,6 @@ def test_a_fork(mine: bool) -> None:
         child = os.fork()
         if not child:
             try:
-                lock.inherit()
                 good = lock.is_mine() == mine and lock.acquire(timeout=0)
                 lock.release()
                 if mine:
@@ -158,7 +220,7 @@ def test_a_fork(mine: bool) -> None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     if mine:
-        with lock:
+        with lock.hold():
             assert exits_well()
     else:
         with taken_elsewhere(lock):

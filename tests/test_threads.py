@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -35,6 +37,48 @@ def test_a_latch() -> None:
         thread.join()
     assert seen == [True] * 3
     assert latch.wait()
+
+
+@pytest.mark.needs("Linux")
+def test_a_latch_that_one_of_its_threads_leaves() -> None:
+    """A signal handler that raises there keeps no other thread waiting."""
+
+    class Struck(Exception):
+        pass
+
+    def handle(*_: object) -> None:
+        raise Struck
+
+    main = threading.main_thread().ident or 0
+    ear, mouth = os.pipe()
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for _ in range(200):
+            latch = Latch()
+            seen: list[bool] = []
+
+            def strike(latch: Latch = latch) -> None:
+                os.read(ear, 1)
+                signal.pthread_kill(main, signal.SIGUSR1)
+                latch.set()
+
+            others = [
+                threading.Thread(target=lambda to=seen, of=latch: to.append(of.wait(SOON))),
+                threading.Thread(target=strike),
+            ]
+            for other in others:
+                other.start()
+            with pytest.raises(Struck):
+                os.write(mouth, b"!")
+                latch.wait(SOON)
+                others[1].join()
+            for other in others:
+                other.join()
+            assert seen == [True]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        os.close(ear)
+        os.close(mouth)
 
 
 def test_threads() -> None:

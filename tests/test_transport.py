@@ -54,7 +54,7 @@ class Bench:
         self.consumer = Consumer(
             self.ring, order, self._fill, self._read, self._describe, **batch_reader.ends
         )
-        self.consumer.begin(0, 0, 1000, 1000, 0, 1, 1)
+        self.consumer.begin(0, (0, 1000, 1000, 0, 1, 1, 0, 0))
 
     def _fill(self, batch: int, room: Any) -> Any:
         raise AssertionError("all batches are full")
@@ -219,7 +219,7 @@ def test_given_up(bench: Bench, n: int) -> None:
     assert bench.arena.slots.leased == (n > 3)
     assert bench.free_slots() == (4 if n > 3 else 5)
     for _ in range(3):  # others are written into the slots that are free
-        bench.consumer.begin(0, 0, 1000, 1000, 0, 1, 1)
+        bench.consumer.begin(0, (0, 1000, 1000, 0, 1, 1, 0, 0))
         bench.send(np.zeros(n, int))
         bench.receive()
     assert [view.tolist() == list(range(n)) for view in views] == [True, True]
@@ -284,6 +284,25 @@ def test_errors_before_a_converter_thread() -> None:
     own = KeyError("converter")
     objects.fail(bench.second, own)
     assert bench.receive() is own
+    assert bench.free_slots() == 5
+    arena.close()
+
+
+def test_an_error_of_a_converter_thread_that_has_not_got_the_batch() -> None:
+    """An exception before the batch has left its slot is the thread's own, too."""
+    arena = Arena()
+    bench = Bench(arena, stages=2)
+    objects = Objects(2, bench.reader)
+    bench.batch_reader = objects
+    for _ in range(3):
+        bench.send(np.arange(10**5))
+        assert bench.second.claim()
+        own = MemoryError("no room for a mapping")
+        objects.fail(bench.second, own)
+        assert bench.receive() is own
+    bench.post()
+    bench.batch_writer.fail(bench.runner, KeyError("indexer"))
+    assert bench.receive().args == ("indexer",)
     assert bench.free_slots() == 5
     arena.close()
 

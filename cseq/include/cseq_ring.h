@@ -357,7 +357,7 @@ CSEQ_INLINE int cseq_ring_retract(cseq_ring *r, uint32_t cell) {
 }
 
 /* Give up a ticket that no runner works on, but none in the round of a queue, where that would leave
- * a gap: 1 if the cell is the trainer's again. */
+ * a gap: 1 if the cell is the trainer's again. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
@@ -379,7 +379,8 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
 }
 
 /* Post the tickets of `owner` again, which has certainly ended and is not yet replaced; their cells
- * into `held`. Runners look at the oldest of them first; in a queue there is one at most. */
+ * into `held`. Runners look at the oldest of them first; in a queue there is one at most.
+ * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
     uint32_t count = 0;
     uint64_t oldest = 0;
@@ -413,7 +414,8 @@ CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
 
-/* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. */
+/* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks.
+ * SYNC: sleeper seen (the two swaps, then the looks; against publish's swap, then its loads) */
 CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(r);
     cseq_swap_sc_u32(&r->gate[2].wanted, (uint32_t)(cell + 1));

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from cseq._lock import Lock
 from cseq._memory import Descriptor
 from cseq.launcher.base import (
     FOREVER,
@@ -163,6 +164,7 @@ class ForkServer:
         self._serials = itertools.count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._sending = Lock()  # the main thread sends signals, too
         self._reading = False  # a thread reads from the socket
         self._process: Process | None = None
         self._pid = 0
@@ -208,7 +210,7 @@ class ForkServer:
         self, what: bytes, serial: int, value: int, fds: Sequence[int] = (), data: bytes = b""
     ) -> None:
         """Send a record and the data after it; that a server is dead is noticed by reading."""
-        with self._lock, contextlib.suppress(OSError):
+        with self._sending.hold(), contextlib.suppress(OSError):
             socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
             self._sock.sendall(data)
 

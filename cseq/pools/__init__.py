@@ -95,11 +95,16 @@ class Pool(Progress, Protocol):
     def stats(self) -> Stats:
         """Return counts and times of this pool so far."""
 
-    def begin(self, epoch: int, consumed: int) -> None:
+    @property
+    def begins(self) -> int:
+        """A number that changes whenever an epoch is begun."""
+
+    def begin(self, epoch: int, consumed: int, since: int | None = None) -> bool:
         """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered.
 
         If the same epoch was begun at the same place, and the loop has had nothing of it yet, the
-        batches that were made are kept.
+        batches that were made are kept. Returns False, and has done nothing, if `begins` is not
+        `since`: a signal handler has begun an epoch after the caller has chosen this one.
         """
 
     def interrupt(self) -> None:

@@ -41,16 +41,24 @@ class InlinePool:
             self._runner.loaded = self._runner.seeds.loaded
         self._made: Any = None  # the indexer
         self._hint = indexer.LabelHint(job.output, log.warning)
-        self.epoch = 0
-        self.skipped: list[tuple[int, int, str]] = []
 
     def open(self) -> None:
         """Nothing runs here but the caller."""
 
     @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+        return self._runner.skipped
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+        return self._runner.epoch
+
+    @property
     def batch(self) -> int:
         """The present batch: its number within the epoch."""
-        return self._sampler.first + self._runner.at
+        return self._sampler.cut.first + self._runner.at
 
     @property
     def start(self) -> int:
@@ -72,18 +80,25 @@ class InlinePool:
         """Whether the loop was told that this epoch is over."""
         return self._runner.ended
 
-    def begin(self, epoch: int, consumed: int) -> None:
+    @property
+    def begins(self) -> int:
+        """How often an epoch was begun."""
+        return self._runner.begins
+
+    def begin(self, epoch: int, consumed: int, since: int | None = None) -> bool:
         """Begin an epoch; the first time, make the indexer."""
         if self._runner.indexer is None:
             left = context.enter(self._batch_context)
             try:
-                self._runner.indexer = self._made = self._build()
-                self._hint.watch(self._runner)
+                made = self._build()
+                if self._runner.indexer is None:
+                    self._runner.indexer = self._made = made
+                    self._hint.watch(self._runner)
+                else:  # a signal handler has made one meanwhile
+                    indexer.dispose(self._job.worker, made, copied=False)
             finally:
                 context.leave(left)
-        self._sampler.begin(epoch, consumed)
-        self.epoch = epoch
-        self._runner.begin()
+        return self._runner.begin(epoch, self._sampler.cut_at(consumed), since)
 
     def _build(self) -> Any:
         """Make the indexer, as a worker process does: with the global generators seeded."""
@@ -105,22 +120,23 @@ class InlinePool:
         """Make the next batch."""
         return self._runner.next
 
-    def _raised(self, error: Exception) -> None:
-        """Raise, or log and leave out, what the indexer raised."""
+    def _raised(self, error: Exception, begins: int, at: int) -> None:
+        """Raise, or log and leave out, what the indexer raised for batch `at`."""
         runner = self._runner
-        place = failure.where(self.epoch, self.batch, self._sampler.indices(runner.at).tolist())
+        epoch, batch = runner.epoch, self._sampler.cut.first + at
+        place = failure.where(epoch, batch, self._sampler.indices(at).tolist())
         if not runner.made:
             indexer.advised(runner.indexer, error)
         if self._job.on_error == "raise":
-            runner.at += 1
-            try:
-                failure.deliver(error, place)
-            finally:
-                del error
-        left_out = self.epoch, self.batch, failure.line_of(error)
-        runner.at = runner.done = runner.at + 1  # no signal handler runs between this and the next
-        self.skipped.append(left_out)
-        log.error("skipped %s: %s", place, left_out[2])
+            if runner.pass_over(begins, at):
+                try:
+                    failure.deliver(error, place)
+                finally:
+                    del error
+            return
+        left_out = epoch, batch, failure.line_of(error)
+        if runner.pass_over(begins, at, left_out):
+            log.error("skipped %s: %s", place, left_out[2])
 
     def stats(self) -> Stats:
         """Count what was delivered."""

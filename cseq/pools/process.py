@@ -272,10 +272,10 @@ class ProcessPool(Feed):
             copies=self._arena.copies,
         )
 
-    def begin(self, epoch: int, consumed: int = 0) -> None:
+    def begin(self, epoch: int, consumed: int = 0, since: int | None = None) -> bool:
         """Begin an epoch."""
         self.supervisor.deaths.begin()
-        super().begin(epoch, consumed)
+        return super().begin(epoch, consumed, since)
 
     def close(self) -> None:
         """End the workers, and then free what they used."""

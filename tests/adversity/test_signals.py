@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -293,6 +294,166 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
             got += [batch[0] for batch in iterator]
             assert got == [0, *range(20 if bad else 10, 60, 10)]
             assert len(m.skipped) == bad * countdown
+
+
+BEGINNING = "sequence.py", "feed.py", "place.py", "run.py", "sampler.py", "pools/inline.py"
+
+
+class Epochs:
+    """A manager, and the epochs that its iterators give."""
+
+    def __init__(self, kind: str) -> None:
+        self.m = cseq.MTSequence(
+            np.arange(60), 60, batch_size=10, seed=5, out_type="null", num_workers=1
+        )
+        self.kind = kind
+        self.orders = [cseq.permutation(60, 5, epoch).reshape(6, 10).tolist() for epoch in range(9)]
+        self.iterators: list[tuple[Any, list[list[int]], list[int]]] = []
+
+    def start(self) -> None:
+        """Start the manager."""
+        if self.kind == "thread":
+            self.m.start()
+        else:
+            self.m.start_test()
+
+    def begin(self, taken: int) -> None:
+        """Make an iterator, and take some batches."""
+        self.iterators.append((iter(self.m), [], []))
+        for _ in range(taken):
+            self.take(-1)
+
+    def take(self, at: int) -> None:
+        """Take a batch; note which epoch the manager names at the first one."""
+        iterator, got, named = self.iterators[at]
+        got.append(next(iterator).tolist())
+        if len(got) == 1:
+            named.append(self.m.epoch)
+
+    def do(self, verb: str) -> None:
+        """Do what a loop or a signal handler may do with a manager."""
+        if verb == "set_epoch":
+            self.m.set_epoch(5)
+        elif verb == "load":
+            self.m.load_state_dict(self.m.state_dict() | {"epoch": 7, "consumed": 20})
+        elif verb == "finish":
+            self.m.finish()
+        else:
+            self.begin(1 if verb == "take" else 0)
+
+    def drain(self, at: int) -> bool:
+        """Take the rest of an iterator's batches; return whether it was not void."""
+        _, got, named = self.iterators[at]
+        try:
+            while True:
+                self.take(at)
+        except InterruptedError:
+            return False
+        except StopIteration:
+            [epoch] = named
+            order = self.orders[epoch]
+            assert got == (order[2:] if epoch == 7 else order)
+            assert self.m.epoch in (epoch, 5)
+            return True
+
+
+@pytest.mark.filterwarnings("ignore:iterating a manager")  # that the handler has finished before
+@pytest.mark.parametrize("kind", ["thread", "test"])
+@pytest.mark.parametrize("by", ["take", "iterate", "set_epoch", "load", "finish"])
+@pytest.mark.parametrize("verb", ["iterate", "set_epoch", "load"])
+def test_a_signal_handler_in_the_beginning_of_an_epoch(kind: str, verb: str, by: str) -> None:
+    """Whatever it does: an iterator gives the epoch that the manager names, whole, or is void."""
+    epochs = Epochs(kind)
+
+    def step(countdown: int) -> bool:
+        epochs.start()
+        epochs.m.set_epoch(0)
+        epochs.iterators.clear()
+        epochs.begin(6 if verb == "iterate" else 0)
+        ends = (InterruptedError,) if by == "finish" else ()
+        strike = handled(countdown, *BEGINNING, by=lambda: epochs.do(by))
+        with strike as struck, contextlib.suppress(*ends):
+            epochs.do(verb)
+        if not struck.is_set():
+            return False
+        alive = [at for at in range(verb == "iterate", len(epochs.iterators)) if epochs.drain(at)]
+        assert len(alive) <= 1
+        if by == "finish":
+            epochs.start()
+        elif "load" not in (verb, by):
+            assert alive
+        assert len(list(epochs.m)) in (4, 6)
+        return True
+
+    assert first_hits(step) > 5
+    epochs.m.finish()
+
+
+@pytest.mark.parametrize("by", ["take", "iterate", "set_epoch"])
+def test_a_signal_handler_in_the_indexer_of_test_mode(by: str) -> None:
+    """What it takes there is not given again, and no batch of the epoch that it begins is lost.
+
+    The loop's own generators are as they were.
+    """
+    acts: list[Any] = []
+
+    class Acts:
+        def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+            np.random.random()  # noqa: NPY002 - the global one
+            while acts:
+                acts.pop()()
+            if bad:
+                raise KeyError(bad)
+            return indices
+
+    bad = 0
+    m = cseq.MTSequence(Acts, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
+    with m.start_test():
+        for bad in (0, 1):
+            iterator, others = iter(m), list[Any]()
+            before = np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+            if by == "take":
+                acts.append(lambda to=others, it=iterator: to.append(next(it, None)))
+            elif by == "iterate":
+                acts.append(lambda to=others: to.append(iter(m)))
+            else:
+                acts.append(lambda: m.set_epoch(5))
+            got = []
+            with contextlib.suppress(InterruptedError):
+                got += [int(batch[0]) for batch in iterator]
+            if by == "iterate":
+                assert not got
+                got += [int(batch[0]) for batch in others.pop()]
+            got += [int(batch[0]) for batch in others if batch is not None]
+            assert sorted(got) == ([] if bad else list(range(0, 60, 10)))
+            assert np.random.get_state()[1].tolist() == before  # type: ignore[index]  # noqa: NPY002
+        assert sorted(batch for _, batch, _ in m.skipped) == list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["thread", "test"])
+@pytest.mark.parametrize("by", ["finish", "start"])
+def test_a_signal_handler_in_a_start(kind: str, by: str) -> None:
+    """It may end what is being started, or start it itself: nothing is left of the outer start."""
+    epochs = Epochs(kind)
+
+    def step(countdown: int) -> bool:
+        epochs.m.finish()
+        before = threading.active_count()
+        handler = epochs.start if by == "start" else epochs.m.finish
+        strike = handled(countdown, "sequence.py", "run.py", "pools/thread.py", by=handler)
+        with strike as struck, contextlib.suppress(InterruptedError):
+            epochs.start()
+        if struck.is_set() and by == "start":
+            assert len(list(epochs.m)) == 6
+        if struck.is_set() and by == "finish":
+            epochs.m.finish()
+        if epochs.kind == "thread" and by == "finish" and struck.is_set():
+            assert threading.active_count() == before
+        return struck.is_set()
+
+    assert first_hits(step) > 5
+    epochs.m.finish()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cseq-w")]
 
 
 class RaisesOnce:

@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from cseq import codec, descriptors, failure
+from cseq._lock import Lock
 from cseq._memory import Block, copy_of
 from cseq.adapters.torchdata.library import (
     Epoch,
@@ -126,7 +127,7 @@ class Relay:
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
         self._num_workers = num_workers
-        self._lock = threading.Lock()  # around the stream and all that is below
+        self._lock = Lock()  # around the stream and all that is below
         self._epoch: Epoch | None = None
         self._sent = [0] * num_workers
         self._together = 0  # items beyond the first that the next answer may look for
@@ -211,7 +212,7 @@ class Relay:
 
         No items: there are no more, or the epoch is over.
         """
-        with self._lock, contextlib.suppress(InterruptedError):
+        with self._lock.hold(), contextlib.suppress(InterruptedError):
             self._held[worker] = []
             if self._epoch is not None and self._epoch.number == epoch:
                 if position < self._sent[worker]:
@@ -274,7 +275,7 @@ class Relay:
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch in the dispatching process."""
         self.stop()
-        with self._lock:
+        with self._lock.hold():
             self._rewind()
             self._sent = [0] * self._num_workers
             self._streams.begin([epoch])
@@ -282,7 +283,7 @@ class Relay:
 
     def ask(self, verb: str, function: GraphFn | None) -> None:
         """Make the dispatching process pause or resume."""
-        with self._lock:
+        with self._lock.hold():
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:

@@ -1,0 +1,42 @@
+"""Locks and latches for threads, which the core takes without a call of Python."""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+cimport cython
+
+from cseq._headers cimport *
+
+
+cdef extern from "pythread.h":
+    unsigned long PyThread_get_thread_ident() noexcept
+
+
+@cython.final
+@cython.no_gc
+cdef class Lock:
+    cdef cseq_lock lock
+    cdef object __weakref__
+    cdef bint sleep(self, uint64_t ns) except -1
+    cdef int await_free(self) except -1
+    cdef inline int enter(self) except -1:
+        """Take it, as `acquire` without a time limit does."""
+        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
+            return 0
+        return self.await_free()
+    cdef inline void leave(self) noexcept:
+        """Give it back; the caller has it."""
+        cseq_lock_leave(&self.lock)
+
+
+@cython.final
+@cython.no_gc
+cdef class Hold:
+    cdef Lock lock
+    cdef double timeout
+    cdef bint has
+
+
+@cython.final
+@cython.no_gc
+cdef class Latch:
+    cdef uint32_t word

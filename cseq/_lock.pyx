@@ -1,0 +1,165 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Locks and latches for threads, which a signal handler cannot break."""
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uint32_t, uint64_t
+
+cimport cython
+
+from cseq._headers cimport *
+
+import os
+import weakref
+
+if os.environ.get("CSEQ_WAIT", "") == "nap":
+    cseq_wait_nap = 1
+
+cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signal handlers
+
+
+cdef object locks = weakref.WeakSet()
+
+
+def inherit_all():
+    """In a forked process: free the locks that other threads had."""
+    cdef Lock lock
+    for lock in list(locks):
+        cseq_lock_inherit(&lock.lock, PyThread_get_thread_ident())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=inherit_all)
+
+
+cdef uint64_t ns_of(double seconds) noexcept:
+    """Seconds as nanoseconds; below 0: as good as for ever."""
+    return <uint64_t>-1 if seconds < 0 else <uint64_t>(min(seconds, 1e9) * 1e9)
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class Lock:
+    """A lock that its thread may take again, as `threading.RLock`; the core takes it without a call
+    of Python.
+
+    A signal handler runs before it is taken, or in the middle of what it protects, where it may take
+    it again. In Python, take it by ``with lock.hold()``: an exception of a handler may otherwise come
+    between the taking and the body, and the lock stay taken. From Python 3.14 on, handlers run there.
+
+    In a forked process it is free, unless the thread that forked has it: the others are not there.
+    """
+
+    def __cinit__(self):
+        locks.add(self)
+
+    def hold(self, double timeout=-1):
+        """A `Hold`, for a ``with``: see there."""
+        cdef Hold hold = Hold.__new__(Hold)
+        hold.lock, hold.timeout = self, timeout
+        return hold
+
+    def acquire(self, double timeout=-1):
+        """Take it; wait at most `timeout` seconds for it, -1: for any time. Return whether it was.
+
+        Signal handlers run meanwhile; if one raises, it was not taken.
+        """
+        cdef uint64_t limit, waited, begun
+        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
+            return True
+        if timeout < 0:
+            self.await_free()
+            return True
+        limit = ns_of(timeout)
+        begun = cseq_now_ns()
+        waited = 0
+        while waited < limit:
+            if self.sleep(limit - waited):
+                return True
+            waited = cseq_now_ns() - begun
+        return False
+
+    def release(self):
+        """Give it back, as often as it was taken."""
+        if not cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
+            raise RuntimeError("this thread does not have the lock")
+        cseq_lock_leave(&self.lock)
+
+    def is_mine(self):
+        """Whether this thread has it."""
+        return bool(cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()))
+
+    cdef bint sleep(self, uint64_t ns) except -1:
+        """Sleep until it is free, but not for long; run signal handlers. Return whether it was taken."""
+        cdef uint64_t me = PyThread_get_thread_ident()
+        cdef int taken
+        with nogil:
+            taken = cseq_lock_await(&self.lock, me, min(ns, PARK_NS))
+        if not taken:
+            PyErr_CheckSignals()
+        return taken
+
+    cdef int await_free(self) except -1:
+        """Take it once it is free."""
+        while not self.sleep(PARK_NS):
+            pass
+        return 0
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+@cython.freelist(8)
+cdef class Hold:
+    """Has a lock from the beginning of a ``with`` to its end.
+
+    Or until nothing refers to this object: an exception that comes before the body drops it.
+    With `timeout`, the body may be entered without the lock.
+    """
+
+    def __enter__(self):
+        if self.timeout < 0:
+            self.lock.enter()
+            self.has = True
+        else:
+            self.has = self.lock.acquire(self.timeout)
+        return self
+
+    def __exit__(self, *error):
+        if self.has:
+            self.has = False
+            self.lock.leave()
+
+    def __dealloc__(self):
+        if self.has:
+            self.lock.leave()
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class Latch:
+    """An event that is set once, and can be waited for, by several threads."""
+
+    def set(self):
+        """Set it."""
+        cseq_swap_sc_u32(&self.word, 1)  # SYNC: what is done before a latch is set
+        cseq_wake(&self.word, 0)
+
+    def wait(self, double timeout=-1):
+        """Wait until it is set, at most `timeout` seconds (-1: no limit); return whether it is.
+
+        Signal handlers run meanwhile.
+        """
+        cdef uint64_t limit, begun
+        cdef uint64_t waited = 0
+        if cseq_load_acq_u32(&self.word):  # SYNC: what is done before a latch is set
+            return True
+        limit = ns_of(timeout)
+        begun = cseq_now_ns()
+        while waited < limit and not cseq_load_acq_u32(&self.word):
+            with nogil:
+                cseq_wait(&self.word, 0, min(limit - waited, PARK_NS), 0)
+            PyErr_CheckSignals()
+            waited = cseq_now_ns() - begun
+        return bool(cseq_load_acq_u32(&self.word))
