@@ -38,7 +38,10 @@ cdef extern from "cseq_lock.h" nogil:
     int cseq_lock_try(cseq_lock* l, uint64_t me) noexcept
     int cseq_lock_await(cseq_lock* l, uint64_t me, uint64_t ns) noexcept
     void cseq_lock_leave(cseq_lock* l) noexcept
-    void cseq_lock_inherit(cseq_lock* l, uint64_t me) noexcept
+    ctypedef struct cseq_locks:
+        pass
+    void cseq_locks_add(cseq_locks* all, cseq_lock* l) noexcept
+    void cseq_locks_remove(cseq_locks* all, cseq_lock* l) noexcept
 
 
 cdef extern from "cseq_fault.h" nogil:

@@ -15,7 +15,6 @@ cdef extern from "pythread.h":
 @cython.no_gc
 cdef class Lock:
     cdef cseq_lock lock
-    cdef object __weakref__
     cdef bint sleep(self, uint64_t ns) except -1
     cdef int await_free(self) except -1
     cdef inline int enter(self) except -1:

@@ -9,7 +9,6 @@ cimport cython
 from cseq._headers cimport *
 
 import os
-import weakref
 
 if os.environ.get("CSEQ_WAIT", "") == "nap":
     cseq_wait_nap = 1
@@ -17,18 +16,29 @@ if os.environ.get("CSEQ_WAIT", "") == "nap":
 cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signal handlers
 
 
-cdef object locks = weakref.WeakSet()
+cdef extern from *:
+    """
+    static cseq_locks cseq_all;
+    #ifdef _WIN32
+    static int cseq_locks_install(void) { return 0; }
+    #else
+    #include <pthread.h>
+    static void cseq_locks_at_prepare(void) { cseq_locks_prepare(&cseq_all); }
+    static void cseq_locks_at_parent(void) { cseq_locks_parent(&cseq_all); }
+    static void cseq_locks_at_child(void) {
+        cseq_locks_child(&cseq_all, PyThread_get_thread_ident());
+    }
+    static int cseq_locks_install(void) {
+        return pthread_atfork(cseq_locks_at_prepare, cseq_locks_at_parent, cseq_locks_at_child);
+    }
+    #endif
+    """
+    cseq_locks cseq_all
+    int cseq_locks_install() noexcept
 
 
-def inherit_all():
-    """In a forked process: free the locks that other threads had."""
-    cdef Lock lock
-    for lock in list(locks):
-        cseq_lock_inherit(&lock.lock, PyThread_get_thread_ident())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=inherit_all)
+if cseq_locks_install():
+    raise MemoryError("no memory for a handler of forks")
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
@@ -51,7 +61,10 @@ cdef class Lock:
     """
 
     def __cinit__(self):
-        locks.add(self)
+        cseq_locks_add(&cseq_all, &self.lock)
+
+    def __dealloc__(self):
+        cseq_locks_remove(&cseq_all, &self.lock)
 
     def hold(self, double timeout=-1):
         """A `Hold`, for a ``with``: see there."""

@@ -14,10 +14,17 @@
 #include "cseq_atomic.h"
 #include "cseq_wait.h"
 
-typedef struct {
+typedef struct cseq_lock {
     uint64_t owner;
     uint32_t word, depth;
+    struct cseq_lock *before, *after; /* in a list of all locks */
 } cseq_lock;
+
+/* All locks, for forks; `taken` is held for a few instructions, or by a fork. */
+typedef struct {
+    cseq_lock *first;
+    uint32_t taken;
+} cseq_locks;
 
 CSEQ_INLINE int cseq_lock_is_mine(const cseq_lock *l, uint64_t me) {
     return cseq_load_rlx_u64(&l->owner) == me;
@@ -57,11 +64,42 @@ CSEQ_INLINE void cseq_lock_leave(cseq_lock *l) {
     if (cseq_swap_sc_u32(&l->word, 0) == 2) cseq_wake(&l->word, 0);
 }
 
-/* In a forked process, whose one thread is `me`: free it, unless that thread has it. */
-CSEQ_INLINE void cseq_lock_inherit(cseq_lock *l, uint64_t me) {
-    if (cseq_lock_is_mine(l, me)) return;
-    cseq_store_rlx_u64(&l->owner, 0);
-    cseq_swap_sc_u32(&l->word, 0);
+/* Before a fork: keep other threads from changing the list. */
+CSEQ_INLINE void cseq_locks_prepare(cseq_locks *all) {
+    while (!cseq_cas_sc_u32(&all->taken, 0, 1)) {
+    }
+}
+
+CSEQ_INLINE void cseq_locks_parent(cseq_locks *all) {
+    cseq_store_rel_u32(&all->taken, 0);
+}
+
+/* In a forked process, whose one thread is `me`: free all that this thread does not have. */
+CSEQ_INLINE void cseq_locks_child(cseq_locks *all, uint64_t me) {
+    cseq_lock *l;
+    for (l = all->first; l; l = l->after) {
+        if (cseq_lock_is_mine(l, me)) continue;
+        cseq_store_rlx_u64(&l->owner, 0);
+        cseq_swap_sc_u32(&l->word, 0);
+    }
+    cseq_locks_parent(all);
+}
+
+CSEQ_INLINE void cseq_locks_add(cseq_locks *all, cseq_lock *l) {
+    cseq_locks_prepare(all);
+    l->before = 0;
+    l->after = all->first;
+    if (l->after) l->after->before = l;
+    all->first = l;
+    cseq_locks_parent(all);
+}
+
+CSEQ_INLINE void cseq_locks_remove(cseq_locks *all, cseq_lock *l) {
+    cseq_locks_prepare(all);
+    if (l->before) l->before->after = l->after;
+    else all->first = l->after;
+    if (l->after) l->after->before = l->before;
+    cseq_locks_parent(all);
 }
 
 #endif
