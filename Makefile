@@ -43,7 +43,7 @@ FRAMEWORKS_VENV ?= .frameworks-venv
 COVERAGE_VENV ?= .coverage-venv
 WINE_ENV ?= .wine-env
 FREE_ENV ?= .freethreaded-env
-FREE_TORCH ?=
+FREE_TORCH ?= torch==2.12.0
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
@@ -194,11 +194,16 @@ $(FREE_ENV)/%/.python: tests/freethreaded/setup.sh
 # Each made once, also where make got there by way of a pattern only.
 .PRECIOUS: $(FREE_ENV)/%/.python $(FREE_ENV)/%/.test
 
-# Without torch, unless FREE_TORCH names a release that has wheels for a CPython 3.13 without a GIL.
+# torch where it is tested: the last release that has wheels for a CPython 3.13 without a GIL, without
+# CUDA; FREE_TORCH= leaves it out. With a GIL it is only measured, with the same numpy.
+FREE_NUMPY_gil = numpy==$(shell $(FREE_ENV)/free/venv/bin/python -c "import numpy; print(numpy.__version__)")
+$(FREE_ENV)/gil/.test: | $(FREE_ENV)/free/.test
 $(FREE_ENV)/%/.test: pyproject.toml | $(FREE_ENV)/%/.python
 	$(call copy,$(@D)/checkout)
 	$(@D)/python/bin/python3 -m venv $(@D)/venv
-	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_TORCH)
+	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_NUMPY_$*)
+	$(if $(filter free,$*),$(if $(FREE_TORCH),\
+		$(PYTHON) tests/freethreaded/install_torch.py $(@D)/venv/bin/python $(FREE_TORCH)))
 	$(@D)/venv/bin/pip --quiet install --prefer-binary --no-build-isolation \
 		--editable '$(@D)/checkout[test]'
 	touch $@

@@ -3,6 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
+cimport numpy as cnp
 
 from cseq._headers cimport cseq_cell, cseq_order, cseq_ring, cseq_gil
 from cseq._memory cimport Memory
@@ -86,7 +87,9 @@ cdef class Runner:
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
     cdef uint64_t since        # when the present ticket was claimed
+    cdef cnp.ndarray room      # for the indices of a ticket
     cdef void hold(self, int cell) noexcept
     cdef bint claim_at_once(self) noexcept
     cdef cseq_cell* held(self) except NULL
+    cdef object read_indices(self)
     cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept

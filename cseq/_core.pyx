@@ -7,6 +7,7 @@ arguments, release the GIL where something can take long, and turn status codes 
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.ref cimport Py_INCREF, PyObject
 from libc.string cimport memcpy
 from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 
@@ -14,8 +15,9 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport MOST_KEPT, Block, Mapping, Memory
+from cseq._memory cimport MOST_COPIED, MOST_KEPT, Block, Mapping, Memory
 from cseq._plan cimport MOST_KNOWN, Plan, Reader
+from cseq._references cimport cseq_given, cseq_is_unique
 from cseq._run cimport RunState
 from cseq._objects cimport ObjectTable
 from cseq._slots cimport NO_SLOT, Slots
@@ -759,6 +761,23 @@ cdef class Ring:
         cseq_ring_close(self.r)
 
 
+cdef extern from *:
+    """
+    /* Whether an array is as PyArray_EMPTY makes it: its user may have set its type, shape or flags,
+     * or a weak reference to it. */
+    static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
+        const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
+        return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
+            && PyArray_CHKFLAGS(one, NPY_ARRAY_OWNDATA) && PyArray_TYPE(one) == NPY_INT64
+            && !PyDataType_METADATA(f->descr) && !f->weakreflist;
+    }
+    """
+    bint cseq_is_fresh(cnp.ndarray one, cnp.npy_intp n) noexcept
+
+
+cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)  # stands for no array
+
+
 @cython.final
 cdef class Runner:
     """A runner's end of the ring: claims a ticket of its stage, and publishes it.
@@ -790,6 +809,7 @@ cdef class Runner:
         self.last = last
         self.cell = -1
         self.park = PARK_NS
+        self.room = NOTHING
 
     def claim(self):
         """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
@@ -869,9 +889,17 @@ cdef class Runner:
         cseq_store_rlx_u32(&self.held().slot, NO_SLOT)
 
     def indices(self):
-        """The batch's indices: a new int64 array."""
+        """The batch's indices: an int64 array that nothing else refers to."""
+        return self.read_indices()
+
+    cdef object read_indices(self):
+        """`indices`. The array of the ticket before, if that is small and nothing refers to it."""
         cdef cnp.npy_intp n = self.held().count
-        array = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
+        if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
+            self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
+        array = self.room
+        if n > MOST_COPIED // 8:  # not kept: it may lie in the batch's slot (cseq_place.h)
+            self.room = NOTHING
         CSEQ_POINT("slice")
         memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),
                <size_t>n * 8)
@@ -1045,7 +1073,7 @@ cdef class Consumer:
         self.wait, self.convert, self.leaf_for = wait, convert, leaf_for
         self.converters = {}
         self.alone = convert is None or leaf_for is not None
-        self.passes = objects is not None and convert is None
+        self.passes = objects is not None and slots is None and convert is None
         self.skipped = []
         self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
         self.next_indices = self.next_memory.view(
@@ -1323,7 +1351,7 @@ cdef class Consumer:
         self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
         return 0
 
-    cpdef object step(self):
+    def step(self):
         """Take the next batch, if it is ready and can be taken in C alone.
 
         Returns
@@ -1331,37 +1359,52 @@ cdef class Consumer:
         object or None
             The batch. None: nothing has changed.
         """
+        cdef PyObject* batch = self.take_batch()
+        if batch == NULL:
+            return None
+        return cseq_given(batch)
+
+    cdef PyObject* take_batch(self) except? NULL:
+        """`step`: the caller has the reference. NULL: nothing has changed.
+
+        A batch of threads is only passed on, and no reference to it is counted: see `_references`.
+        """
         cdef int k
         cdef uint32_t cell
         cdef uint64_t token
         cdef uint64_t interrupts = cseq_load_rlx_u64(&self.interrupts)
+        cdef PyObject* taken
         if not self.is_prepared():
-            return None
+            return NULL
         k = self.ring.find(self.ordered)
         if k < 0:
-            return None
+            return NULL
         cell = self.ring.outstanding_cell(k)
         token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
-        if self.passes:
+        batch = None
+        if self.passes:  # it stays in its place until the commit
             if cseq_ring_cell(self.ring.r, cell).status or not self.objects.has(cell):
-                return None
-            batch = None  # it stays in its place until the commit
+                return NULL
         else:
             batch = self.decode_for_step(cell, token)
             if batch is None:
-                return None
+                return NULL
         PyErr_CheckSignals()
         # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
         k = self.ring.place(cell)
         if (cseq_load_rlx_u64(&self.interrupts) != interrupts or k < 0
                 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
                 or not self.is_prepared()):
-            return None
+            return NULL
         if self.passes:
-            batch = self.objects.put(cell, None)
-        self.commit(<uint32_t>k)
+            taken = self.objects.take(cell)
+            self.commit(<uint32_t>k)  # cannot fail: there are no slots
+        else:
+            self.commit(<uint32_t>k)
+            taken = <PyObject*>batch
+            Py_INCREF(batch)
         cseq_store_rlx_u64(&self.done_count, self.taken_count)
-        return batch
+        return taken
 
     cdef object decode_for_step(self, uint32_t cell, uint64_t token):
         """`decode`, not `whole`. None: `next` is to take the batch."""
@@ -1475,21 +1518,22 @@ cdef class BatchIterator:
                 "newer iterator began; call iter() on the manager again") from None
         return 0
 
-    cdef object step(self):
-        """The next batch, if it can be taken in C alone; else None."""
+    cdef PyObject* take_batch(self) except? NULL:
+        """The next batch, if it can be taken in C alone; the caller has the reference."""
         if GIL:
-            return self.consumer.step() if self.run.is_at(self.generation) else None
+            return self.consumer.take_batch() if self.run.is_at(self.generation) else NULL
         self.run.lock.enter()  # it is what a GIL would be here
         try:
-            return self.consumer.step() if self.run.is_at(self.generation) else None
+            return self.consumer.take_batch() if self.run.is_at(self.generation) else NULL
         finally:
             self.run.lock.leave()
 
     def __next__(self):
+        cdef PyObject* batch
         if self.consumer is not None and self.consumer.alone:
-            batch = self.step()
-            if batch is not None:
-                return batch
+            batch = self.take_batch()
+            if batch != NULL:
+                return cseq_given(batch)
         self.run.lock.enter()
         try:
             self.check()

@@ -16,11 +16,17 @@ cdef extern from *:
         *place = Py_NewRef(value);
         return before;
     }
+    static inline PyObject *cseq_take(PyObject **place) {
+        PyObject *taken = *place;
+        *place = Py_NewRef(Py_None);
+        return taken;
+    }
     static inline PyObject **cseq_items(PyObject *list) {
         return ((PyListObject *)list)->ob_item;
     }
     """
     object cseq_exchange(PyObject** place, object value)
+    PyObject* cseq_take(PyObject** place) noexcept
     PyObject** cseq_items(list one)
 
 
@@ -33,6 +39,9 @@ cdef class ObjectTable:
     cdef inline object put(self, Py_ssize_t cell, object value):
         """Leave an object; return what was there."""
         return cseq_exchange(self.items + STRIDE * cell, value)
+    cdef inline PyObject* take(self, Py_ssize_t cell) noexcept:
+        """Leave None; return what was there, whose reference is the caller's."""
+        return cseq_take(self.items + STRIDE * cell)
     cdef inline object get(self, Py_ssize_t cell):
         return <object>self.items[STRIDE * cell]
     cdef inline bint has(self, Py_ssize_t cell) noexcept:

@@ -14,6 +14,7 @@ cimport numpy as cnp
 
 from cseq._headers cimport LINE
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Memory, array_at
+from cseq._references cimport cseq_is_unique
 from cseq._tensors cimport TensorMaker
 
 import numpy
@@ -24,23 +25,6 @@ cnp.import_array()
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
-
-cdef extern from *:
-    """
-    /* Whether no other reference to an object exists, and no other thread can make one. */
-    static int cseq_is_unique(PyObject *one) {
-    #ifndef Py_GIL_DISABLED
-        return Py_REFCNT(one) == 1;
-    #elif PY_VERSION_HEX >= 0x030E0000
-        return PyUnstable_Object_IsUniquelyReferenced(one);
-    #else
-        return _Py_IsOwnedByCurrentThread(one)
-            && _Py_atomic_load_uint32_relaxed(&one->ob_ref_local) == 1
-            && _Py_atomic_load_ssize_relaxed(&one->ob_ref_shared) == 0;
-    #endif
-    }
-    """
-    bint cseq_is_unique(PyObject* one) noexcept
 
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 

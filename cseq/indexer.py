@@ -55,7 +55,7 @@ class Indexer(Protocol[B_co]):
     """Makes batches of type `B`: any object with this method is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
-        """Return the batch of these indices: a one-dimensional array, which may be changed."""
+        """Return the batch of these indices: a one-dimensional array, to change or keep."""
 
 
 def is_indexer(worker: object) -> bool:

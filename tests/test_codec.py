@@ -1079,6 +1079,7 @@ def test_small_floats(torch: Any) -> None:
     assert read.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12
 def test_tensors_of_other_layouts(torch: Any) -> None:
     """Transposed, strided, conjugated and sparse tensors have the values they had."""
     base = torch.arange(24.0).reshape(4, 6)

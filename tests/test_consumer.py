@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,25 @@ def test_a_commit(way: str) -> None:
     assert consumer.step() is None
     with pytest.raises(StopIteration):
         consumer.next()
+
+
+@pytest.mark.parametrize("convert", [None, lambda batch: batch])
+def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | None) -> None:
+    """No reference is lost or left behind, on any way."""
+    counter = Counter(convert)
+    ways: list[Callable[[], Any]] = [counter.consumer.next]
+    if convert is None:
+        ways.append(counter.consumer.step)
+        ways.append(BatchIterator(RunState(), counter.consumer, None).__next__)
+    for take in ways:
+        batch = Failed()
+        before = sys.getrefcount(batch)
+        counter.work(batch)
+        got = take()
+        assert got is batch
+        assert sys.getrefcount(batch) == before + 1
+        del got
+        assert sys.getrefcount(batch) == before
 
 
 def prepare(counter: Counter, why: str) -> None:

@@ -394,6 +394,7 @@ def test_a_tickets_journey() -> None:
     assert (indices.dtype, indices.tolist()) == (np.int64, [7, -1])
     indices[:] = 0
     assert runner.indices().tolist() == [7, -1]
+    assert indices.tolist() == [0, 0]
     assert ring.take() is None
     record = tuple(range(2**63, 2**63 + FIELDS))
     runner.publish(0, record, 8192)
@@ -401,6 +402,71 @@ def test_a_tickets_journey() -> None:
     assert ring.ticket(cell) == (2**63, 2**50, 2)
     assert ring.take() is None
     assert (ring.taken_batches, ring.taken_samples) == (1, 2)
+
+
+def runner_of(count: int) -> Runner:
+    """Make a runner with a ticket of so many indices."""
+    ring = Ring(Block(ring_bytes(2, count, 1), zero=True), 2, count, 1)
+    ring.indices(0)[:] = range(count)
+    ring.post(0, 0, 0, 0, count)
+    return claim(ring)
+
+
+def test_an_array_of_indices_is_used_again() -> None:
+    """Where nothing refers to the one before, and it is small."""
+    runner = runner_of(3)
+    first = runner.indices()
+    place = id(first)
+    first[:] = -1
+    del first
+    again = runner.indices()
+    assert (id(again), again.tolist()) == (place, [0, 1, 2])
+    del again
+    ring = runner.ring
+    runner.publish()
+    ring.take()
+    ring.post(1, 1, 0, 1, 2)  # of another length
+    assert runner.claim() is True
+    assert runner.indices().shape == (2,)
+    large = runner_of(3000)
+    assert sys.getrefcount(large.indices()) == sys.getrefcount(object())  # it may lie in a slot
+
+
+def become(indices: Any, dtype: str) -> None:
+    """Have an array become one of another type, as `pickle` does."""
+    indices.__setstate__((1, indices.shape, np.dtype(dtype), False, bytes(indices.nbytes)))
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "kept": lambda indices: indices,
+    "a view": lambda indices: indices[:0],
+    "a buffer": memoryview,
+    "a weak reference": lambda indices: weakref.ref(indices, lambda _: None),
+    "read-only": lambda indices: indices.setflags(write=False),
+    "a shape": lambda indices: indices.resize((2, 2), refcheck=False),
+    "a size": lambda indices: indices.resize(1, refcheck=False),
+    "a type": lambda indices: become(indices, "f8"),
+    "a byte order": lambda indices: become(indices, ">i8"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_array_of_indices_in_use_is_left_alone(use: str) -> None:
+    """What an indexer keeps, or has made of an array, is not touched."""
+    runner = runner_of(4)
+    indices = runner.indices()
+    held = USES[use](indices)
+    place = address_of(indices)
+    if use in ("kept", "a view", "a buffer"):
+        indices[:] = 7
+    del indices
+    fresh = runner.indices()
+    assert (fresh.tolist(), fresh.dtype, fresh.flags.writeable) == ([0, 1, 2, 3], np.int64, True)
+    if use in ("kept", "a view", "a buffer"):
+        assert address_of(fresh) != place
+        assert use == "a view" or list(held) == [7] * 4
+    elif use == "a weak reference":
+        assert held() is None
 
 
 def test_ticket_order_and_order_of_completion() -> None:

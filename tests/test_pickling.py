@@ -224,6 +224,7 @@ def test_tensors_are_not_copied_into_the_pickle() -> None:
     arrived[0] = 5  # its own memory, writable
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12
 @pytest.mark.parametrize(
     "change",
     [

@@ -707,6 +707,7 @@ def test_a_loader_in_a_worker() -> None:
     assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_profile_has_torchs_name(num_workers: int) -> None:
     """Traces are searched for it."""

@@ -149,6 +149,7 @@ def test_pin() -> None:
     assert parameters(names.pin)[:2] == ["data", "device"]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
 def test_profiler_enabled() -> None:
     assert names.profiler_enabled() is False
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
