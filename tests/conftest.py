@@ -23,12 +23,12 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from prepared import Prepared
 
@@ -378,19 +378,22 @@ def run_script(tmp_path: Path) -> RunScript:
         script = tmp_path / "script.py"
         script.write_text(source, encoding="utf-8")
         command = [sys.executable, "-W", "error", "-X", "faulthandler", str(script), *args]
-        with subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": import_path()} | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        with (
+            subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=os.environ | {"PYTHONPATH": import_path()} | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as process,
+            killer_of(process) as kill,
+        ):
             try:
                 output, errors = process.communicate(timeout=HANG)
             except subprocess.TimeoutExpired:
-                pytest.fail(stacks_of(process), pytrace=False)
+                pytest.fail(stacks_of(process, kill), pytrace=False)
         return at_ease(subprocess.CompletedProcess(command, process.returncode, output, errors))
 
     return run
@@ -492,7 +495,30 @@ def import_path() -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def stacks_of(process: subprocess.Popen[str]) -> str:
+@contextlib.contextmanager
+def killer_of(process: subprocess.Popen[str]) -> Iterator[Callable[[], object]]:
+    """Give what kills a process; on Windows, with all that it has started by then.
+
+    There, threads read its output, and closing a pipe waits for them, and so for all who hold it.
+    """
+    if os.name != "nt":
+        yield process.kill
+        return
+    import ctypes
+
+    kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    kernel.CreateJobObjectW.restype = ctypes.c_void_p
+    job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
+    handle = ctypes.c_void_p(int(cast("Any", process)._handle))
+    try:
+        if not kernel.AssignProcessToJobObject(job, handle) and process.poll() is None:
+            raise OSError(f"no job: error {ctypes.get_last_error()}")  # type: ignore[attr-defined,unused-ignore]
+        yield lambda: kernel.TerminateJobObject(job, 1)
+    finally:
+        kernel.CloseHandle(job)
+
+
+def stacks_of(process: subprocess.Popen[str], kill: Callable[[], object]) -> str:
     """Make a script that hangs print where it does, and end it."""
     process.send_signal(
         signal.SIGTERM if os.name == "nt" else signal.SIGABRT
@@ -500,8 +526,10 @@ def stacks_of(process: subprocess.Popen[str]) -> str:
     try:
         output, errors = process.communicate(timeout=GRACE)
     except subprocess.TimeoutExpired as error:  # what it started hangs too and holds its output
-        process.kill()
+        kill()
         output, errors = as_text(error.output), as_text(error.stderr)
+        if os.name == "nt":
+            output, errors = process.communicate()
     return f"the script, or what it started, hangs\n--- output\n{output}\n--- errors\n{errors}"
 
 

@@ -153,6 +153,40 @@ def test_it(run_script, tmp_path, monkeypatch):
     run_script(SCRIPT)
 '''
 
+HOLDS = '''
+import os, subprocess, time
+import pytest
+
+SCRIPT = """
+import subprocess, sys, threading
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+threading.Event().wait()
+"""
+CHILD = """
+import pathlib, time
+pathlib.Path("here").touch()
+end = time.monotonic() + 60
+while pathlib.Path("here").exists() and time.monotonic() < end:
+    time.sleep(0.01)
+pathlib.Path("ended").touch()
+"""
+
+def test_it(run_script, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    def first_wait(process, timeout):
+        monkeypatch.undo()
+        while not here.exists():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("script", timeout)
+    monkeypatch.setattr(subprocess.Popen, "communicate", first_wait)
+    with pytest.raises(pytest.fail.Exception, match="hangs"):
+        run_script(SCRIPT, CHILD)
+    assert not (tmp_path / "ended").exists()
+    here.unlink()
+    while os.name != "nt" and not (tmp_path / "ended").exists():
+        time.sleep(0.01)
+'''
+
 
 def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResult:
     """Run tests under a conftest, in a process of their own."""
@@ -192,6 +226,11 @@ def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None
     result = run(pytester, CONFTEST, HANGS)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*hangs*", "* in stuck*"])
+
+
+def test_a_script_that_hangs_is_not_waited_for(pytester: pytest.Pytester) -> None:
+    """Nor is a process that it has started, and which holds its output."""
+    run(pytester, CONFTEST.replace("GRACE = 10.0", "GRACE = 1.0"), HOLDS).assert_outcomes(passed=1)
 
 
 SLOW = """

@@ -1108,7 +1108,8 @@ def test_ctrl_c_in_shutdown() -> None:
         assert list(iterator) == []
         return struck.is_set()
 
-    assert first_hits(step) > 5
+    stride = 1 if QUICK == "fork" else 4  # each step starts two workers, which may import torch
+    assert first_hits(step, stride) > 3
 
 
 class Pressing(Plain):

@@ -13,9 +13,11 @@ mkdir -p "$1/prefix"
 # Without Wine's menus, its offers to download .NET and a browser, and its debugger, which lets a wait
 # for a process that has crashed not end; quiet about what it lacks. KMP_TOPOLOGY_METHOD: torch's OpenMP
 # would ask for NUMA nodes otherwise, which Wine 8 does not know of. msvcp140: see setup.sh.
+# Python keeps what it compiles, whatever the caller's variables say: compiling torch's files anew takes
+# each process half as long again as importing them.
 export WINEPREFIX=$(cd "$1/prefix" && pwd) WINEARCH=win64 WINEDEBUG=${WINEDEBUG:--all} \
     WINEDLLOVERRIDES='winemenubuilder.exe,winedbg.exe,mscoree,mshtml=;msvcp140=n,b' \
-    KMP_TOPOLOGY_METHOD=flat
+    KMP_TOPOLOGY_METHOD=flat PYTHONDONTWRITEBYTECODE=
 program=$2
 shift 2
 if [ "$program" = python ]; then program='C:\python\python.exe'; fi
