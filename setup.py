@@ -120,6 +120,7 @@ FAMILIES = [
     "_placement",
     "_tensors",
     "_plan",
+    "_hold",
     "_run",
     "_objects",
     "_core",

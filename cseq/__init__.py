@@ -57,6 +57,7 @@ The modules; imports point down::
     ├── _work.pyx       the work of a runner: making batches, publishing them
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
     ├── _run.pyx        what the core reads of a run: its generation, its lock
+    ├── _hold.pyx       locks, taken where a signal handler may raise
     ├── _objects.pyx    where threads leave their batches
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _tensors.pyx    tensors of copied bytes, by DLPack

@@ -22,6 +22,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from cseq._hold import Hold
 from cseq._memory import SMALL, Mapping, Memory, commit, copy_of
 from cseq._slots import Slots
 from cseq.memory_limit import memory_limit_of
@@ -108,7 +109,7 @@ class Arena:
             If there is no room for a new one.
         """
         slots = self.slots
-        with self._lock:
+        with Hold(self._lock):
             slot = slots.lowest()
             if slot < 0:
                 self._extend()
@@ -130,7 +131,7 @@ class Arena:
     def grant(self, owner: int, count: int) -> list[tuple[int, int]]:
         """Give a worker `count` slots, if there are so many: their numbers and committed bytes."""
         granted = []
-        with self._lock:
+        with Hold(self._lock):
             for _ in range(min(count, self.segment.slots // 1024)):
                 slot = self.slots.acquire()
                 if slot < 0:
@@ -143,7 +144,7 @@ class Arena:
     def reclaim(self, owner: int, rings: list[Ring]) -> None:
         """Free the slots of a worker that has certainly ended and whose tickets are reposted."""
         first, *others = rings
-        with self._lock:
+        with Hold(self._lock):
             for slot in first.reclaim(owner, others):
                 self.slots.release(slot)
                 self._shrink(slot, 0)
@@ -170,7 +171,7 @@ class Arena:
         if used <= SMALL:
             return copy_of(self.mapping_of(slot, capacity, used), used)
         lease: Memory | None = None
-        with self._lock:
+        with Hold(self._lock):
             mapping = self._look(slot, capacity, used)
             if self._may_lease(capacity):
                 lease = self.slots.lend(slot, mapping, used)
@@ -180,7 +181,7 @@ class Arena:
 
     def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
         """Return the memory of a taken slot itself, valid while the slot stays taken."""
-        with self._lock:
+        with Hold(self._lock):
             return self._look(slot, capacity, used)
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ def _set_openblas(path: str, threads: int) -> None:
 
     Its function starts as many threads as `STARTED` says before it reads the new number, and each
     of them spins for some 25 ms, for which the start of a worker waits on two cores. So the number
-    is written to `STARTED` first.
+    is written to `STARTED` first; the OpenBLAS of numpy 2.5's wheels hides that.
     """
     ctypes = importlib.import_module("ctypes")
     with contextlib.suppress(OSError):  # a file that is no library, or is gone

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from cseq._hold import Hold
 from cseq.importable import MAIN, Importable, named_here
 from cseq.threads import imported
 from cseq.unpicklable import UnpicklableError, unpicklable
@@ -284,7 +285,7 @@ def _modules_by_value() -> Iterator[Callable[[str], None]]:
             cloudpickle.register_pickle_by_value(module)
             ours.append(module)
 
-    with _by_value_lock:
+    with Hold(_by_value_lock):
         try:
             yield register
         finally:

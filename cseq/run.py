@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from cseq._hold import Hold
 from cseq._run import RunState
 from cseq.launcher.forks import in_forked_children
 from cseq.threads import Latch
@@ -79,12 +80,8 @@ class Run(RunState, Generic[P]):
         self.interrupt()
         if not self.is_ours:
             return
-        mine = self.lock.acquire(timeout=LOCK_SECONDS)  # the inline pool cannot be interrupted
-        try:
+        with Hold(self.lock, LOCK_SECONDS):  # or without it: the inline pool cannot be interrupted
             self.pool.close()
-        finally:
-            if mine:
-                self.lock.release()
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()

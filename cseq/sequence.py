@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
 from cseq._core import BatchIterator
+from cseq._hold import Hold
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
 from cseq.launcher import start_methods
@@ -325,7 +326,7 @@ class MSequence(Generic[B_co]):
         """Resolve shard='auto'; the first answer holds, another one is an error."""
         if not self._automatic:
             return
-        with self._lock:
+        with Hold(self._lock):
             found = shards.agree(self._shard)
             if found is self._shard:
                 return
@@ -365,7 +366,7 @@ class MSequence(Generic[B_co]):
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""
-        with self._lock:
+        with Hold(self._lock):
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
                 yield "batches", f"{self._sampler.length:,}"
@@ -431,7 +432,7 @@ class MSequence(Generic[B_co]):
             `epoch` is not an integer, or out of range.
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
-        with self._lock:
+        with Hold(self._lock):
             if number != self.epoch or self._place.is_over(self._sampler.end):
                 self._go(Place(number))
             else:
@@ -443,7 +444,7 @@ class MSequence(Generic[B_co]):
         if run is None or not run.is_ours or self._place.progress is not run.pool or run.asked:
             self._place = place
             return
-        with run.lock:
+        with Hold(run.lock):
             # While the number differs, no iterator returns a batch: neither to another thread, nor
             # after a signal handler has raised here.
             generation = run.generation
@@ -525,7 +526,7 @@ class MSequence(Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
     ) -> Self:
         """End what runs, and start a pool."""
-        with self._lock:
+        with Hold(self._lock):
             self._refuse_inside_with(verb)
             make = pool_of(kind)
             self._settle_shard()
@@ -551,7 +552,7 @@ class MSequence(Generic[B_co]):
         OSError
             Inside the manager's own ``with``, whose end calls it.
         """
-        with self._lock:
+        with Hold(self._lock):
             self._refuse_inside_with("finish")
             self._end()
 
@@ -577,7 +578,7 @@ class MSequence(Generic[B_co]):
             )
 
     def __enter__(self) -> Self:
-        with self._lock:
+        with Hold(self._lock):
             if self._state is not State.RUNNING:
                 raise OSError(
                     f"'with' needs a manager that was just started, this one is "
@@ -592,7 +593,7 @@ class MSequence(Generic[B_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._lock:
+        with Hold(self._lock):
             self._end()
 
     def __iter__(self) -> Iterator[B_co]:
@@ -606,7 +607,7 @@ class MSequence(Generic[B_co]):
         OSError
             The manager was started by the process that forked this one.
         """
-        with self._lock:
+        with Hold(self._lock):
             if self._run is None:
                 warnings.warn(
                     "iterating a manager that was not started starts it; call start() first, "
@@ -624,7 +625,7 @@ class MSequence(Generic[B_co]):
                 )
             self._settle_shard()
             run.interrupt()
-            with run.lock:  # from here on, no batch is delivered
+            with Hold(run.lock):  # from here on, no batch is delivered
                 self._place = self._place.next(self._sampler.end)
                 run.asked = False
                 self._begin(run.pool)
@@ -644,7 +645,7 @@ class MSequence(Generic[B_co]):
         ValueError
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
         """
-        with self._lock:
+        with Hold(self._lock):
             place = self._place
             epoch, position = place.epoch, place.position  # once: other threads may take batches
             if place.is_over(self._sampler.end):
@@ -671,7 +672,7 @@ class MSequence(Generic[B_co]):
         OSError
             Inside the manager's own ``with``, if the state's seed replaces another one.
         """
-        with self._lock:
+        with Hold(self._lock):
             place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
             if state["seed"] != self.seed:
                 self._refuse_inside_with("load_state_dict")
@@ -687,13 +688,13 @@ class MSequence(Generic[B_co]):
 
     def stats(self) -> Stats:
         """Return counts and times since the last start; see `Stats`, and its `bottleneck`."""
-        with self._lock:
+        with Hold(self._lock):
             return self._stats if self._run is None else self._run.pool.stats()
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error."""
-        with self._lock:
+        with Hold(self._lock):
             return list(self._skipped if self._run is None else self._run.pool.skipped)
 
 

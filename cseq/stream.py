@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
 from cseq._core import now_ns, wait_any
+from cseq._hold import Hold
 from cseq._memory import SMALL, Mapping
 from cseq._slots import Lease
 from cseq._stream import ItemIterator, ItemReader, Request, StreamConsumer
@@ -277,7 +278,7 @@ class Streams:
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
         run, reader = self._ours(), self._reader
         generation = run.interrupt()
-        with run.lock:
+        with Hold(run.lock):
             reader.end()
             post = partial(reader.begin, keys, ordered=ordered, free=free, first=first)
             try:
@@ -328,7 +329,7 @@ class Streams:
         """
         run = self._ours()
         all_of_them = range(self.num_workers)
-        with run.lock:
+        with Hold(run.lock):
             if worker is None:
                 return run.pool.ask(method, args, all_of_them, behind=behind)
             if not 0 <= worker < self.num_workers:

@@ -175,9 +175,10 @@ ALLOWED = {
 }
 # The modules of the core, of which tests test each.
 CORE = {path.stem for path in PACKAGE.glob("_*.pyx")}
-# What nothing public shows: which tickets were posted, and that an iterator has been asked.
+# What nothing public shows: which tickets were posted, that an iterator has been asked, and locks.
 REACHING = {("test_protocols.py", "_run"), ("streams.py", "_run"), ("test_transport.py", "_grow")}
 REACHING |= {("streaming.py", "_run"), ("test_keys.py", "_run")}
+REACHING |= {("test_hold.py", "_run"), ("test_hold.py", "_lock")}
 REACHING |= {("test_cuda_converter.py", "_lane")}  # that of a receiver in another's fixture
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from cseq._hold import Hold
 from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Children:
 
     def add(self, child: Child) -> None:
         """Add a child; once there are many, remove those that are gone."""
-        with self._lock:
+        with Hold(self._lock):
             if len(self._children) >= self._many:
                 self._children = [other for other in self._children if not other.gone]
                 self._many = 16 + 2 * len(self._children)
@@ -191,7 +192,7 @@ class Children:
 
     def end(self, deadline: float) -> list[Child]:
         """Kill and reap them all; return them. What is left, another call ends."""
-        with self._lock:
+        with Hold(self._lock):
             children = list(self._children)
         for child in children:
             child.kill()

@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from cseq._hold import Hold
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -52,7 +54,7 @@ if hasattr(os, "register_at_fork"):
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """Connect two sockets, neither of them in the place of a standard stream."""
-    with _fork_guard, contextlib.ExitStack() as low:
+    with Hold(_fork_guard), contextlib.ExitStack() as low:
         while True:
             ours, theirs = socket.socketpair()
             close_in_forks(ours)
@@ -66,6 +68,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
     """Make a process that is forked meanwhile keep this socket, and no other."""
-    with _fork_guard:
+    with Hold(_fork_guard):
         _private.discard(sock)
         yield

@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from cseq import compute
+from cseq._hold import Hold
 from cseq.launcher.base import KILL, KILLED, SHIELDED
 from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
 from cseq.threads import Latch
@@ -76,7 +77,7 @@ class PosixProcess:
         if pidfd is not None:
             pidfd.send_signal(number)
             return
-        with self._lock:
+        with Hold(self._lock):
             if not self.gone:
                 os.kill(self.pid, number)
 
@@ -99,7 +100,7 @@ class PosixProcess:
 
     def _ended_thread(self, seconds: float) -> bool:
         """Wait for the process to end in a thread, whose `join` can have a time limit."""
-        with self._lock:
+        with Hold(self._lock):
             if self._waiter is None:
                 self._waiter = threading.Thread(
                     target=wait_for, args=(self.pid,), daemon=True, name="cseq-wait"
@@ -109,7 +110,7 @@ class PosixProcess:
         return not self._waiter.is_alive()
 
     def _reap(self) -> None:
-        with self._lock:
+        with Hold(self._lock):
             if self.gone:
                 return
             with contextlib.suppress(ChildProcessError):  # other code has reaped it: no status
@@ -146,7 +147,7 @@ class _WindowsProcess:
     def wait(self, timeout: float) -> int | None:
         with contextlib.suppress(_subprocess().TimeoutExpired):
             self._popen.wait(max(0.0, timeout))
-        with self._lock:
+        with Hold(self._lock):
             self.code = self._popen.returncode
             if self.code is not None:
                 self.ended.set()

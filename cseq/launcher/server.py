@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from cseq._hold import Hold
 from cseq._memory import Descriptor
 from cseq.launcher.base import (
     FOREVER,
@@ -116,7 +117,7 @@ class _ServedChild:
 
     def _end(self, code: int | None) -> None:
         """Note the process's end, once."""
-        with self._lock:
+        with Hold(self._lock):
             if not self.ended.wait(0):
                 self.code = code
                 self.ended.set()
@@ -186,7 +187,7 @@ class ForkServer:
     def enrol(self, child: _ServedChild | _Import) -> int:
         """Give a child, or an import, the number under which the server knows it."""
         serial = next(self._serials)
-        with self._lock:
+        with Hold(self._lock):
             self._children[serial] = child
         return serial
 
@@ -207,7 +208,7 @@ class ForkServer:
         self, what: bytes, serial: int, value: int, fds: Sequence[int] = (), data: bytes = b""
     ) -> None:
         """Send a record and the data after it; that a server is dead is noticed by reading."""
-        with self._lock, contextlib.suppress(OSError):
+        with Hold(self._lock), contextlib.suppress(OSError):
             socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
             self._sock.sendall(data)
 
@@ -216,7 +217,7 @@ class ForkServer:
 
         One thread at a time reads, for all that wait.
         """
-        with self._lock:
+        with Hold(self._lock):
             while not done() and not self.lost:
                 left = deadline - time.monotonic()
                 if self._reading:
@@ -255,7 +256,7 @@ class ForkServer:
 
     def close(self, deadline: float) -> tuple[bool, int | None]:
         """End the server and reap it; return whether it is gone, and its exit code."""
-        with self._lock:
+        with Hold(self._lock):
             self.lost = True
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, ends the server
@@ -338,7 +339,7 @@ class ForkServerLauncher:
 
     def _give_up(self) -> None:
         """End the server; another one takes its place."""
-        with self._lock:
+        with Hold(self._lock):
             if self._server is not None:
                 self._server.kill()
                 self._server.lost = True
@@ -378,7 +379,7 @@ class ForkServerLauncher:
     def _start(self) -> ForkServer:
         """Return a server that is not known to be dead; start one if there is none."""
         check_owner(self._owner)
-        with self._lock:
+        with Hold(self._lock):
             if self._server is not None and self._server.lost:
                 self._server.close(time.monotonic() + LAST)
                 self._server = None
@@ -423,11 +424,9 @@ class ForkServerLauncher:
 
     def _close(self, deadline: float) -> bool:
         children = self._children.end(deadline)
-        if not self._lock.acquire(timeout=max(LAST, deadline - time.monotonic())):
-            return False  # the thread that starts a server hangs
-        try:
+        with Hold(self._lock, max(LAST, deadline - time.monotonic())) as hold:
+            if not hold.mine:
+                return False  # the thread that starts a server hangs
             gone = self._server is None or self._server.close(deadline)[0]
             self._server = None
-        finally:
-            self._lock.release()
         return gone and all(child.gone for child in children)

@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from cseq import codec, descriptors, failure
+from cseq._hold import Hold
 from cseq._memory import Block, copy_of
 from cseq.adapters.torchdata.library import (
     Epoch,
@@ -85,7 +86,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
         """Ask for the items from `position` on; threads of an epoch that was given up do, too."""
         assert self._lock is not None
         assert self._connection is not None
-        with self._lock:
+        with Hold(self._lock):
             self._connection.send((epoch, position))
             items, error = pickle.loads(self._connection.recv_bytes())
             return [self._received(*item) for item in items], error  # asking again frees the slots
@@ -211,7 +212,7 @@ class Relay:
 
         No items: there are no more, or the epoch is over.
         """
-        with self._lock, contextlib.suppress(InterruptedError):
+        with Hold(self._lock), contextlib.suppress(InterruptedError):
             self._held[worker] = []
             if self._epoch is not None and self._epoch.number == epoch:
                 if position < self._sent[worker]:
@@ -274,7 +275,7 @@ class Relay:
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch in the dispatching process."""
         self.stop()
-        with self._lock:
+        with Hold(self._lock):
             self._rewind()
             self._sent = [0] * self._num_workers
             self._streams.begin([epoch])
@@ -282,7 +283,7 @@ class Relay:
 
     def ask(self, verb: str, function: GraphFn | None) -> None:
         """Make the dispatching process pause or resume."""
-        with self._lock:
+        with Hold(self._lock):
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
