@@ -16,7 +16,8 @@
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
 # make wine     the tests with a Windows CPython and torch, under Wine; ARGS for pytest; tests/wine/README.md
 # make freethreaded  the tests with a CPython without a GIL, built from source, then measured beside the
-#                same CPython with one; ARGS for pytest, CASES; tests/freethreaded/README.md
+#                same CPython with one; PYTHON_VERSION (3.13), FREE_TESTS="free gil" tests both, ARGS for
+#                pytest, CASES; tests/freethreaded/README.md
 # make freethreaded-tsan  threads under ThreadSanitizer, with a CPython without a GIL built for it; ARGS
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
@@ -43,13 +44,15 @@ FRAMEWORKS_VENV ?= .frameworks-venv
 COVERAGE_VENV ?= .coverage-venv
 WINE_ENV ?= .wine-env
 FREE_ENV ?= .freethreaded-env
-FREE_TORCH ?= torch==2.12.0
+PYTHON_VERSION ?= 3.13
+FREE_TESTS ?= free
+FREE_TORCH ?= $(if $(filter 3.13,$(PYTHON_VERSION)),torch==2.12.0)
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
 KINDS ?=
 PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1?.*/bin/python3.1? \
-	$(FREE_ENV)/free/python/bin/python3.1?t),$(PYTHON))
+	$(FREE_ENV)/*/gil/python/bin/python3.1? $(FREE_ENV)/*/free/python/bin/python3.1?t),$(PYTHON))
 CASES ?=
 ROUNDS ?= 5
 
@@ -187,18 +190,20 @@ endef
 # The same source: without a GIL, and with one to compare with; for ThreadSanitizer.
 FREE_OPTIONS_free := --disable-gil
 FREE_OPTIONS_tsan := --disable-gil --with-thread-sanitizer --with-ensurepip=no
-$(FREE_ENV)/%/.python: tests/freethreaded/setup.sh
-	tests/freethreaded/setup.sh $(PYTHON) $(@D)/python $(FREE_OPTIONS_$*)
+# By its whole path: CPython 3.14 warns of an environment that is named with "..".
+FREE := $(abspath $(FREE_ENV))/$(PYTHON_VERSION)
+$(FREE)/%/.python: tests/freethreaded/setup.sh
+	tests/freethreaded/setup.sh $(PYTHON) $(PYTHON_VERSION) $(@D)/python $(FREE_OPTIONS_$*)
 	touch $@
 
 # Each made once, also where make got there by way of a pattern only.
-.PRECIOUS: $(FREE_ENV)/%/.python $(FREE_ENV)/%/.test
+.PRECIOUS: $(FREE)/%/.python $(FREE)/%/.test
 
 # torch where it is tested: the last release that has wheels for a CPython 3.13 without a GIL, without
 # CUDA; FREE_TORCH= leaves it out. With a GIL it is only measured, with the same numpy.
-FREE_NUMPY_gil = numpy==$(shell $(FREE_ENV)/free/venv/bin/python -c "import numpy; print(numpy.__version__)")
-$(FREE_ENV)/gil/.test: | $(FREE_ENV)/free/.test
-$(FREE_ENV)/%/.test: pyproject.toml | $(FREE_ENV)/%/.python
+FREE_NUMPY_gil = numpy==$(shell $(FREE)/free/venv/bin/python -c "import numpy; print(numpy.__version__)")
+$(FREE)/gil/.test: | $(FREE)/free/.test
+$(FREE)/%/.test: pyproject.toml | $(FREE)/%/.python
 	$(call copy,$(@D)/checkout)
 	$(@D)/python/bin/python3 -m venv $(@D)/venv
 	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_NUMPY_$*)
@@ -208,23 +213,24 @@ $(FREE_ENV)/%/.test: pyproject.toml | $(FREE_ENV)/%/.python
 		--editable '$(@D)/checkout[test]'
 	touch $@
 
-FREE_PYTHON := env -u PYTHON_GIL ../venv/bin/python
 freethreaded: CASES := $(or $(CASES),interpreted small_threads small_processes)
-freethreaded: $(FREE_ENV)/free/.test $(FREE_ENV)/gil/.test
-	$(call copy,$(FREE_ENV)/free/checkout)
-	$(call copy,$(FREE_ENV)/gil/checkout)
-	for folder in $(FREE_ENV)/free $(FREE_ENV)/gil; do \
-		(cd $$folder/checkout && ../venv/bin/python setup.py --quiet build_ext --inplace) || exit 1; \
+freethreaded: $(FREE)/free/.test $(FREE)/gil/.test
+	$(call copy,$(FREE)/free/checkout)
+	$(call copy,$(FREE)/gil/checkout)
+	for folder in $(FREE)/free $(FREE)/gil; do \
+		(cd $$folder/checkout && $$folder/venv/bin/python setup.py --quiet build_ext --inplace) || exit 1; \
 	done
-	cd $(FREE_ENV)/free/checkout && $(FREE_PYTHON) -m pytest -n $(JOBS) $(ARGS)
-	for folder in $(FREE_ENV)/free $(FREE_ENV)/gil; do \
-		(cd $$folder/checkout && $(FREE_PYTHON) benchmarks/run.py --no-peers --rounds $(ROUNDS) \
-			--output build/benchmarks $(CASES)) || exit 1; \
+	for folder in $(addprefix $(FREE)/,$(FREE_TESTS)); do \
+		(cd $$folder/checkout && env -u PYTHON_GIL $$folder/venv/bin/python -m pytest -n $(JOBS) $(ARGS)) || exit 1; \
+	done
+	for folder in $(FREE)/free $(FREE)/gil; do \
+		(cd $$folder/checkout && env -u PYTHON_GIL $$folder/venv/bin/python benchmarks/run.py --no-peers \
+			--rounds $(ROUNDS) --output build/benchmarks $(CASES)) || exit 1; \
 	done
 
-freethreaded-tsan: $(FREE_ENV)/tsan/.python $(FREE_ENV)/free/.test
-	$(call copy,$(FREE_ENV)/tsan/checkout)
-	tests/freethreaded/tsan.sh $(FREE_ENV) $(ARGS)
+freethreaded-tsan: $(FREE)/tsan/.python $(FREE)/free/.test
+	$(call copy,$(FREE)/tsan/checkout)
+	tests/freethreaded/tsan.sh $(FREE) $(ARGS)
 
 # The model needs spin; without it that part is left out, and says so.
 sanitize:

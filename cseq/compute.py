@@ -96,7 +96,8 @@ class OpenBLAS:
     def __init__(self, library: ctypes.CDLL) -> None:
         # `set` is called after a fork, which has ended its threads. The functions start as many as
         # this variable says before they read the new number, and each of them spins for some 25 ms,
-        # for which the start of a worker waits on two cores. So the number is written there first.
+        # for which the start of a worker waits on two cores. So the number is written there first;
+        # the OpenBLAS of numpy 2.5's wheels hides it.
         self._started: Any = None
         with contextlib.suppress(ValueError):  # a build without threads
             self._started = _ctypes().c_int.in_dll(library, STARTED)

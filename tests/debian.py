@@ -53,6 +53,6 @@ def download(release: str, package: str, folder: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        print(download(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+        print(download(sys.argv[1], sys.argv[2], Path(sys.argv[3]).resolve()))
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"{sys.argv[2]} cannot be had: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import dis
 import itertools
 import os
@@ -21,15 +22,29 @@ LIBRARY = os.path.join(Path(threading.__file__).parent, "")
 FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
 
 
+class Signal(int):
+    """A signal's number; getting its attribute `send` sends the signal to this process.
+
+    No handler runs before the interpreter's next call, and getting an attribute is none.
+    """
+
+    send = property(_thread.interrupt_main)
+
+
+SIGINT = Signal(signal.SIGINT)
+
+
 class Interrupting:
     """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
 
     Or calls what a handler does there.
 
     The interpreter runs signal handlers after a call, at the beginning of a function and where a
-    loop turns back; not, for example, between a lock's acquisition and the body of its ``with``.
-    Nor after a call that has raised: an exception there would make the interpreter take the raised
-    one for one that is being handled, and keep it, with all that its frames hold, for ever.
+    loop turns back. From Python 3.14 on, a ``with`` begins by a call: an exception there comes when
+    a lock is taken, and the ``with`` not entered. A trace function can raise only where that is
+    entered, so there the signal itself is sent. Nothing is raised after a call that has raised: an
+    exception there would make the interpreter take the raised one for one that is being handled,
+    and keep it, with all that its frames hold, for ever.
     Places where the signal is blocked, and finalizers, which no exception leaves, do not count.
 
     Parameters
@@ -72,11 +87,15 @@ class Interrupting:
         frame.f_trace_opcodes = True
         if event == "opcode":
             before, self.before = self.before, dis.opname[code.co_code[frame.f_lasti]]
-            if before.startswith(self.PLACES) and not blocked():
+            enters = before == "LOAD_SPECIAL" and self.before == "CALL"
+            if (before.startswith(self.PLACES) or enters) and not blocked():
                 self.countdown -= 1
                 if self.countdown == 0:
                     self.struck.set()
-                    self.handle()
+                    if enters and self.handler is None:
+                        SIGINT.send  # noqa: B018 - what follows is the CALL of `__enter__`
+                    else:
+                        self.handle()
         elif event == "exception":
             self.before = ""
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -131,6 +133,7 @@ def test_openblas(run_script: RunScript, method: str) -> None:
 
 IDLE = """
 import os
+from pathlib import Path
 import numpy as np
 import cseq
 
@@ -148,10 +151,24 @@ for threads in (1, None):
 """
 
 
+def hides_its_threads() -> bool:
+    """Tell whether the OpenBLAS of numpy's wheel lacks the variable that `compute` writes."""
+    import numpy as np
+
+    for path in Path(np.__file__).parents[1].glob("numpy.libs/*openblas*"):
+        try:
+            ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "blas_num_threads")
+        except ValueError:
+            return True
+    return False
+
+
 @pytest.mark.needs("Linux")
 @pytest.mark.needs("fork")
 def test_a_limit_starts_no_threads(run_script: RunScript) -> None:
     """A forked worker that may compute with one thread gets no others, not even for a while."""
+    if hides_its_threads():
+        pytest.skip("this numpy's OpenBLAS hides how many threads it starts")
     limited, free = run_script(IDLE).stdout.split()
     assert limited == free
 

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import gc
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -378,6 +379,10 @@ def test_an_exception_holds_arrays_of_the_slot(bench: Bench) -> None:
     assert failure.unpack(bench.take()).args == ("x" * SIZE,)
 
 
+@pytest.mark.skipif(
+    getattr(sys.flags, "thread_inherit_context", 0),
+    reason="a thread inherits the context: by default without a GIL, where there is no placement",
+)
 def test_other_threads_allocate_as_ever(bench: Bench) -> None:
     """Threads of the indexer's have contexts of their own."""
     bench.learn(fresh)

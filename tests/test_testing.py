@@ -81,6 +81,10 @@ def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
         testing.kill(m, 1, signal.SIGKILL)
         testing.kill(m, 0, signal.SIGALRM)
         assert len(list(m)) == 30
+        end = time.monotonic() + 100  # one of them may have made all batches
+        while caplog.text.count("was killed by") < 2:
+            assert time.monotonic() < end, caplog.text
+            time.sleep(0.01)
     assert "worker 0 was killed by SIGALRM" in caplog.text
     assert "worker 1 was killed by SIGKILL" in caplog.text
 

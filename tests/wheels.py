@@ -91,9 +91,14 @@ def main() -> None:
     end = words.index("--") if "--" in words else len(words)
     sdist, folder, *pythons = words[:end]
     Path(folder).mkdir(parents=True, exist_ok=True)
+    built: set[str] = set()
     for python in pythons:
         named = subprocess.run([python, "-c", NAME], stdout=subprocess.PIPE, text=True, check=True)
         print(f"== {named.stdout.strip()}: {python}", flush=True)
+        if named.stdout in built:
+            print("another Python of these has built that wheel", flush=True)
+            continue
+        built.add(named.stdout)
         with tempfile.TemporaryDirectory() as name:
             wheel = reproduced(python, Path(sdist).resolve(), Path(name))
             kept = Path(shutil.move(wheel, Path(folder).resolve()))

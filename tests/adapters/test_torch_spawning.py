@@ -12,7 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +23,9 @@ from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
 from cseq.adapters.torch.spawning import Descriptor, Workers, spawning  # noqa: E402
 from cseq.pickling import dump  # noqa: E402
 from cseq.unpicklable import UnpicklableError  # noqa: E402
+
+if TYPE_CHECKING:
+    from conftest import RunScript
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc"),
@@ -151,3 +154,31 @@ def test_what_workers_cannot_open() -> None:
         dump(one)
     for end in (one, other):
         end.close()
+
+
+BY_DEFAULT = """
+import multiprocessing, os, sys
+import torch
+import cseq
+
+class Looks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return "inherited" if hasattr(sys, "mark") else "made anew"
+
+if __name__ == "__main__":
+    sys.mark = True  # what a forked worker inherits
+    for kind in (torch.utils.data.DataLoader, cseq.DataLoader):
+        print(*kind(Looks(), batch_size=None, num_workers=1))
+    print(multiprocessing.get_start_method())
+"""
+
+
+def test_workers_are_started_as_torch_starts_them(run_prepared: RunScript) -> None:
+    """By default: forked on Linux; from Python 3.14 on, by a fork server."""
+    done = run_prepared(BY_DEFAULT)
+    theirs, ours, method = done.stdout.splitlines()
+    assert (theirs, method) in {("inherited", "fork"), ("made anew", "forkserver")}, done.stderr
+    assert ours == theirs

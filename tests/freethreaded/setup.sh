@@ -1,26 +1,41 @@
 #!/usr/bin/env bash
-# Builds CPython from Debian's source package: setup.sh PYTHON FOLDER CONFIGURE-OPTIONS...
+# Builds CPython from Debian's source package: setup.sh PYTHON VERSION FOLDER CONFIGURE-OPTIONS...
 #
-# PYTHON is any Python 3 that runs here.
+# PYTHON is any Python 3 that runs here; VERSION is 3.13 or 3.14.
 # What is built is installed into FOLDER. PYTHON_SOURCE=FILE names the archive where there is no apt.
 set -euo pipefail
-version=3.13.5
-sha256=93e583f243454e6e9e4588ca2c2662206ad961659863277afcdb96801647d640
+case $2 in
+3.13) # 3.13.5, for as long as there is Debian 13
+    release=trixie sha256=93e583f243454e6e9e4588ca2c2662206ad961659863277afcdb96801647d640
+    ;;
+3.14) # the one that Debian 14 has by now: until it is released, no SHA-256 would stay the right one
+    release=forky sha256=
+    ;;
+*)
+    echo "this recipe is for CPython 3.13 and 3.14, not $2" >&2
+    exit 1
+    ;;
+esac
 
 tests=$(cd "$(dirname "$0")/.." && pwd)
 python=$1
-mkdir -p "$2"
-folder=$(cd "$2" && pwd)
-shift 2
+version=$2
+mkdir -p "$3"
+folder=$(cd "$3" && pwd)
+shift 3
 scratch=$(mktemp -d "$folder/build-XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
-archive=${PYTHON_SOURCE:-$("$python" "$tests/debian.py" trixie python3.13 "$scratch")}
-if ! echo "$sha256  $archive" | sha256sum --check --quiet; then
+archive=${PYTHON_SOURCE:-$("$python" "$tests/debian.py" $release "python$version" "$scratch")}
+if [ -n "$sha256" ] && ! echo "$sha256  $archive" | sha256sum --check --quiet; then
     echo "$archive is not the source of CPython $version that this recipe is for" >&2
     exit 1
 fi
 mkdir "$scratch/source"
 tar -xf "$archive" -C "$scratch/source" --strip-components 1
+if ! grep -q "^#define PY_VERSION  *\"$version\." "$scratch/source/Include/patchlevel.h"; then
+    echo "$archive is not the source of a CPython $version" >&2
+    exit 1
+fi
 
 export TSAN_OPTIONS="report_bugs=0" # of the Python that builds itself
 cd "$scratch/source"
