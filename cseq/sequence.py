@@ -631,9 +631,9 @@ class MSequence(Generic[B_co]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._state is State.ENTERED:  # before any call: `finish` is to work behind an interrupt
+            self._state = State.RUNNING
         with self._lock.hold():
-            if self._state is State.ENTERED:  # finish() works wherever a signal handler raises
-                self._state = State.RUNNING
             self._end()
 
     def __iter__(self) -> Iterator[B_co]:

@@ -323,13 +323,13 @@ class Unpicklable:
 def test_a_key_that_cannot_be_pickled() -> None:
     """It is an error that names it, behind the items of the keys before; the epoch is over then."""
     with streams() as s:
-        with pytest.raises(TypeError, match="key 3 of epoch 1"):
+        with pytest.raises(TypeError, match="key 3 of epoch 0"):
             begin(s, [[0], [1], [2], Unpicklable()])
         with pytest.raises(InterruptedError):
             next(iter(s))
         begin(s, [[0], [1], [2], [3], [4], Unpicklable(), [6]])
         assert keys_of(itertools.islice(s, 5)) == [[k] for k in range(5)]
-        with pytest.raises(TypeError, match="key 5 of epoch 2"):
+        with pytest.raises(TypeError, match="key 5 of epoch 1"):
             next(iter(s))
         assert list(s) == []
         assert not lost_slots(s)
@@ -816,7 +816,7 @@ def test_an_item_that_kills_again_and_again_is_named(
     """WorkerDied has the key, and the process."""
     with streams(partial(Killing, fatal)) as s:
         begin(s, [[0], [1], fatal, [3]])
-        named = rf"item 2 \({shown}\) of worker 0, epoch 1; this item has"
+        named = rf"item 2 \({shown}\) of worker 0, epoch 0; this item has"
         with pytest.raises(cseq.WorkerDied, match=named) as caught:
             list(s)
         assert caught.value.indices == indices
