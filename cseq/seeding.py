@@ -226,9 +226,9 @@ class Watch:
     def _spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """Ask the other finders."""
+        """Ask the finders that are no `Watch`: each of these would ask all others, in turn."""
         for finder in sys.meta_path:
-            if finder is not self and hasattr(finder, "find_spec"):
+            if not isinstance(finder, Watch) and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(name, path, target)
                 if spec is not None:
                     return spec
@@ -242,7 +242,7 @@ class Watch:
 
 
 class ReportingLoader:
-    """The loader of one module; it reports the end of the import to its `Watch`."""
+    """The loader of one module; it reports the end of the import to each `Watch`."""
 
     def __init__(self, loader: Any, watch: Watch) -> None:
         self._loader = loader
@@ -264,4 +264,6 @@ class ReportingLoader:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._watch.executed(module.__name__)
+        for watch in [self._watch, *sys.meta_path]:  # the first one that was asked has found it
+            if isinstance(watch, Watch):
+                watch.executed(module.__name__)

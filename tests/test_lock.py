@@ -110,8 +110,8 @@ def test_a_waiter_is_woken() -> None:
     lock.release()
 
 
-class Struck(Exception):
-    """What the signal handler raises."""
+class Struck(BaseException):
+    """What the signal handler raises; `Thread.start` takes an Exception for a failed start."""
 
 
 @pytest.mark.needs("Linux")

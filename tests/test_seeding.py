@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 import sys
@@ -344,3 +345,27 @@ def test_an_import_that_fails_is_watched_again(
     assert module.seen[0] is module.seen[1] is module.__loader__
     assert type(module.__loader__).__module__ != "cseq.seeding"
     del sys.modules["cseq_seeding_late"]
+
+
+def test_many_managers_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other finders are asked once for each of them; all are told of an import."""
+    (tmp_path / "cseq_seeding_found.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked: list[str] = []
+
+    class Asked:
+        """Counts what it is asked."""
+
+        def find_spec(self, name: str, *_: Any) -> None:
+            asked.append(name)
+
+    missing, found = "cseq_seeding_missing", "cseq_seeding_found"
+    generators: dict[str, Any] = {missing: object(), found: object()}
+    arrived: list[Any] = []
+    watches = [seeding.Watch(dict(generators), arrived.append) for _ in range(6)]
+    monkeypatch.setattr(sys, "meta_path", [*watches, Asked(), *sys.meta_path])
+    assert importlib.util.find_spec(missing) is None
+    assert len(asked) == 7
+    importlib.import_module(found)
+    assert arrived == [generators[found]] * 6
+    del sys.modules[found]
