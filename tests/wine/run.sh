@@ -22,4 +22,9 @@ program=$2
 shift 2
 if [ "$program" = python ]; then program='C:\python\python.exe'; fi
 mkdir -p "$WINEPREFIX/drive_c/cseq" && cd "$WINEPREFIX/drive_c/cseq"
-"$wine" "$program" "$@" </dev/null 2>&1 | cat
+status=0
+"$wine" "$program" "$@" </dev/null > >(cat) 2>&1 || status=$?
+# What it has started and left (a `cmd.exe /c ver` of a process that was killed) may wait for ever, and
+# hold the pipe: it ends now.
+"$wine" wineboot --kill </dev/null >/dev/null 2>&1 || true
+exit $status
