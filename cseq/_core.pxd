@@ -91,5 +91,5 @@ cdef class Runner:
     cdef void hold(self, int cell) noexcept
     cdef bint claim_at_once(self) noexcept
     cdef cseq_cell* held(self) except NULL
-    cdef object read_indices(self)
+    cpdef object indices(self)
     cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept

@@ -888,12 +888,11 @@ cdef class Runner:
         """The batch has left its slot: the trainer must not free it."""
         cseq_store_rlx_u32(&self.held().slot, NO_SLOT)
 
-    def indices(self):
-        """The batch's indices: an int64 array that nothing else refers to."""
-        return self.read_indices()
+    cpdef object indices(self):
+        """The batch's indices: an int64 array that nothing else refers to.
 
-    cdef object read_indices(self):
-        """`indices`. The array of the ticket before, if that is small and nothing refers to it."""
+        The array of the ticket before, if that is small and nothing refers to it.
+        """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
             self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)

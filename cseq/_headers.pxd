@@ -30,18 +30,25 @@ cdef extern from "cseq_wait.h" nogil:
     uint64_t cseq_now_ns() noexcept
 
 
+cdef extern from "cseq_list.h" nogil:
+    ctypedef struct cseq_link:
+        pass
+
+    ctypedef struct cseq_list:
+        pass
+
+    void cseq_list_add(cseq_list* list, cseq_link* link) noexcept
+
+
 cdef extern from "cseq_lock.h" nogil:
     ctypedef struct cseq_lock:
-        pass
+        cseq_link link
 
     int cseq_lock_is_mine(const cseq_lock* l, uint64_t me) noexcept
     int cseq_lock_try(cseq_lock* l, uint64_t me) noexcept
     int cseq_lock_await(cseq_lock* l, uint64_t me, uint64_t ns) noexcept
     void cseq_lock_leave(cseq_lock* l) noexcept
-    ctypedef struct cseq_locks:
-        pass
-    void cseq_locks_add(cseq_locks* all, cseq_lock* l) noexcept
-    void cseq_locks_remove(cseq_locks* all, cseq_lock* l) noexcept
+    void cseq_lock_remove(cseq_list* all, cseq_lock* l) noexcept
 
 
 cdef extern from "cseq_fault.h" nogil:
@@ -173,11 +180,8 @@ cdef extern from "cseq_fork.h" nogil:
     ctypedef struct cseq_span:
         pass
 
-    ctypedef struct cseq_spans:
-        pass
-
-    void cseq_span_add(cseq_spans* s, cseq_span* span, void* base, uint64_t size) noexcept
-    void cseq_span_remove(cseq_spans* s, cseq_span* span) noexcept
+    void cseq_span_add(cseq_list* spans, cseq_span* span, void* base, uint64_t size) noexcept
+    void cseq_span_remove(cseq_list* spans, cseq_span* span) noexcept
 
 
 cdef extern from "cseq_place.h":

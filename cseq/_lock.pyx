@@ -18,13 +18,13 @@ cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signa
 
 cdef extern from *:
     """
-    static cseq_locks cseq_all;
+    static cseq_list cseq_all; /* locks */
     #ifdef _WIN32
     static int cseq_locks_install(void) { return 0; }
     #else
     #include <pthread.h>
-    static void cseq_locks_at_prepare(void) { cseq_locks_prepare(&cseq_all); }
-    static void cseq_locks_at_parent(void) { cseq_locks_parent(&cseq_all); }
+    static void cseq_locks_at_prepare(void) { cseq_list_take(&cseq_all); }
+    static void cseq_locks_at_parent(void) { cseq_list_leave(&cseq_all); }
     static void cseq_locks_at_child(void) {
         cseq_locks_child(&cseq_all, PyThread_get_thread_ident());
     }
@@ -33,7 +33,7 @@ cdef extern from *:
     }
     #endif
     """
-    cseq_locks cseq_all
+    cseq_list cseq_all
     int cseq_locks_install() noexcept
 
 
@@ -61,10 +61,10 @@ cdef class Lock:
     """
 
     def __cinit__(self):
-        cseq_locks_add(&cseq_all, &self.lock)
+        cseq_list_add(&cseq_all, &self.lock.link)
 
     def __dealloc__(self):
-        cseq_locks_remove(&cseq_all, &self.lock)
+        cseq_lock_remove(&cseq_all, &self.lock)
 
     def hold(self, double timeout=-1):
         """A `Hold`, for a ``with``: see there."""

@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t
 cimport cython
 cimport numpy as cnp
 
-from cseq._headers cimport cseq_place, cseq_span, cseq_spans
+from cseq._headers cimport cseq_list, cseq_place, cseq_span
 
 
 cdef enum:
@@ -14,7 +14,7 @@ cdef enum:
     MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (slot_size.SLACK)
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 
-cdef cseq_spans* in_use   # leases and windows, which a fork copies
+cdef cseq_list* in_use   # leases and windows, which a fork copies
 cdef cseq_place* place_here  # where numpy allocates; one for the process: arrays outlive everything
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,

@@ -50,7 +50,7 @@ cdef extern from "cseq_fault.h":
 
 cdef extern from *:
     """
-    static cseq_spans cseq_in_use; /* leases and windows */
+    static cseq_list cseq_in_use; /* leases and windows */
     static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
 
     #ifdef _WIN32
@@ -85,7 +85,7 @@ cdef extern from *:
     }
     #endif
     """
-    cseq_spans cseq_in_use
+    cseq_list cseq_in_use
     cseq_place cseq_placed
     int cseq_fork_install() noexcept
     int cseq_fork() noexcept

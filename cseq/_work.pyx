@@ -97,7 +97,7 @@ cdef class BatchMaker:
                 self.seeds.seed()
             self.writer.open_ticket(runner)
             indexer = self.indexer  # the first call changes it
-            batch = indexer[runner.read_indices()]
+            batch = indexer[runner.indices()]
             if self.convert is not None:
                 batch = self.convert(batch)
             if self.writer.publish_batch(runner, batch):

@@ -32,10 +32,8 @@ from cseq._stream import (
     ASSIGNED,
     BEGIN,
     BROKEN,
-    CALL,
     CALLED,
     ENDED,
-    IN_REQUEST,
     ITEMS,
     KEY,
     KEYS,
@@ -59,28 +57,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq._memory import Memory
 
-__all__ = [
-    "ASSIGNED",
-    "BEGIN",
-    "BROKEN",
-    "CALL",
-    "CALLED",
-    "ENDED",
-    "ENTRY",
-    "IN_REQUEST",
-    "ITEMS",
-    "KEY",
-    "KEYS",
-    "MOST",
-    "ONE",
-    "SINCE",
-    "EncodedItem",
-    "KeyProducer",
-    "Producer",
-    "Task",
-    "main",
-    "parse",
-]
+__all__ = ["ENTRY", "MOST", "EncodedItem", "KeyProducer", "Producer", "Task", "main", "parse"]
 
 ENTRY = "cseq.producer:main"
 

@@ -26,31 +26,29 @@ from cseq import codec, failure
 from cseq._core import now_ns, ring_bytes, wait_any
 from cseq._memory import SMALL, Mapping
 from cseq._slots import Lease
-from cseq._stream import ItemFailure, ItemIterator, ItemReader, Request, StreamConsumer
+from cseq._stream import (
+    BROKEN,
+    CALLED,
+    ENDED,
+    IN_REQUEST,
+    ITEMS,
+    KEY,
+    KEYS,
+    ONE,
+    SINCE,
+    ItemFailure,
+    ItemIterator,
+    ItemReader,
+    Request,
+    StreamConsumer,
+)
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
 from cseq.errors import RemoteTraceback
 from cseq.launcher import make_launcher, start_methods
 from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
-from cseq.producer import (
-    BROKEN,
-    CALLED,
-    ENDED,
-    ENTRY,
-    IN_REQUEST,
-    ITEMS,
-    KEY,
-    KEYS,
-    MOST,
-    ONE,
-    SINCE,
-    EncodedItem,
-    KeyProducer,
-    Producer,
-    Task,
-    parse,
-)
+from cseq.producer import ENTRY, MOST, EncodedItem, KeyProducer, Producer, Task, parse
 from cseq.run import Run, close_with
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats

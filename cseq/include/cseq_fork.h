@@ -18,52 +18,32 @@
 #ifndef CSEQ_FORK_H
 #define CSEQ_FORK_H
 
+#include "cseq_list.h"
 #include "cseq_map.h"
 
 /* Shared memory that is in use. */
-typedef struct cseq_span {
-    struct cseq_span *before, *after; /* 0: in no list */
-    char *base;                       /* the beginning of a mapping */
-    uint64_t size;                    /* bytes of it that are in use */
-    char *copy;                       /* between prepare and child or parent; 0: there is none */
+typedef struct {
+    cseq_link link;
+    char *base;    /* the beginning of a mapping; 0: the span is in no list */
+    uint64_t size; /* bytes of it that are in use */
+    char *copy;    /* between prepare and child or parent; 0: there is none */
 } cseq_span;
 
-typedef struct {
-    cseq_span *first;
-    uint32_t lock;
-} cseq_spans;
-
-CSEQ_INLINE void cseq_spans_lock(cseq_spans *s) {
-    while (!cseq_cas_sc_u32(&s->lock, 0, 1)) {
-    } /* held for a few instructions, or by a fork */
-}
-
-CSEQ_INLINE void cseq_spans_unlock(cseq_spans *s) {
-    cseq_store_rel_u32(&s->lock, 0);
-}
-
-CSEQ_INLINE void cseq_span_add(cseq_spans *s, cseq_span *span, void *base, uint64_t size) {
+CSEQ_INLINE void cseq_span_add(cseq_list *spans, cseq_span *span, void *base, uint64_t size) {
     span->base = (char *)base;
     span->size = size;
     span->copy = 0;
-    cseq_spans_lock(s);
-    span->before = 0;
-    span->after = s->first;
-    if (s->first) s->first->before = span;
-    s->first = span;
-    cseq_spans_unlock(s);
+    cseq_list_add(spans, &span->link);
 }
 
 /* Takes a span out of its list; in a child, it is in none any more. */
-CSEQ_INLINE void cseq_span_remove(cseq_spans *s, cseq_span *span) {
-    cseq_spans_lock(s);
+CSEQ_INLINE void cseq_span_remove(cseq_list *spans, cseq_span *span) {
+    cseq_list_take(spans);
     if (span->base) {
-        if (span->before) span->before->after = span->after;
-        else s->first = span->after;
-        if (span->after) span->after->before = span->before;
+        cseq_list_unlink(spans, &span->link);
         span->base = 0;
     }
-    cseq_spans_unlock(s);
+    cseq_list_leave(spans);
 }
 
 #if !defined(_WIN32)
@@ -105,27 +85,31 @@ CSEQ_INLINE void cseq_fork_put(char *base, uint64_t size, char *copy) {
     _exit(1);
 }
 
-CSEQ_INLINE void cseq_spans_prepare(cseq_spans *s) {
-    cseq_spans_lock(s);
-    for (cseq_span *span = s->first; span; span = span->after)
+CSEQ_INLINE void cseq_spans_prepare(cseq_list *spans) {
+    cseq_list_take(spans);
+    for (cseq_link *link = spans->first; link; link = link->after) {
+        cseq_span *span = (cseq_span *)link;
         span->copy = cseq_fork_copy(span->base, span->size);
+    }
 }
 
-CSEQ_INLINE void cseq_spans_parent(cseq_spans *s) {
-    for (cseq_span *span = s->first; span; span = span->after) {
+CSEQ_INLINE void cseq_spans_parent(cseq_list *spans) {
+    for (cseq_link *link = spans->first; link; link = link->after) {
+        cseq_span *span = (cseq_span *)link;
         cseq_fork_drop(span->copy, span->size);
         span->copy = 0;
     }
-    cseq_spans_unlock(s);
+    cseq_list_leave(spans);
 }
 
-CSEQ_INLINE void cseq_spans_child(cseq_spans *s) {
-    for (cseq_span *span = s->first; span; span = span->after) {
+CSEQ_INLINE void cseq_spans_child(cseq_list *spans) {
+    for (cseq_link *link = spans->first; link; link = link->after) {
+        cseq_span *span = (cseq_span *)link;
         cseq_fork_put(span->base, span->size, span->copy);
         span->base = 0; /* private from now on: the child's own forks copy it as usual */
     }
-    s->first = 0;
-    cseq_spans_unlock(s);
+    spans->first = 0;
+    cseq_list_leave(spans);
 }
 
 #endif

@@ -12,19 +12,14 @@
 #define CSEQ_LOCK_H
 
 #include "cseq_atomic.h"
+#include "cseq_list.h"
 #include "cseq_wait.h"
 
-typedef struct cseq_lock {
+typedef struct {
+    cseq_link link; /* in a list of all locks, for forks */
     uint64_t owner;
     uint32_t word, depth;
-    struct cseq_lock *before, *after; /* in a list of all locks */
 } cseq_lock;
-
-/* All locks, for forks; `taken` is held for a few instructions, or by a fork. */
-typedef struct {
-    cseq_lock *first;
-    uint32_t taken;
-} cseq_locks;
 
 CSEQ_INLINE int cseq_lock_is_mine(const cseq_lock *l, uint64_t me) {
     return cseq_load_rlx_u64(&l->owner) == me;
@@ -64,42 +59,21 @@ CSEQ_INLINE void cseq_lock_leave(cseq_lock *l) {
     if (cseq_swap_sc_u32(&l->word, 0) == 2) cseq_wake(&l->word, 0);
 }
 
-/* Before a fork: keep other threads from changing the list. */
-CSEQ_INLINE void cseq_locks_prepare(cseq_locks *all) {
-    while (!cseq_cas_sc_u32(&all->taken, 0, 1)) {
-    }
-}
-
-CSEQ_INLINE void cseq_locks_parent(cseq_locks *all) {
-    cseq_store_rel_u32(&all->taken, 0);
-}
-
-/* In a forked process, whose one thread is `me`: free all that this thread does not have. */
-CSEQ_INLINE void cseq_locks_child(cseq_locks *all, uint64_t me) {
-    cseq_lock *l;
-    for (l = all->first; l; l = l->after) {
+/* In a forked process, whose one thread is `me`: free all locks of a list that it does not have. */
+CSEQ_INLINE void cseq_locks_child(cseq_list *all, uint64_t me) {
+    for (cseq_link *link = all->first; link; link = link->after) {
+        cseq_lock *l = (cseq_lock *)link;
         if (cseq_lock_is_mine(l, me)) continue;
         cseq_store_rlx_u64(&l->owner, 0);
         cseq_swap_sc_u32(&l->word, 0);
     }
-    cseq_locks_parent(all);
+    cseq_list_leave(all);
 }
 
-CSEQ_INLINE void cseq_locks_add(cseq_locks *all, cseq_lock *l) {
-    cseq_locks_prepare(all);
-    l->before = 0;
-    l->after = all->first;
-    if (l->after) l->after->before = l;
-    all->first = l;
-    cseq_locks_parent(all);
-}
-
-CSEQ_INLINE void cseq_locks_remove(cseq_locks *all, cseq_lock *l) {
-    cseq_locks_prepare(all);
-    if (l->before) l->before->after = l->after;
-    else all->first = l->after;
-    if (l->after) l->after->before = l->before;
-    cseq_locks_parent(all);
+CSEQ_INLINE void cseq_lock_remove(cseq_list *all, cseq_lock *l) {
+    cseq_list_take(all);
+    cseq_list_unlink(all, &l->link);
+    cseq_list_leave(all);
 }
 
 #endif

@@ -7,6 +7,7 @@
 #include "cseq_fault.h"
 #include "cseq_fault.h"
 #include "cseq_fork.h"
+#include "cseq_list.h"
 #include "cseq_lock.h"
 #include "cseq_map.h"
 #include "cseq_place.h"

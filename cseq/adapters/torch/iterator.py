@@ -61,7 +61,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     resume : Resume, optional
         Where the epoch is to go on.
     snapshot_every : int, optional
-        See `Epoch`; None: nobody asks for a state.
+        See `Epoch`; None: no state is asked for.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ def order_of(index_sampler: Any, iterator: Any, ahead: int | None) -> Order:
     iterator : iterator
         ``iter(index_sampler)``.
     ahead : int, optional
-        The most keys that are drawn ahead of the batches delivered. None: nobody asks for a state.
+        The most keys that are drawn ahead of the batches delivered. None: no state is asked for.
     """
     if ahead is None:
         return Order(index_sampler, iterator)
