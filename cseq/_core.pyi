@@ -3,7 +3,7 @@ from typing import Any, Final, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self, disjoint_base
+from typing_extensions import Self
 
 from cseq._memory import Mapping, Memory
 from cseq._objects import ObjectTable
@@ -188,7 +188,7 @@ class Consumer:
     def step(self) -> Any: ...
     def next(self) -> Any: ...
 
-@disjoint_base
+@final
 class BatchIterator:
     run: Final[RunState]
     generation: Final[int]
@@ -198,6 +198,7 @@ class BatchIterator:
         consumer: Consumer | None,
         following: Callable[[], Any],
         generation: int | None = None,
+        manager: object = None,
     ) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...

@@ -1482,8 +1482,12 @@ cdef class Consumer:
         return self.read() if batch is UNREAD else (token, cell, batch, None)
 
 
+@cython.final
 cdef class BatchIterator:
-    """An iterator over the batches of an epoch.
+    """An iterator over the batches of one epoch; a newer iterator, a start or a finish interrupts it.
+
+    Threads may share it: each batch goes to one of them. It has no subclass in Python: there, each
+    step of a ``for`` would look `__next__` up, and call it as a method.
 
     Parameters
     ----------
@@ -1495,16 +1499,20 @@ cdef class BatchIterator:
         Returns the next batch.
     generation : int, optional
         Its generation; None: the present one.
+    manager : object, optional
+        Kept alive, and with it the pool.
     """
 
     cdef readonly RunState run
     cdef readonly uint64_t generation
-    cdef object following
+    cdef object following, manager
     cdef Consumer consumer
     cdef bint asked
 
-    def __cinit__(self, RunState run not None, Consumer consumer, following, generation=None):
+    def __cinit__(self, RunState run not None, Consumer consumer, following, generation=None,
+                  manager=None):
         self.run, self.following, self.consumer = run, following, consumer
+        self.manager = manager
         self.generation = run.generation if generation is None else generation
 
     def __iter__(self):

@@ -539,9 +539,9 @@ cdef class Reader:
                         recent.insert(0, recent.pop(k))
                     return plan
         structure = at[:record[1]]
-        plan = self.plans.get(structure)
-        if plan is not None:
-            with cython.critical_section(self):
+        with cython.critical_section(self):  # or it could be cleared before `get` counts its reference
+            plan = self.plans.get(structure)
+            if plan is not None:
                 self.recent = [plan, *self.recent[:RECENT - 1]]
         return plan
 
@@ -556,9 +556,10 @@ cdef class Reader:
     cdef Plan learn(self, bytes structure):
         """Make the plan of a structure, and remember it."""
         cdef Plan plan = self.parse(structure)
-        if len(self.plans) >= MOST_KNOWN:
-            self.plans.clear()
-        self.plans[structure] = plan
+        with cython.critical_section(self):
+            if len(self.plans) >= MOST_KNOWN:
+                self.plans.clear()
+            self.plans[structure] = plan
         return plan
 
     def decode(self, Memory memory not None, record, bint copied=False):

@@ -75,17 +75,6 @@ class State(enum.Enum):
     ENTERED = "in its own 'with'"
 
 
-class Epoch(BatchIterator):
-    """Iterator over the batches of one epoch; a newer iterator, a start or a finish interrupts it.
-
-    Threads may share it: each batch goes to one of them.
-    """
-
-    __slots__ = ("manager",)
-
-    manager: MSequence[Any]  # referring to it keeps it, and with it the pool, alive
-
-
 class RankSampler:
     """`MSequence.sampler`: `set_epoch` and a length, for frameworks that ask for them."""
 
@@ -673,9 +662,8 @@ class MSequence(Generic[B_co]):
                         raise InterruptedError(MEANWHILE) from None
                     raise
                 if generation is not None:
-                    epoch = Epoch(run, run.pool.consumer, run.pool.next, generation)
-                    epoch.manager = self
-                    return epoch
+                    pool = run.pool
+                    return BatchIterator(run, pool.consumer, pool.next, generation, self)
 
     def _iterate(self, run: Run[Pool]) -> int | None:
         """Begin the next epoch; return the generation of its iterator.
