@@ -1135,7 +1135,7 @@ def test_all_this_with_naps() -> None:
          "-k", "wait or claim or clos or notif or order or stage or any_history"],
         env=os.environ
         | {"CSEQ_WAIT": "nap", "PYTHONPATH": str(Path(_core.__file__).parents[1])},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parent,  # where there is no other cseq, if it is that of a wheel
         capture_output=True,
         text=True,
         check=False,
