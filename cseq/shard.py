@@ -61,8 +61,8 @@ def given(shard: object) -> Shard | None:
         return None
     if not isinstance(shard, (tuple, list)) or len(shard) != 2:
         raise TypeError(f"shard={shard!r} is not a pair; give (rank, world_size), 'auto' or None")
-    ranks = count("world_size", shard[1])
-    return Shard(count("rank", shard[0], least=0, most=ranks - 1), ranks, "the argument shard")
+    ranks = count("shard[1]", shard[1])
+    return Shard(count("shard[0]", shard[0], least=0, most=ranks - 1), ranks, "the argument shard")
 
 
 def resolve() -> Shard:
