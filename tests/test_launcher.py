@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from conftest import HAS_PROC, pids
@@ -1133,6 +1133,21 @@ def test_windows_hands_over_sockets_by_process_number() -> None:
     assert processes.means_of("nt").shares
     assert processes.means_of("nt").flags & 0x200
     assert processes.means_of("posix") == (False, 0, {})
+
+
+def test_a_socket_that_cannot_be_handed_over_is_the_end_of_the_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows shares no socket with a process that has failed to start: it ended, as any other."""
+
+    class Socket:
+        def share(self, pid: int) -> bytes:
+            raise OSError("the process has ended")
+
+    means = processes.means_of("posix")._replace(shares=True)
+    monkeypatch.setattr(processes, "means_of", lambda _: means)
+    start = processes.describe_start("worker", "entries:answer", number=0)
+    assert processes.spawn(cast("Any", Socket()), start, "cseq-w0").wait(60.0) == 0
 
 
 def test_windows_workers_of_a_program_without_streams_write_nowhere(

@@ -226,10 +226,10 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
         creationflags=means.flags,
         **means.streams,
     )
-    share = cast("Any", theirs).share if means.shares else None
-    start = start | {"socket": share(popen.pid) if share else theirs.fileno()}
     with contextlib.suppress(OSError), popen.stdin as pipe:
-        pipe.write(marshal.dumps(start))  # if it is dead already, its socket is at end of file
+        # If it is dead already, its socket is at end of file.
+        own = cast("Any", theirs).share(popen.pid) if means.shares else theirs.fileno()
+        pipe.write(marshal.dumps(start | {"socket": own}))
     if os.name == "nt":
         return _WindowsProcess(popen)
     popen.returncode = 0  # PosixProcess waits for it
