@@ -14,12 +14,15 @@ from conftest import import_path
 from killing import CODE, kill
 from kinds import QUICKEST
 
+from cseq import codec
 from cseq import supervisor as supervisor_module
 from cseq._core import Runner, now_ns
+from cseq._memory import Mapping
 from cseq.deaths import Deaths, Held
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.launcher import make_launcher, start_methods
 from cseq.launcher.base import KILLED
+from cseq.segment import Segment
 from cseq.stage import INDEXER
 from cseq.supervisor import Supervisor
 from cseq.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
@@ -441,6 +444,23 @@ def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Po
     with pytest.raises(WorkerTimeout) as caught:
         supervisor.check_time([(1, now_ns() - 10**10, "a ticket")], 1.0, restart=False)
     assert str(caught.value).endswith(NO_STACK)
+
+
+@pytest.mark.parametrize("most", [0, 1, 9000, 1 << 20])
+def test_the_objects_file_is_as_wide_as_it_needs(
+    pool: Callable[..., Pool], monkeypatch: Any, most: int
+) -> None:
+    """Slots may be too narrow for it: on Windows, the wider they are, the fewer there are."""
+    wide = [np.full(most + k, k, np.uint8) for k in range(100 if most < 10_000 else 3)]
+    supervisor = pool(method="spawn").supervisor
+    monkeypatch.setattr(Segment, "for_slots", lambda *_: pytest.fail("it is in no slot"))
+    supervisor.prepare(wide, name="indexer")
+    segment, record = supervisor._object, supervisor._record
+    assert segment is not None
+    assert record is not None
+    assert segment.width <= sum(array.nbytes + 512 for array in wide) + (1 << 18)
+    found = codec.decode_pickled(Mapping(segment.fd, 0, record.used, own=True), record)
+    assert all(np.array_equal(one, other) for one, other in zip(found, wide, strict=True))
 
 
 def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> None:
