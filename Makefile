@@ -253,8 +253,8 @@ lint: build cross $(VENV)/.dev
 # -- the C headers, as the compilers of other systems see them
 
 C_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icseq/include
-AS_MSVC := -ffreestanding -fms-extensions -U__GNUC__ -U__clang__ -U__SIZEOF_INT128__ -D_MSC_VER=1940 \
-	-Wno-builtin-macro-redefined -Wno-unused-function -Itests/c/msvc
+AS_MSVC := -fms-extensions -Wno-builtin-macro-redefined -Wno-unused-function -Wgnu -Wvla \
+	-Itests/c/msvc -include as_msvc.h
 ZIG_CC = $(PY) -m ziglang cc $(C_FLAGS)
 TARGETS := x86_64-windows-gnu aarch64-windows-gnu x86_64-macos aarch64-macos \
 	x86_64-linux-gnu aarch64-linux-gnu x86_64-linux-musl aarch64-linux-musl
@@ -268,7 +268,7 @@ cross: $(VENV)/.dev
 	done
 	for machine in x86_64,_M_X64 aarch64,_M_ARM64; do \
 		$(ZIG_CC) -target $${machine%,*}-windows-gnu $(AS_MSVC) -D$${machine#*,} \
-			-c tests/c/msvc/branches.c -o build/cross/$${machine#*,}.o || exit 1; \
+			-c tests/c/headers.c -o build/cross/$${machine#*,}.o || exit 1; \
 	done
 
 # -- what is published

@@ -29,7 +29,7 @@ WINDOWS = sys.platform == "win32"
 
 UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
 UNIX_FLAGS += ["-O1", "-g"] if DEBUG else ["-O3", "-g0"]
-WINDOWS_FLAGS = ["/std:c11"] + (["/Od"] if DEBUG else ["/O2"])
+WINDOWS_FLAGS = ["/std:c11", "/utf-8", "/volatile:ms"] + (["/Od"] if DEBUG else ["/O2"])
 
 
 def mode_file() -> str:

@@ -35,9 +35,8 @@ cdef extern from *:
     #ifndef _WIN32
     #include <unistd.h>
     #define cseq_exit _exit
-    #else
-    #include <stdlib.h>
-    #define cseq_exit _Exit
+    #else /* _exit has each DLL clean up, which may wait for a thread that is gone */
+    #define cseq_exit(code) TerminateProcess(GetCurrentProcess(), (UINT)(code))
     #endif
     """
     void cseq_exit(int code) noexcept nogil

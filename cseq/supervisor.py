@@ -229,13 +229,15 @@ class Supervisor:
 
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file of its own, as requests are written to slots."""
-        self._object = Segment.for_slots()
+        nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
+        # No wider than it can need: its buffers aligned, their table, its structure.
+        width = nbytes + 128 * len(pickled.buffers) + GRAIN
+        self._object = Segment.create(-(-width // GRAIN) * GRAIN)
         writer = Writer(self._object.fd, self._object.width)
         try:
             writer.begin(0, 0)
             self._record = codec.encode_pickled(pickled, writer)
         except MemoryError as error:
-            nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
             raise MemoryError(f"no room for the {name}'s {nbytes} bytes: {error}") from error
         finally:
             writer.close()

@@ -7,12 +7,13 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from conftest import HAS_PROC, pids
@@ -1131,7 +1132,31 @@ def test_windows_hands_over_sockets_by_process_number() -> None:
     """There, a socket is shared with a process, which gets no Ctrl-C of the trainer's console."""
     assert processes.means_of("nt").shares
     assert processes.means_of("nt").flags & 0x200
-    assert processes.means_of("posix") == (False, 0)
+    assert processes.means_of("posix") == (False, 0, {})
+
+
+def test_a_socket_that_cannot_be_handed_over_is_the_end_of_the_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows shares no socket with a process that has failed to start: it ended, as any other."""
+
+    class Socket:
+        def share(self, pid: int) -> bytes:
+            raise OSError("the process has ended")
+
+    means = processes.means_of("posix")._replace(shares=True)
+    monkeypatch.setattr(processes, "means_of", lambda _: means)
+    start = processes.describe_start("worker", "entries:answer", number=0)
+    assert processes.spawn(cast("Any", Socket()), start, "cseq-w0").wait(60.0) == 0
+
+
+def test_windows_workers_of_a_program_without_streams_write_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of pythonw; otherwise, they have the trainer's streams."""
+    assert processes.means_of("nt").streams == {}
+    monkeypatch.setattr(sys, "__stdout__", None)
+    assert processes.means_of("nt").streams == {"stdout": subprocess.DEVNULL}
 
 
 def test_windows_virtual_environments_start_the_real_interpreter(
@@ -1163,6 +1188,9 @@ def test_a_frozen_program_is_not_started_as_if_it_were_python(
         (3, "exited with code 3"),
         (-9, "was killed by SIGKILL"),
         (-250, "was killed by signal 250"),
+        (0xC0000005, "crashed: access violation (0xC0000005)"),
+        (0xE0000001, "crashed: exception (0xE0000001)"),
+        (0xFFFFFFFF, "exited with code -1"),
         (None, "ended (its exit code is not known)"),
     ],
 )

@@ -52,6 +52,25 @@ def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
     assert found == set()
 
 
+@pytest.mark.skipif(
+    shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a checkout of git"
+)
+def test_a_checkout_has_the_same_lines_on_windows(tmp_path: Path) -> None:
+    """With the settings of Git for Windows, too, lines end as they are stored."""
+    settings = ["-c", "core.autocrlf=true", "-c", "core.eol=crlf", "-c", f"safe.directory={ROOT}"]
+    done = subprocess.run(
+        ["git", *settings, "checkout-index", "--all", f"--prefix={tmp_path}/"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 100
+    assert [path.name for path in files if b"\r\n" in path.read_bytes()] == []
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy what is needed to build, without what was built; no test of these compiles it.

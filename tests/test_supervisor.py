@@ -20,6 +20,7 @@ from cseq.deaths import Deaths, Held
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.launcher import make_launcher, start_methods
 from cseq.launcher.base import KILLED
+from cseq.segment import Segment
 from cseq.stage import INDEXER
 from cseq.supervisor import Supervisor
 from cseq.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
@@ -441,6 +442,20 @@ def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Po
     with pytest.raises(WorkerTimeout) as caught:
         supervisor.check_time([(1, now_ns() - 10**10, "a ticket")], 1.0, restart=False)
     assert str(caught.value).endswith(NO_STACK)
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(0, 0), (1, 1), (64, 16300), (3, 1 << 20)])
+def test_the_objects_file_is_as_wide_as_it_needs(
+    pool: Callable[..., Pool], monkeypatch: Any, count: int, nbytes: int
+) -> None:
+    """Slots may be too narrow for it: on Windows, the wider they are, the fewer there are."""
+    supervisor = pool(method="spawn").supervisor
+    made: list[int] = []
+    create = Segment.create
+    monkeypatch.setattr(Segment, "create", lambda width: made.append(width) or create(width))
+    supervisor.prepare([np.full(nbytes + k, k, np.uint8) for k in range(count)])
+    [width] = made  # it was written: that was wide enough
+    assert count * nbytes < width <= count * (nbytes + 512) + (1 << 17)
 
 
 def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> None:

@@ -33,22 +33,24 @@
 
 #include <intrin.h>
 
+#ifdef _ISO_VOLATILE
+#error "cseq needs /volatile:ms"
+#endif
+
 #define CSEQ_INLINE static __forceinline
 
-/* Interlocked operations are full barriers. Plain volatile accesses are made
- * acquire/release by an interlocked no-op, which is right on x86 and on Arm and
- * off the path that has to be fast. */
-#define CSEQ_MSVC_ATOMIC_OF(T, S, I, SUFFIX)                                              \
+/* With /volatile:ms, a volatile read is an acquire and a volatile write a release. Interlocked
+ * operations are full barriers, and all sequentially consistent writes are such: that makes an acquire
+ * as good as a sequentially consistent read. (An interlocked read would take the line from its writer.) */
+#define CSEQ_MSVC_ATOMIC_OF(T, S, I, SUFFIX)                                                  \
     CSEQ_INLINE T cseq_load_rlx_##S(const T *p) { return *(const volatile T *)p; }            \
-    CSEQ_INLINE T cseq_load_sc_##S(const T *p) {                                              \
-        return (T)_InterlockedCompareExchange##SUFFIX((volatile I *)p, 0, 0);                 \
-    }                                                                                         \
-    CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return cseq_load_sc_##S(p); }               \
+    CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return *(const volatile T *)p; }            \
+    CSEQ_INLINE T cseq_load_sc_##S(const T *p) { return *(const volatile T *)p; }             \
     CSEQ_INLINE void cseq_store_rlx_##S(T *p, T v) { *(volatile T *)p = v; }                  \
+    CSEQ_INLINE void cseq_store_rel_##S(T *p, T v) { *(volatile T *)p = v; }                  \
     CSEQ_INLINE T cseq_swap_sc_##S(T *p, T v) {                                               \
         return (T)_InterlockedExchange##SUFFIX((volatile I *)p, (I)v);                        \
     }                                                                                         \
-    CSEQ_INLINE void cseq_store_rel_##S(T *p, T v) { (void)cseq_swap_sc_##S(p, v); }          \
     CSEQ_INLINE T cseq_add_sc_##S(T *p, T v) {                                                \
         return (T)_InterlockedExchangeAdd##SUFFIX((volatile I *)p, (I)v);                     \
     }                                                                                         \

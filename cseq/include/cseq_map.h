@@ -14,10 +14,10 @@
 #include "cseq_atomic.h"
 
 #if defined(_WIN32)
-#include <winsock2.h>
 #ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN /* before winsock2.h, which includes windows.h */
 #endif
+#include <winsock2.h>
 #include <errno.h>
 #include <windows.h>
 #else

@@ -257,6 +257,8 @@ CSEQ_INLINE void cseq_pause(void) {
     __builtin_ia32_pause();
 #elif defined(__aarch64__) && defined(__GNUC__)
     __asm__ __volatile__("yield");
+#elif defined(_MSC_VER)
+    YieldProcessor();
 #endif
 }
 

@@ -26,10 +26,14 @@ KILLED = 0xC5E9 if os.name == "nt" else -KILL  # exit code of a process that `KI
 # Exit codes of Windows (NTSTATUS) that processes end with when they crash.
 CRASHES = {
     0xC0000005: "access violation",
+    0xC000001D: "illegal instruction",
     0xC00000FD: "stack overflow",
+    0xC0000135: "a DLL was not found",
     0xC000013A: "Ctrl-C",
+    0xC0000142: "a DLL could not be initialised",
     0xC0000374: "heap corruption",
     0xC0000409: "abort",
+    0xE06D7363: "exception of C++",
 }
 
 # Sent to all processes of a terminal or of a job; what to do about them is the trainer's decision.
@@ -166,6 +170,8 @@ def describe_exit(code: int | None) -> str:
         return "ended (its exit code is not known)"
     if code == KILLED and code > 0:
         return "was killed"
+    if code >= 0xF0000000:  # a negative number, which Windows shows without a sign
+        return f"exited with code {code - (1 << 32)}"
     if code >= 0xC0000000:
         return f"crashed: {CRASHES.get(code, 'exception')} (0x{code:X})"
     if code >= 0:

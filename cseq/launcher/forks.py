@@ -50,11 +50,22 @@ if hasattr(os, "register_at_fork"):
     in_forked_children(_close_private)
 
 
+def send_at_once(*sockets: socket.socket) -> None:
+    """On Windows, where these are of TCP: send messages without a wait for an answer to the last.
+
+    The other end may answer it after 200 ms.
+    """
+    if os.name == "nt":
+        for each in sockets:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def pair() -> tuple[socket.socket, socket.socket]:
     """Connect two sockets, neither of them in the place of a standard stream."""
     with _fork_guard, contextlib.ExitStack() as low:
         while True:
             ours, theirs = socket.socketpair()
+            send_at_once(ours, theirs)
             close_in_forks(ours)
             close_in_forks(theirs)
             if os.name == "nt" or min(ours.fileno(), theirs.fileno()) > 2:

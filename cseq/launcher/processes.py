@@ -191,17 +191,21 @@ begin(start)
 
 
 class _Means(NamedTuple):
-    """How a system hands a socket to a new interpreter."""
+    """How a system hands a socket and the standard streams to a new interpreter."""
 
     shares: bool  # as bytes made for its process number, not as an inherited descriptor
     flags: int  # creation flags
+    streams: dict[str, int]  # what it has in place of streams that this process lacks
 
 
 def means_of(os_name: str) -> _Means:
     """Choose the means for a system."""
-    if os_name == "nt":
-        return _Means(shares=True, flags=0x200)  # CREATE_NEW_PROCESS_GROUP: no Ctrl-C
-    return _Means(shares=False, flags=0)
+    if os_name != "nt":
+        return _Means(shares=False, flags=0, streams={})
+    # pythonw has none: subprocess would give pipes without a reader, and a long print would fail.
+    lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
+    streams = dict.fromkeys(lacking, _subprocess().DEVNULL)
+    return _Means(shares=True, flags=0x200, streams=streams)  # CREATE_NEW_PROCESS_GROUP: no Ctrl-C
 
 
 def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None = None) -> Process:
@@ -220,11 +224,12 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
         env=environment,
         pass_fds=() if means.shares else (theirs.fileno(),),
         creationflags=means.flags,
+        **means.streams,
     )
-    share = cast("Any", theirs).share if means.shares else None
-    start = start | {"socket": share(popen.pid) if share else theirs.fileno()}
     with contextlib.suppress(OSError), popen.stdin as pipe:
-        pipe.write(marshal.dumps(start))  # if it is dead already, its socket is at end of file
+        # If it is dead already, its socket is at end of file.
+        own = cast("Any", theirs).share(popen.pid) if means.shares else theirs.fileno()
+        pipe.write(marshal.dumps(start | {"socket": own}))
     if os.name == "nt":
         return _WindowsProcess(popen)
     popen.returncode = 0  # PosixProcess waits for it

@@ -35,6 +35,7 @@ from cseq.adapters.torchdata.library import (
     IterDataPipe,
 )
 from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.launcher.forks import send_at_once
 from cseq.producer import EncodedItem
 from cseq.threads import Threads, imported
 from cseq.writer import Writer
@@ -171,6 +172,7 @@ class Relay:
                 selector.register(each, selectors.EVENT_READ)
             while all(key.fileobj is listener for key, _ in selector.select()):
                 caller, _ = listener.accept()
+                send_at_once(caller)
                 if not is_ours(caller):
                     caller.close()
                     continue
@@ -369,6 +371,7 @@ def _call(address: Address) -> tuple[Connection[Any, Any], Writer]:
         else:
             port, secret = address
             caller.connect((LOCALHOST, port))
+            send_at_once(caller)
             caller.sendall(HELLO.pack(secret, os.getpid()))
         width, (fd,) = descriptors.receive(caller, WIDTH.size, 1)
     except BaseException:
