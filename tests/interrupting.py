@@ -131,6 +131,8 @@ class Strike:
 
     def __enter__(self) -> threading.Event:
         self.before = sys.gettrace()
+        # CPython 3.12 tells of opcodes only if a frame has asked for them before `settrace`.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self.trace)
         return self.trace.struck
 

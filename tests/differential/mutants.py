@@ -57,7 +57,7 @@ def worker_with(**changes: Callable[[Any], Any]) -> Callable:
 
 
 class Patched(DataLoader):
-    """Has something of torch's in another form while an iterator is made."""
+    """Has something of torch's in another form while an iterator is made, and in forked workers."""
 
     place: Any
     name: str
@@ -68,6 +68,8 @@ class Patched(DataLoader):
     def _get_iterator(self) -> Any:
         old = getattr(self.place, self.name)
         setattr(self.place, self.name, self.patch())
+        if self.num_workers and self.multiprocessing_context is None:
+            self.multiprocessing_context = "fork"
         try:
             return super()._get_iterator()
         finally:
