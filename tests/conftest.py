@@ -409,9 +409,9 @@ def at_ease(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProce
 def prepared() -> Iterator[Prepared | None]:
     """An interpreter that has imported torch, for scripts that would each import it anew.
 
-    None where there is no torch, or no fork.
+    None where there is no torch, or no fork that such a process is sure to survive.
     """
-    if find_spec("torch") is None or not hasattr(os, "fork"):
+    if find_spec("torch") is None or not hasattr(os, "fork") or sys.platform == "darwin":
         yield None
         return
     from prepared import Prepared

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from adverse import GUARD, await_end
+from adverse import GUARD
 from conftest import SHM, is_my_file
 from interrupting import first_hits, handled, interrupted
+from killing import await_death
 
 import cseq
 from cseq import testing
@@ -596,7 +597,8 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
         pids = [int(word) for word in trainer.stdout.readline().split()]
         assert len(pids) >= 3
         trainer.kill()
-        await_end(pids)
+        for pid in pids:
+            await_death(pid)
         _, errors = trainer.communicate(timeout=GUARD)
     assert errors == ""
     assert not [name for name in set(os.listdir(SHM)) - names if is_my_file(SHM / name)]
