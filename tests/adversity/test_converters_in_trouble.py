@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from conftest import RunScript
 
-pytestmark = pytest.mark.needs("fork")
+pytestmark = pytest.mark.needs("Linux")
 
 
 # -- converters

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from adverse import GUARD
-from conftest import SHM, is_my_file
+from conftest import SHM, is_my_file, shm_names
 from interrupting import first_hits, handled, interrupted
 from killing import await_death
 
@@ -576,7 +576,7 @@ for batch in m:
     pids.add(int(batch[0]))
     if len(pids) >= 2 or batch[0] > 0 and len(pids) and sys.argv[1] == "gil":
         break
-children = os.popen(f"pgrep -s 0").read().split()
+children = os.popen("pgrep -g 0").read().split()
 print(*{*map(int, children)} - {os.getpid()}, flush=True)
 threading.Event().wait(3600)
 """
@@ -587,7 +587,7 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
     """SIGKILL of the trainer leaves no process, no name in /dev/shm and no message."""
     script = tmp_path / "script.py"
     script.write_text(ORPHANED)
-    names = set(os.listdir(SHM))
+    names = shm_names()
     with subprocess.Popen(
         [sys.executable, str(script), state],
         env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
@@ -601,7 +601,7 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
             await_death(pid)
         _, errors = trainer.communicate(timeout=GUARD)
     assert errors == ""
-    assert not [name for name in set(os.listdir(SHM)) - names if is_my_file(SHM / name)]
+    assert not [name for name in shm_names() - names if is_my_file(SHM / name)]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
