@@ -3,7 +3,8 @@
 A test fails that leaves a process, a thread, a file descriptor, a shared mapping or a name in
 `/dev/shm`. What ends by itself is waited for (a thread is joined, a process polled through its
 pidfd), `GRACE` seconds at most; the garbage collector runs before anything is called a leak.
-Processes, descriptors and mappings are read from `/proc`; elsewhere only threads are checked.
+Processes, descriptors and mappings are read from `/proc`; without it, threads are checked, and on
+POSIX sockets and files without a name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -113,7 +115,8 @@ def take_census() -> Census:
         if not isinstance(thread, threading._DummyThread)  # a native thread that called Python
     )
     if not HAS_PROC:
-        return Census(frozenset(), threads, frozenset(), frozenset(), frozenset())
+        opened = frozenset(nameless() if os.name == "posix" else ())
+        return Census(frozenset(), threads, opened, frozenset(), frozenset())
     return Census(pids(), threads, frozenset(descriptors()), shared_mappings(), shm_names())
 
 
@@ -129,6 +132,15 @@ def descriptors() -> Iterator[tuple[int, str]]:
             what = os.readlink(f"/proc/self/fd/{name}")
             if not what.startswith("/dev/nvidia"):
                 yield int(name), what
+
+
+def nameless() -> Iterator[tuple[int, str]]:
+    """Open sockets and files without a name, and what each is: cseq opens these on macOS."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the folder
+            found = os.fstat(int(name))
+            if stat.S_ISSOCK(found.st_mode) or (stat.S_ISREG(found.st_mode) and not found.st_nlink):
+                yield int(name), f"{stat.filemode(found.st_mode)} {found.st_ino}"
 
 
 def shared_mappings() -> frozenset[str]:
