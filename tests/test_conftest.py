@@ -85,17 +85,14 @@ WORDS = {
 }
 
 NAMELESS = """
-import os, socket, tempfile
-
-def test_socket():
-    socket.socket().detach()
+import os, tempfile
 
 def test_file():
     with tempfile.TemporaryFile() as file:
         os.dup(file.fileno())
 
 def test_a_named_one():
-    os.dup(os.open(__file__, os.O_RDONLY))
+    os.open(__file__, os.O_RDONLY)
 """
 
 CLEAN = """
@@ -212,11 +209,11 @@ def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResu
 
 @pytest.mark.needs("POSIX")
 def test_leaks_without_proc(pytester: pytest.Pytester) -> None:
-    """What cseq opens on macOS is found there, too; what a system may open is not looked at."""
+    """Shared memory is found on macOS, too; what a library may open there is not looked at."""
     without = re.sub(r"^HAS_PROC = .*", "HAS_PROC = False", IMPATIENT, flags=re.MULTILINE)
     result = run(pytester, without, NAMELESS)
-    result.assert_outcomes(passed=3, errors=2)
-    assert re.findall(r"descriptor \d+: ([s-])", result.stdout.str())[:2] == ["s", "-"]
+    result.assert_outcomes(passed=2, errors=1)
+    assert "a file without a name, 0 bytes" in result.stdout.str()
 
 
 @needs_proc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,8 @@ def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> 
     writer.place(35 * MIB)
     monkeypatch.setattr(memory_limit, "available_memory", lambda: None)
     writer.place(50 * MIB)
-    monkeypatch.setattr(memory_limit, "_ram", lambda: 300 * MIB)  # all that such a system tells
+    sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}  # all that such a system tells
+    monkeypatch.setattr(os, "sysconf", sizes.get, raising=False)
     with pytest.raises(MemoryError, match=str(300 * MIB)):
         writer.place(400 * MIB)
 

@@ -244,6 +244,7 @@ assert (np.concatenate(kept) == np.arange(160)[:, None]).all()
 """
 
 
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("there", ["small", "none"])
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a /dev/shm of its own")
 def test_dev_shm_may_be_small_or_absent(run_script: RunScript, there: str) -> None:

@@ -1,6 +1,9 @@
 /* What the macOS branches of the headers call, on Linux, so that `-U__linux__ -D__APPLE__` runs them.
- * What macOS would refuse ends the program, and so does a word that is now shared, now not.
+ * Arguments that macOS does not know end the program. In a program whose words are all alike,
+ * DARWIN_ALIKE ends it as well for one that is now shared by processes, now not.
  */
+#define _GNU_SOURCE
+#include <errno.h>
 #include <linux/futex.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,16 +16,20 @@
 
 /* The futex's operation for these flags. */
 static int darwin_operation(int operation, size_t size, uint32_t flags) {
-    static uint32_t seen = 2; /* the flags of all words of a program */
+    if (size != 4 || flags > 1) abort();
+#ifdef DARWIN_ALIKE
+    static uint32_t seen = 2; /* the flags of all words */
     uint32_t before = __atomic_exchange_n(&seen, flags, __ATOMIC_RELAXED);
-    if (size != 4 || flags > 1 || (before != 2 && before != flags)) abort();
+    if (before != 2 && before != flags) abort();
+#endif
     return flags ? operation : operation | FUTEX_PRIVATE_FLAG;
 }
 
 int os_sync_wait_on_address_with_timeout(void *word, uint64_t seen, size_t size, uint32_t flags,
                                          uint32_t clock, uint64_t ns) {
     struct timespec t = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
-    if (clock != 32 || ns == 0) abort();
+    if (clock != 32) abort();
+    if (ns == 0) return errno = EINVAL, -1;
     return (int)syscall(SYS_futex, word, darwin_operation(FUTEX_WAIT, size, flags), (uint32_t)seen, &t,
                         0, 0);
 }

@@ -28,7 +28,8 @@ RACE="RELAXED_PUBLISH RELAXED_CLAIM RELAXED_LOAD"
 
 PLAIN="-O2 -U_FORTIFY_SOURCE" # whose longjmp knows no fibers
 TSAN="-O1 -fsanitize=thread"
-DARWIN="$PLAIN -D_GNU_SOURCE= -U__linux__ -D__APPLE__ -Wno-attributes -Wno-address -include $here/darwin.h"
+DARWIN="$PLAIN -U__linux__ -D__APPLE__ -DDARWIN_ALIKE -include $here/darwin.h"
+DARWIN="$DARWIN -Wno-attributes -Wno-address"
 ASAN="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
 
