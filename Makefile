@@ -15,6 +15,8 @@
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
 # make wine     the tests with a Windows CPython and torch, under Wine; ARGS for pytest; tests/wine/README.md
+# make darwin   the tests on a Linux made to look like macOS, with the core's parts for that; ARGS for pytest;
+#                tests/darwin/sitecustomize.py
 # make freethreaded  the tests with a CPython without a GIL, built from source, then measured beside the
 #                same CPython with one; PYTHON_VERSION (3.13), FREE_TESTS="free gil" tests both, ARGS for
 #                pytest, CASES; tests/freethreaded/README.md
@@ -62,7 +64,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
+.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine darwin freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -186,6 +188,15 @@ define copy
 	git ls-files -z --cached --others --exclude-standard | \
 		tar --null --files-from=- -cf - | tar -xf - -C $1
 endef
+
+# Without the tests of types: mypy's own code is compiled for one system.
+darwin: DARWIN := $(CURDIR)/build/darwin/tests
+darwin: $(VENV)/.test
+	$(call copy,build/darwin)
+	cd build/darwin && CFLAGS="-w -U__linux__ -D__APPLE__ -include $(DARWIN)/c/darwin.h" \
+		$(abspath $(PY)) setup.py --quiet build_ext --inplace
+	cd build/darwin && PYTHONPATH=$(DARWIN)/darwin $(abspath $(PY)) -m pytest -n $(JOBS) \
+		--ignore tests/test_typing.py $(ARGS)
 
 # The same source: without a GIL, and with one to compare with; for ThreadSanitizer.
 FREE_OPTIONS_free := --disable-gil

@@ -117,9 +117,14 @@ def oom_kills(root: Folder = ROOT) -> int | None:
 
 
 def check_available(nbytes: int) -> None:
-    """Raise MemoryError if fewer bytes are available: Linux would kill a process instead."""
+    """Raise MemoryError if fewer bytes are available: Linux would kill a process instead.
+
+    A system that does not say how many are available (macOS) would fill the disk: there, more than
+    its whole memory are refused.
+    """
     free = available_memory()
-    if free is not None and nbytes > free:
+    free = _ram() if free is None else free
+    if nbytes > free:
         raise MemoryError(
             f"no room for {nbytes} bytes of shared memory: {free} are available; make batches "
             "smaller, or fewer of them at a time (batch_size, buffer or prefetch)"

@@ -3,7 +3,8 @@
 A test fails that leaves a process, a thread, a file descriptor, a shared mapping or a name in
 `/dev/shm`. What ends by itself is waited for (a thread is joined, a process polled through its
 pidfd), `GRACE` seconds at most; the garbage collector runs before anything is called a leak.
-Processes, descriptors and mappings are read from `/proc`; elsewhere only threads are checked.
+Processes, descriptors and mappings are read from `/proc`; without it, threads are checked, and on
+POSIX files without a name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -113,7 +115,8 @@ def take_census() -> Census:
         if not isinstance(thread, threading._DummyThread)  # a native thread that called Python
     )
     if not HAS_PROC:
-        return Census(frozenset(), threads, frozenset(), frozenset(), frozenset())
+        opened = frozenset(nameless() if os.name == "posix" else ())
+        return Census(frozenset(), threads, opened, frozenset(), frozenset())
     return Census(pids(), threads, frozenset(descriptors()), shared_mappings(), shm_names())
 
 
@@ -129,6 +132,15 @@ def descriptors() -> Iterator[tuple[int, str]]:
             what = os.readlink(f"/proc/self/fd/{name}")
             if not what.startswith("/dev/nvidia"):
                 yield int(name), what
+
+
+def nameless() -> Iterator[tuple[int, str]]:
+    """Open files without a name, as cseq's shared memory is on macOS. Torch leaves sockets."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the folder
+            found = os.fstat(int(name))
+            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                yield int(name), f"a file without a name, {found.st_size} bytes"
 
 
 def shared_mappings() -> frozenset[str]:
@@ -409,9 +421,9 @@ def at_ease(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProce
 def prepared() -> Iterator[Prepared | None]:
     """An interpreter that has imported torch, for scripts that would each import it anew.
 
-    None where there is no torch, or no fork.
+    None where there is no torch, or no fork that such a process is sure to survive.
     """
-    if find_spec("torch") is None or not hasattr(os, "fork"):
+    if find_spec("torch") is None or not hasattr(os, "fork") or sys.platform == "darwin":
         yield None
         return
     from prepared import Prepared

@@ -84,6 +84,17 @@ WORDS = {
     "shm": "name /dev/shm/torch_",
 }
 
+NAMELESS = """
+import os, tempfile
+
+def test_file():
+    with tempfile.TemporaryFile() as file:
+        os.dup(file.fileno())
+
+def test_a_named_one():
+    os.open(__file__, os.O_RDONLY)
+"""
+
 CLEAN = """
 import os, pytest, subprocess, sys, tempfile, threading
 from hypothesis import given, strategies
@@ -194,6 +205,15 @@ def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResu
     pytester.makeconftest(conftest)
     pytester.makepyfile(source)
     return pytester.runpytest_subprocess("-p", "no:cacheprovider")
+
+
+@pytest.mark.needs("POSIX")
+def test_leaks_without_proc(pytester: pytest.Pytester) -> None:
+    """Shared memory is found on macOS, too; what a library may open there is not looked at."""
+    without = re.sub(r"^HAS_PROC = .*", "HAS_PROC = False", IMPATIENT, flags=re.MULTILINE)
+    result = run(pytester, without, NAMELESS)
+    result.assert_outcomes(passed=2, errors=1)
+    assert "a file without a name, 0 bytes" in result.stdout.str()
 
 
 @needs_proc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("fork")
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 
 
 def in_child(act: Callable[[], bool]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,8 +15,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from conftest import HAS_PROC, pids
+from conftest import pids
 from interrupting import first_hits, interrupted
+from killing import await_death
 
 from cseq import launcher
 from cseq.launcher import forks, make_launcher, processes, server, start_methods, waiting
@@ -129,17 +129,6 @@ def end_of(child: Child) -> int | None:
     code = child.status(PATIENCE)
     assert child.gone
     return code
-
-
-def wait_gone(pid: int) -> None:
-    """Wait for any process to end."""
-    with contextlib.suppress(ProcessLookupError):
-        fd = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        ended = poll.poll(PATIENCE * 1000)
-        os.close(fd)
-        assert ended, f"process {pid} lives on"
 
 
 def children() -> set[int]:
@@ -287,6 +276,7 @@ def test_a_worker_may_start_processes_of_its_own(launch: Callable[..., Child]) -
     assert ask(child, run) == [b"42"]
 
 
+@linux
 def test_the_trainers_descriptors_stay_with_the_trainer(make: Callable[..., Launcher]) -> None:
     """A worker holds no socket but its own, whoever else was launched before it."""
     one = make()
@@ -422,7 +412,7 @@ def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
         raise AssertionError(f"a signal was sent: {args}")
 
     monkeypatch.setattr(os, "kill", shoot)
-    monkeypatch.setattr(signal, "pidfd_send_signal", shoot)
+    monkeypatch.setattr(signal, "pidfd_send_signal", shoot, raising=False)
     child.kill()
     assert child.status(0) == -signal.SIGKILL
 
@@ -501,6 +491,7 @@ def test_a_launcher_is_closed_where_there_can_be_no_more_threads(
     child.sock.close()
 
 
+@linux
 def test_a_launcher_that_launched_nothing_has_nothing_to_close(method: str) -> None:
     """Making a launcher starts nothing."""
     before = children()
@@ -583,7 +574,7 @@ def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(
     child.kill()
     assert child.sock.recv(1) == b""
     assert end_of(child) == -signal.SIGKILL
-    wait_gone(grandchild)  # the pipe of the dead worker has ended
+    await_death(grandchild)  # the pipe of the dead worker has ended
 
 
 def test_the_trainers_death_is_seen_though_a_process_it_forked_lives(
@@ -730,7 +721,7 @@ def test_nothing_outlives_a_killed_trainer(
     assert done.returncode == -signal.SIGKILL
     assert done.stderr == ""
     for pid in (tmp_path / "pids").read_text().split():
-        wait_gone(int(pid))
+        await_death(int(pid))
 
 
 # --- fork ----------------------------------------------------------------------------------------
@@ -861,8 +852,6 @@ def is_server(pid: int) -> bool:
 
 def server_pid() -> int:
     """Find the fork server of this process."""
-    if not HAS_PROC:
-        pytest.skip("only /proc tells the parent of a process")
     (found,) = filter(is_server, pids())
     return found
 
@@ -875,6 +864,7 @@ def kill_server() -> int:
     return pid
 
 
+@linux
 def test_a_dead_fork_server_is_replaced(served: Callable[..., Launcher]) -> None:
     """Workers live on when their server is killed, and `launch` starts another server."""
     one = served()
@@ -891,6 +881,7 @@ def test_a_dead_fork_server_is_replaced(served: Callable[..., Launcher]) -> None
     after.sock.close()
 
 
+@linux
 @pytest.mark.parametrize("pidfds", [True, False])
 def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     served: Callable[..., Launcher], entries: Path, *, pidfds: bool
@@ -917,6 +908,7 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     child.sock.close()
 
 
+@linux
 def test_a_server_killed_before_it_is_asked_is_replaced(served: Callable[..., Launcher]) -> None:
     """`prepare` starts the server; that it died meanwhile is not noticed by who launches."""
     one = served()
@@ -983,6 +975,7 @@ def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries:
     child.sock.close()
 
 
+@linux
 def test_a_server_that_was_killed_does_not_blame_what_it_was_to_import(
     served: Callable[..., Launcher], entries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1037,6 +1030,7 @@ def test_a_cancelled_launcher_still_launches_by_the_server_that_is_there(
     child.sock.close()
 
 
+@linux
 def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     served: Callable[..., Launcher], entries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1111,6 +1105,36 @@ def test_hung_up_by_kqueue(monkeypatch: pytest.MonkeyPatch, flags: int, ended: b
     with ours, theirs:
         assert hung_up(ours) is ended
         assert asked == [((ours.fileno(), -1, 33), 1, 0), "closed"]
+
+
+def test_an_end_that_kqueue_tells_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS it comes before a process can be reaped: `wait` reaps it nevertheless."""
+    read, write = os.pipe()
+    ending = threading.Timer(0.1, os.close, [write])
+
+    class Queue:
+        def control(self, events: list[Any], most: int, seconds: float) -> list[Any]:
+            ending.start()  # the process ends from now on
+            return events
+
+        def close(self) -> None:
+            pass
+
+    names = ("KQ_EV_ADD", "KQ_EV_ONESHOT", "KQ_FILTER_PROC", "KQ_NOTE_EXIT")
+    system = SimpleNamespace(kqueue=Queue, kevent=lambda *event: event, **dict.fromkeys(names, 1))
+    monkeypatch.setattr(waiting, "select", system)
+    monkeypatch.setattr(processes, "select", system)
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read(); sys.exit(7)"]
+    actions = [(os.POSIX_SPAWN_DUP2, read, 0)]
+    process = processes.PosixProcess(
+        os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+    )
+    os.close(read)
+    assert process.wait(0) is None
+    assert process.wait(PATIENCE) == 7
+    assert process.gone
+    ending.join()
 
 
 def test_start_methods_of_other_systems() -> None:

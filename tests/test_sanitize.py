@@ -29,7 +29,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("check", ["shuffle", "explore", "stress", "tsan", "asan", "kill"])
+@pytest.mark.parametrize(
+    "check", ["shuffle", "explore", "stress", "tsan", "asan", "kill", "darwin"]
+)
 def test_the_headers_alone(check: str) -> None:
     """No race, no bad access, no lost wake-up, each ticket once, whoever dies at whatever step."""
     done = run("2", check)

@@ -27,6 +27,9 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <unistd.h>
+#if defined(__APPLE__)
+#include <sys/mount.h>
+#endif
 #endif
 
 #if defined(_WIN32)
@@ -130,7 +133,10 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
     }
     return p == 0 ? ENOMEM : 0;
 #elif defined(__APPLE__)
-    return cseq_commit_by_zeros(fd, offset, nbytes); /* F_PREALLOCATE fills no holes */
+    struct statfs disk; /* F_PREALLOCATE fills no holes; zeros must not fill the disk */
+    if (fstatfs(fd, &disk) == 0 && disk.f_blocks && nbytes / disk.f_bsize >= disk.f_bavail)
+        return ENOSPC;
+    return cseq_commit_by_zeros(fd, offset, nbytes);
 #else
     int error;
     do {

@@ -63,7 +63,11 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
     return n / hz * 1000000000u + n % hz * 1000000000u / hz;
 #else
     struct timespec t;
+#if defined(__APPLE__)
+    clock_gettime(CLOCK_UPTIME_RAW, &t); /* as CLOCK_MONOTONIC of Linux: stands still in a suspend */
+#else
     clock_gettime(CLOCK_MONOTONIC, &t);
+#endif
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 #endif
 }

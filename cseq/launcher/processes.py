@@ -84,13 +84,16 @@ class PosixProcess:
     def wait(self, timeout: float) -> int | None:
         """Wait for its end, and reap it."""
         if os.getpid() == self._owner:
-            self._reap()
+            self._reap(os.WNOHANG)
             if not self.gone and timeout > 0 and self._has_ended(timeout):
-                self._reap()
+                self._reap(0)
         return self.code
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait for the process to end, in the best way that the system has, without reaping it."""
+        """Wait for the process to end, in the best way that the system has, without reaping it.
+
+        On macOS, True comes when the process is about to end: a moment before it can be reaped.
+        """
         pidfd = self._pidfd  # another thread may drop it meanwhile
         if pidfd is not None:
             return pidfd.ended(seconds)
@@ -109,12 +112,12 @@ class PosixProcess:
         self._waiter.join(seconds)
         return not self._waiter.is_alive()
 
-    def _reap(self) -> None:
+    def _reap(self, options: int) -> None:
         with self._lock.hold():
             if self.gone:
                 return
             with contextlib.suppress(ChildProcessError):  # other code has reaped it: no status
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, status = os.waitpid(self.pid, options)
                 if pid == 0:
                     return
                 self.code = os.waitstatus_to_exitcode(status)

@@ -82,12 +82,10 @@ def wait_for(pid: int) -> None:
 
 
 def ended_kqueue(pid: int, seconds: float) -> bool:
-    """Wait for a child to end, as BSD and macOS do it."""
+    """Wait for a child to end, as BSD and macOS tell it; macOS before it can be reaped."""
     kqueue = cast("Any", select)
     with contextlib.closing(kqueue.kqueue()) as queue:
         flags = kqueue.KQ_EV_ADD | kqueue.KQ_EV_ONESHOT
         event = kqueue.kevent(pid, kqueue.KQ_FILTER_PROC, flags, kqueue.KQ_NOTE_EXIT)
-        try:
-            return bool(queue.control([event], 1, max(0.0, seconds)))
-        except ProcessLookupError:  # it has ended already
-            return True
+        # If it has begun to end already, that is the event: the error ESRCH.
+        return bool(queue.control([event], 1, max(0.0, seconds)))

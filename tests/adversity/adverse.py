@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import threading
 from pathlib import Path
@@ -91,20 +90,6 @@ def reference(epochs: int = 1) -> list[tuple[bytes, ...]]:
     """What test mode gives."""
     with manager().start_test() as m:
         return [d for _ in range(epochs) for d in digest(m)]
-
-
-def await_end(pids: Iterable[int]) -> None:
-    """Wait until processes, which are not our children, have ended."""
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        ended = poll.poll(GUARD * 1000)
-        os.close(fd)
-        assert ended, f"process {pid} still runs"
 
 
 def converted() -> list[tuple[bytes, ...]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import exports as exporting
 import pytest
-from adverse import Squares, await_end, converted, digest, manager
+from adverse import Squares, converted, digest, manager
+from killing import await_death
 
 from cseq import testing
 from cseq.converter import output
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from conftest import RunScript
 
-pytestmark = pytest.mark.needs("fork")
+pytestmark = pytest.mark.needs("Linux")
 
 
 # -- converters
@@ -91,7 +92,7 @@ def test_batches_of_a_dead_converter_are_converted_again(exports: MakeExports) -
     m = manager(out_type="cuda", num_converters=1)
     with m.start(compat=False):
         iterator = iter(m)
-        await_end([theirs.heard()])  # five batches are ready, and the sixth nearly
+        await_death(theirs.heard())  # five batches are ready, and the sixth nearly
         assert digest(iterator) == converted()
         stats = m.stats()
     assert (stats.restarts, stats.retries) == (1, 6)
@@ -177,13 +178,13 @@ def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -
     assert counts_of(pid)
     if how == "kill":
         os.kill(pid, signal.SIGKILL)
-        await_end([pid])
+        await_death(pid)
     if how == "drop":
         del iterator, m
         gc.collect()
     else:
         m.finish()
-    await_end([pid])
+    await_death(pid)
     assert not counts_of(pid)
 
 
@@ -220,5 +221,5 @@ def test_converters_without_a_trainer_leave_no_counts(
     (tmp_path / "exported").mkdir()
     done = run_prepared(ORPHANS, str(tmp_path / "exported"), PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    await_end([int(done.stdout)])
+    await_death(int(done.stdout))
     assert not counts_of(int(done.stdout))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from adverse import GUARD, await_end
-from conftest import SHM, is_my_file
+from adverse import GUARD
+from conftest import SHM, is_my_file, shm_names
 from interrupting import first_hits, handled, interrupted
+from killing import await_death
 
 import cseq
 from cseq import testing
@@ -559,7 +561,7 @@ def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path: Path) -> None:
 
 
 ORPHANED = """
-import contextlib, ctypes, os, sys, threading
+import ctypes, os, sys, threading
 import cseq
 
 class Worker:
@@ -575,22 +577,19 @@ for batch in m:
     pids.add(int(batch[0]))
     if len(pids) >= 2 or batch[0] > 0 and len(pids) and sys.argv[1] == "gil":
         break
-session = os.getsid(0)
-for name in os.listdir("/proc"):
-    with contextlib.suppress(ValueError, ProcessLookupError):
-        if os.getsid(int(name)) == session != int(name):
-            print(name, end=" ")
-print(flush=True)
+children = os.popen("pgrep -g 0").read().split()
+print(*{*map(int, children)} - {os.getpid()}, flush=True)
 threading.Event().wait(3600)
 """
 
 
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep finds the workers")
 @pytest.mark.parametrize("state", ["idle", "gil"])
 def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
     """SIGKILL of the trainer leaves no process, no name in /dev/shm and no message."""
     script = tmp_path / "script.py"
     script.write_text(ORPHANED)
-    names = set(os.listdir(SHM))
+    names = shm_names()
     with subprocess.Popen(
         [sys.executable, str(script), state],
         env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
@@ -600,10 +599,11 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
         pids = [int(word) for word in trainer.stdout.readline().split()]
         assert len(pids) >= 3
         trainer.kill()
-        await_end(pids)
+        for pid in pids:
+            await_death(pid)
         _, errors = trainer.communicate(timeout=GUARD)
     assert errors == ""
-    assert not [name for name in set(os.listdir(SHM)) - names if is_my_file(SHM / name)]
+    assert not [name for name in shm_names() - names if is_my_file(SHM / name)]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])

@@ -109,10 +109,15 @@ class Grows:
         return cseq.empty((1 << 27,), np.uint8)
 
 
-def test_want_of_memory_is_an_exception() -> None:
-    """A slot that cannot grow raises MemoryError in the loop; nothing dies of SIGBUS."""
+@pytest.mark.needs("Linux")
+def test_want_of_address_space_is_an_exception() -> None:
+    """A slot that cannot be mapped raises MemoryError in the loop."""
     with manager(Grows).start() as m, pytest.raises(MemoryError):
         list(m)
+
+
+def test_want_of_memory_is_an_exception() -> None:
+    """A slot that cannot grow raises MemoryError in the loop; nothing dies of SIGBUS."""
     with manager(Huge).start() as m, pytest.raises(MemoryError):
         list(m)
 
@@ -139,7 +144,7 @@ if len(sys.argv) == 4:  # a file system of that size, which this process and its
 
 os.chdir(os.getcwd())  # into what was mounted here
 tempfile.tempdir = os.getcwd()
-del os.memfd_create  # what is mapped then lies in files there
+vars(os).pop("memfd_create", None)  # what is mapped then lies in files there
 import cseq
 
 class Wide:
@@ -199,6 +204,7 @@ def test_a_full_disk_is_an_exception(
     assert (int(delivered) == 40) == (not errors)
 
 
+@pytest.mark.needs("Linux")
 def test_nothing_lies_in_dev_shm() -> None:
     """Shared memory has no name and is not bounded by the size of /dev/shm."""
     names, mapped = set(os.listdir(SHM)), mapped_files()
@@ -243,6 +249,7 @@ assert (np.concatenate(kept) == np.arange(160)[:, None]).all()
 """
 
 
+@pytest.mark.needs("Linux")
 @pytest.mark.parametrize("there", ["small", "none"])
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a /dev/shm of its own")
 def test_dev_shm_may_be_small_or_absent(run_script: RunScript, there: str) -> None:

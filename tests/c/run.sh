@@ -4,7 +4,8 @@
 #   tests/c/run.sh [SECONDS [CHECK...]]
 #
 # Each check runs SECONDS long (default 10; those without a clock as long as they take). All checks
-# by default, or some of: shuffle explore all stress tsan asan kill mutants (or one: mutant-NO_FLAG).
+# by default, or some of: shuffle explore all stress tsan asan kill darwin mutants (or one:
+# mutant-NO_FLAG). darwin: what the headers have for macOS; stress and kill with it.
 # SEED=n repeats a run; CC, INCLUDE (of the headers) may be given. For Linux.
 # Exit status: 0 all passed, 1 one failed, 77 none failed but one could not run here.
 
@@ -13,7 +14,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 include=${INCLUDE:-$here/../../cseq/include}
 seconds=${1:-10}
 [ $# -gt 0 ] && shift
-[ $# -gt 0 ] || set -- shuffle explore all stress tsan asan kill mutants
+[ $# -gt 0 ] || set -- shuffle explore all stress tsan asan kill darwin mutants
 seed=${SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
 build=$(mktemp -d "${TMPDIR:-/tmp}/cseq-c.XXXXXX") || exit 2
 trap 'rm -rf "$build"' EXIT
@@ -27,6 +28,8 @@ RACE="RELAXED_PUBLISH RELAXED_CLAIM RELAXED_LOAD"
 
 PLAIN="-O2 -U_FORTIFY_SOURCE" # whose longjmp knows no fibers
 TSAN="-O1 -fsanitize=thread"
+DARWIN="$PLAIN -U__linux__ -D__APPLE__ -DDARWIN_ALIKE -include $here/darwin.h"
+DARWIN="$DARWIN -Wno-attributes -Wno-address"
 ASAN="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}"
 
@@ -94,6 +97,11 @@ for name; do
         tsan) check tsan ring_stress "$TSAN" "$seed" "$seconds" ;;
         asan) check asan ring_stress "$ASAN" "$seed" "$seconds" ;;
         kill) check kill process_kill "$PLAIN" "$seed" "$seconds" ;;
+        darwin)
+            check darwin darwin "$DARWIN" "$build"
+            check darwin ring_stress "$DARWIN" "$seed" "$seconds"
+            check darwin process_kill "$DARWIN" "$seed" "$seconds"
+            ;;
         mutants) for weakness in $LOST $RACE; do mutant "$weakness"; done ;;
         mutant-*) mutant "${name#mutant-}" ;;
         *) sed -n '2,/^$/p' "$0"; exit 2 ;;
