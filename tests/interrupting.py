@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import dis
+import inspect
 import itertools
 import os
 import signal
@@ -132,7 +133,7 @@ class Strike:
     def __enter__(self) -> threading.Event:
         self.before = sys.gettrace()
         # CPython 3.12 tells of opcodes only if a frame has asked for them before `settrace`.
-        sys._getframe().f_trace_opcodes = True
+        inspect.currentframe().f_trace_opcodes = True
         sys.settrace(self.trace)
         return self.trace.struck
 
