@@ -56,6 +56,11 @@ LAST_GRACE = 2.0  # and to be gone after they were killed
 STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 
 
+def whole_grains(nbytes: int) -> int:
+    """Round a size up, so that a mapping can begin behind it."""
+    return -(-nbytes // GRAIN) * GRAIN
+
+
 class Supervisor:
     """Rings and slots in shared memory, and the worker processes that use them.
 
@@ -117,7 +122,7 @@ class Supervisor:
         tickets: int | None = None,
     ) -> None:
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
-        self._segment = Segment.create(-(-size // GRAIN) * GRAIN, rings)
+        self._segment = Segment.create(whole_grains(size), rings)
         self.rings: list[Ring] = []
         mapping = Mapping(self._segment.fd, 0, rings * self._segment.width)
         for k in range(rings):
@@ -232,7 +237,7 @@ class Supervisor:
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
         # No wider than it can need: its buffers aligned, their table, its structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
-        self._object = Segment.create(-(-width // GRAIN) * GRAIN)
+        self._object = Segment.create(whole_grains(width))
         writer = Writer(self._object.fd, self._object.width)
         try:
             writer.begin(0, 0)

@@ -66,10 +66,10 @@ class Patched(DataLoader):
         raise NotImplementedError
 
     def _get_iterator(self) -> Any:
-        old = getattr(self.place, self.name)
-        setattr(self.place, self.name, self.patch())
         if self.num_workers and self.multiprocessing_context is None:
             self.multiprocessing_context = "fork"
+        old = getattr(self.place, self.name)
+        setattr(self.place, self.name, self.patch())
         try:
             return super()._get_iterator()
         finally:
