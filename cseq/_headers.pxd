@@ -171,6 +171,7 @@ cdef extern from "cseq_map.h" nogil:
     uint64_t cseq_ram() noexcept
     void cseq_unmap(void* p, uint64_t nbytes) noexcept
     void cseq_close(int fd) noexcept
+    int cseq_lift(int fd) noexcept
     int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept
     int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) noexcept
     void cseq_await_hangup(intptr_t socket) noexcept

@@ -337,6 +337,8 @@ cdef class Mapping(Memory):
 cdef class Descriptor:
     """A file descriptor (Windows: a handle), closed when this object is deallocated.
 
+    Its number is above those of the standard streams, which this process may have closed.
+
     Parameters
     ----------
     opener : callable
@@ -350,7 +352,7 @@ cdef class Descriptor:
 
     def __cinit__(self, opener, *args):
         self.fd = -1
-        self.fd = opener(*args)
+        self.fd = lift(opener(*args))
 
     def close(self):
         """Close the descriptor. Calling it twice is fine."""
@@ -362,6 +364,20 @@ cdef class Descriptor:
     def __dealloc__(self):
         if self.fd >= 0:
             cseq_close(self.fd)
+
+
+cpdef int lift(int fd) except -1:
+    """Return a descriptor above those of the standard streams: `fd`, or a copy, and `fd` is closed.
+
+    Raises
+    ------
+    OSError
+        There can be no more descriptors; `fd` is closed.
+    """
+    fd = cseq_lift(fd)
+    if fd < 0:
+        raise OSError(errno, os.strerror(errno))
+    return fd
 
 
 def section(uint64_t nbytes):

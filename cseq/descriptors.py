@@ -3,6 +3,10 @@
 Executed programs inherit none: every descriptor is made close-on-exec, not set so afterwards, since
 another thread may execute a program in between. On Windows they are handles of sections, which
 `send` duplicates into the other process.
+
+None has a number below 3, also in a process that has closed its standard streams (a daemon): what a
+library in C prints would get into shared memory or into a message. `Descriptor`, `receive` and
+`lifted` see to that.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ import socket
 from array import array
 from typing import TYPE_CHECKING
 
-from cseq._memory import Descriptor
+from cseq._memory import Descriptor, lift
 from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["anonymous_file", "receive", "receive_exactly", "send"]
+__all__ = ["anonymous_file", "lifted", "receive", "receive_exactly", "send"]
 
 # Errors of memfd_create where it does not exist (ENOSYS), does not know a flag (EINVAL) or demands
 # one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
@@ -60,6 +64,13 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
     tempfile = imported("tempfile")  # slow to import, hardly ever needed
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return Descriptor(os.dup, file.fileno()), False
+
+
+def lifted(sock: socket.socket) -> socket.socket:
+    """Return a socket, new from the system, above the standard streams: it, or one in its place."""
+    if os.name == "nt" or sock.fileno() > 2:
+        return sock
+    return socket.socket(fileno=lift(sock.detach()))
 
 
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
@@ -106,7 +117,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as possible
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
-    return data, list(fds)
+    return data, [lift(fd) for fd in fds]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:

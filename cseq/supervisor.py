@@ -18,7 +18,6 @@ import contextvars
 import logging
 import math
 import selectors
-import socket
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +29,7 @@ from cseq.arena import Arena
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit
 from cseq.launcher.base import FOREVER, KILL, KILLED
+from cseq.launcher.forks import pair
 from cseq.pickling import dump
 from cseq.segment import Segment
 from cseq.stage import START_SHARE, overdue, spin_ns
@@ -38,6 +38,7 @@ from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerP
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from cseq.arena import Locks
@@ -49,6 +50,8 @@ __all__ = ["Supervisor"]
 
 log = logging.getLogger("cseq")
 
+# One that has no descriptor, and so none that a closed standard stream's number could go to.
+Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
 GRACE = 5.0  # seconds that workers get to end by themselves
@@ -252,8 +255,8 @@ class Supervisor:
     def _run(self) -> None:
         """Run the supervisor's thread."""
         try:
-            waker, woken = socket.socketpair()
-            with waker, woken, selectors.DefaultSelector() as self._selector:
+            waker, woken = pair()
+            with waker, woken, Selector() as self._selector:
                 self._selector.register(woken, selectors.EVENT_READ, None)
                 self._waker = waker  # `close` sets `closed` before it looks for it
                 self._serve()

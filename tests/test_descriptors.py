@@ -186,3 +186,107 @@ def test_executed_programs_inherit_nothing(
     (tmp_path / "listing.py").write_text(LISTING)
     done = run_script(INHERIT_JOB, method)
     assert done.stdout.startswith("5 True []"), done.stdout + done.stderr
+
+
+# --- standard streams that the trainer has closed ----------------------------------------------
+
+CLOSED_JOB = """
+import os, sys
+log = os.dup2(1, 60)
+for fd in map(int, sys.argv[2]):
+    os.close(fd)
+
+def opened():
+    return [fd for fd in map(int, sys.argv[2]) if os.path.exists(f"/proc/self/fd/{fd}")]
+
+import numpy as np, cseq
+from cseq import testing
+from cseq.stream import Streams
+
+class Indexer:
+    def __getitem__(self, indices):
+        streams = [os.readlink(f"/proc/self/fd/{fd}") for fd in map(int, sys.argv[2])]
+        assert all(stream == "/dev/null" for stream in streams), streams
+        return np.repeat(indices, 5000)
+
+class Producer:
+    def __init__(self, number, num_workers): pass
+    def begin(self, assignment): pass
+    def items(self, start): yield from map(str, range(start, 5))
+
+method, seen = sys.argv[1], []
+manager = cseq.MPSequence(
+    Indexer, 60, 2, batch_size=1, out_type="null", start_method=method, shuffle=False
+)
+with manager.start() as batches:
+    for number, batch in enumerate(batches):
+        assert (batch == number).all()
+        seen += opened()
+        if number == 20:
+            testing.await_workers(manager)
+            testing.kill(manager, 0)
+with Streams(Producer, 2, start_method=method) as streams:
+    streams.begin([None, None])
+    for item in streams:
+        seen += opened()
+os.write(log, f"{number} {item} {seen} {opened()}".encode())
+"""
+
+
+@linux
+@pytest.mark.parametrize("closed", ["12", "012"])
+@pytest.mark.parametrize("method", start_methods())
+def test_no_descriptor_stands_in_for_a_closed_standard_stream(
+    run_script: RunScript, method: str, closed: str
+) -> None:
+    """In a daemon: neither shared memory nor a socket, also after a worker was replaced."""
+    done = run_script(CLOSED_JOB, method, closed)
+    assert done.stdout == "59 4 [] []", done.stdout + done.stderr
+
+
+NULL_JOB = """
+import os, sys, cseq
+import numpy as np
+class Indexer:
+    def __getitem__(self, indices):
+        os.write(2, b"") if sys.argv[2] == "open" else None
+        return np.array([os.read(0, 9) == b""])
+method, streams = sys.argv[1:]
+if streams == "closed":
+    os.close(0), os.close(2)
+with cseq.MPSequence(Indexer, 4, 2, out_type="null", start_method=method).start() as batches:
+    print(np.concatenate(list(batches)).all())
+"""
+
+
+@linux
+@pytest.mark.parametrize("streams", ["open", "closed"])
+@pytest.mark.parametrize("method", start_methods())
+def test_a_system_without_a_null_device(
+    run_script: RunScript, tmp_path: Path, method: str, streams: str
+) -> None:
+    """Standard input of workers is empty all the same."""
+    (tmp_path / "sitecustomize.py").write_text("import os; os.devnull = '/nowhere/null'")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run_script(NULL_JOB, method, streams, PYTHONPATH=path)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.needs("POSIX")
+def test_what_is_received_is_above_the_standard_streams(run_script: RunScript) -> None:
+    """Also where all of them are closed; the low numbers are free again."""
+    done = run_script("""
+import os, socket
+from cseq import descriptors
+log = os.dup2(1, 60)
+ours, theirs = socket.socketpair()
+for fd in range(3):
+    os.close(fd)
+socket.send_fds(ours, [b"x"], [log, log])
+fds = descriptors.receive(theirs, 9, 2)[1]
+low = socket.socket()
+new = descriptors.lifted(low)
+fds += [descriptors.anonymous_file("cseq-test")[0].fd, new.fileno()]
+os.write(log, str([min(fds) > 2, low.fileno(), descriptors.lifted(new) is new]).encode())
+""")
+    assert done.stdout == "[True, -1, True]", done.stderr

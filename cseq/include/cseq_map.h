@@ -103,6 +103,22 @@ CSEQ_INLINE void cseq_close(int fd) {
 #endif
 }
 
+/* A descriptor that is not in the place of a standard stream which this process has closed: what a library in C prints
+   would be written to it. The same one, or a copy of it, which is closed; -1: with errno set, and it is closed. */
+CSEQ_INLINE int cseq_lift(int fd) {
+#if defined(_WIN32)
+    return fd;
+#else
+    int lifted, error;
+    if (fd < 0 || fd > 2) return fd;
+    lifted = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    error = errno;
+    (void)!close(fd);
+    errno = error;
+    return lifted;
+#endif
+}
+
 #if !defined(_WIN32)
 /* Write zeros: what is not committed yet has no other content. 0, or an errno. */
 CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {

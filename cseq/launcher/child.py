@@ -125,9 +125,14 @@ def _drop_handlers() -> None:
 def _empty_stdin() -> None:
     """Make standard input empty: input of the terminal is for the trainer.
 
-    Standard streams that the trainer has closed are opened, or a socket would get their numbers.
+    Standard streams that the trainer has closed are opened, or files of the user's libraries would
+    get their numbers.
     """
-    fd = os.open(os.devnull, os.O_RDWR)
+    try:
+        fd = os.open(os.devnull, os.O_RDWR)
+    except OSError:  # a container without devices: the end of a pipe, which cannot be written to
+        fd, other = os.pipe()
+        os.close(other)
     os.dup2(fd, 0)
     for stream in (1, 2):
         try:

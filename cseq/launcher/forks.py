@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from cseq.descriptors import lifted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -61,17 +63,13 @@ def send_at_once(*sockets: socket.socket) -> None:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Connect two sockets, neither of them in the place of a standard stream."""
-    with _fork_guard, contextlib.ExitStack() as low:
-        while True:
-            ours, theirs = socket.socketpair()
-            send_at_once(ours, theirs)
-            close_in_forks(ours)
-            close_in_forks(theirs)
-            if os.name == "nt" or min(ours.fileno(), theirs.fileno()) > 2:
-                return ours, theirs
-            low.enter_context(ours)
-            low.enter_context(theirs)
+    """Connect two sockets."""
+    with _fork_guard:
+        ours, theirs = map(lifted, socket.socketpair())
+        send_at_once(ours, theirs)
+        close_in_forks(ours)
+        close_in_forks(theirs)
+        return ours, theirs
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from cseq import compute
 from cseq._lock import Lock
+from cseq.descriptors import anonymous_file
 from cseq.launcher.base import KILL, KILLED, SHIELDED
 from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
 from cseq.threads import Latch
@@ -221,18 +222,19 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
     environment |= compute.variables(threads, environment)
     subprocess = _subprocess()
     flags = subprocess._args_from_interpreter_flags()  # -X, -W, -O …, as multiprocessing has it
-    popen = subprocess.Popen(
-        [executable, *flags, "-c", _BOOTSTRAP, title],
-        stdin=subprocess.PIPE,
-        env=environment,
-        pass_fds=() if means.shares else (theirs.fileno(),),
-        creationflags=means.flags,
-        **means.streams,
-    )
-    with contextlib.suppress(OSError), popen.stdin as pipe:
-        # If it is dead already, its socket is at end of file.
-        own = cast("Any", theirs).share(popen.pid) if means.shares else theirs.fileno()
-        pipe.write(marshal.dumps(start | {"socket": own}))
+    command = [executable, *flags, "-c", _BOOTSTRAP, title]
+    options = {"env": environment, "creationflags": means.flags, **means.streams}
+    if means.shares:
+        popen = subprocess.Popen(command, stdin=subprocess.PIPE, **options)
+        with contextlib.suppress(OSError), popen.stdin as pipe:
+            # If it is dead already, its socket is at end of file.
+            own = cast("Any", theirs).share(popen.pid)
+            pipe.write(marshal.dumps(start | {"socket": own}))
+    else:  # no pipe of `Popen`: its ends may get the numbers of closed standard streams
+        given, _ = anonymous_file("cseq-start")
+        os.write(given.fd, marshal.dumps(start | {"socket": theirs.fileno()}))
+        os.lseek(given.fd, 0, os.SEEK_SET)
+        popen = subprocess.Popen(command, stdin=given.fd, pass_fds=[theirs.fileno()], **options)
     if os.name == "nt":
         return _WindowsProcess(popen)
     popen.returncode = 0  # PosixProcess waits for it

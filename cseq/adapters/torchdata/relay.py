@@ -150,7 +150,7 @@ class Relay:
         """Listen for workers, and return the address; if anything is raised, call `close`."""
         name = None if WINDOWS else self._make_name()
         family = socket.AF_INET if name is None else socket.AF_UNIX
-        self._sockets += (socket.socket(family), *socket.socketpair())
+        self._sockets += map(descriptors.lifted, (socket.socket(family), *socket.socketpair()))
         listener, _, hung_up = self._sockets
         listener.bind(name or (LOCALHOST, 0))
         listener.listen(self._num_workers)
@@ -171,7 +171,7 @@ class Relay:
             for each in (listener, hung_up):
                 selector.register(each, selectors.EVENT_READ)
             while all(key.fileobj is listener for key, _ in selector.select()):
-                caller, _ = listener.accept()
+                caller = descriptors.lifted(listener.accept()[0])
                 send_at_once(caller)
                 if not is_ours(caller):
                     caller.close()
@@ -185,7 +185,7 @@ class Relay:
 
     def _serve(self, caller: socket.socket) -> None:
         """Answer one worker until it is gone."""
-        connection: Connection[Any, Any] = Connection(caller.dup().detach())
+        connection: Connection[Any, Any] = Connection(descriptors.lifted(caller.dup()).detach())
         with connection, contextlib.suppress(EOFError, ConnectionError):
             fd, width = self._streams.segment
             self._await(caller)
