@@ -23,7 +23,7 @@
 # make freethreaded-tsan  threads under ThreadSanitizer, with a CPython without a GIL built for it; ARGS
 # make sanitize the ring's headers under ThreadSanitizer and AddressSanitizer, and its model
 # make build    compile the core; `make debug` with bounds and invariants checked
-# make lint     ruff, mypy, the stubs, which wheels are built, and the C headers for other systems
+# make lint     ruff, mypy, the stubs, the workflows, which wheels are built, and the C headers for other systems
 # make wheels   the sdist, and wheels of it for all of PYTHONS (those of pyenv and of make freethreaded):
 #                built twice, the same bytes each time; tested without torch; ARGS for pytest
 # make clean    remove what was built; `make distclean` the environment too
@@ -257,6 +257,7 @@ lint: build cross $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
+	$(BIN)/zizmor --offline --no-progress .github
 	$(PY) -m pytest tests/test_typing.py tests/test_packaging.py
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest.txt --ignore-unused-allowlist $(CORE)
@@ -291,6 +292,7 @@ wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 wheels: $(VENV)/.dev
 	rm -rf dist wheelhouse
 	$(PY) -m build --sdist --outdir dist .
+	$(PY) -m twine check --strict dist/*
 	PATH="$(abspath $(BIN)):$$PATH" $(PY) tests/wheels.py dist/*.tar.gz wheelhouse $(PYTHONS) -- $(ARGS)
 
 clean:

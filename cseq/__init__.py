@@ -94,7 +94,7 @@ if typing.TYPE_CHECKING:
     from cseq.adapters.torch import DataLoader as DataLoader
     from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "CseqError",

@@ -52,6 +52,93 @@ def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
     assert found == set()
 
 
+@needs_sources
+@needs_build_tools
+def test_the_version_has_one_place(sources: Path) -> None:
+    """What is built has the version that `cseq.__version__` says, which pyproject.toml does not."""
+    done = setup(sources, "--version")
+    assert done.stdout.split()[-1:] == [cseq.__version__], done.stderr
+    project = (sources / "pyproject.toml").read_text(encoding="utf-8").partition("\n[tool")[0]
+    assert not re.search("^version =", project, re.MULTILINE)
+
+
+RELEASE = ROOT / ".ci" / "release.py"
+CHANGES = """# Changelog
+
+## 1.2.0 ({})
+
+### Added
+
+- Something.
+
+## 1.1.0 (2026-01-02)
+
+- Older.
+"""
+
+
+@pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
+@pytest.mark.parametrize(
+    ("version", "date", "tag", "said"),
+    [
+        ("1.2.0", "2026-03-04", "v1.2.0", ""),
+        ("1.2.0rc1", "2026-03-04", "v1.2.0rc1", ""),
+        ("1.2.0", "2026-03-04", "v1.3.0", "tag v1.2.0"),
+        ("1.2.0.dev0", "2026-03-04", "v1.2.0", "tag v1.2.0.dev0"),
+        ("1.2.0", "unreleased", "v1.2.0", "write the date"),
+        ("1.4.0", "2026-03-04", "v1.4.0", "no section '## 1.4.0"),
+    ],
+)
+def test_a_release_is_of_its_tag(
+    tmp_path: Path, version: str, date: str, tag: str, said: str
+) -> None:
+    """A tag other than the version, or a version without a dated section, is refused."""
+    for folder in ("cseq", ".ci"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "cseq" / "__init__.py").write_text(f'"""cseq."""\n\n__version__ = "{version}"\n')
+    (tmp_path / "CHANGELOG.md").write_text(CHANGES.format(date))
+    script = shutil.copy2(RELEASE, tmp_path / ".ci")
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, script, *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("check", tag)
+    assert (done.returncode == 0) is (not said), done.stderr
+    assert said in done.stderr
+    if not said:
+        assert run("notes").stdout == "### Added\n\n- Something.\n"
+
+
+@pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
+def test_the_changelog_is_about_this_version() -> None:
+    """The newest section of CHANGELOG.md is that of `cseq.__version__`, and has its three parts."""
+    newest = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[
+        0
+    ]
+    assert re.match(rf"{re.escape(newest)}(\.dev\d+|rc\d+)?$", cseq.__version__)
+    done = subprocess.run(
+        [sys.executable, RELEASE, "notes"], capture_output=True, text=True, check=True
+    )
+    parts = re.findall("^### (.*)$", done.stdout, re.MULTILINE)
+    assert parts == ["Added", "Changed", "Fixed"]
+
+
+@needs_sources
+def test_addresses_are_those_of_the_project() -> None:
+    """Files that name the repository or the site give the addresses of pyproject.toml."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    homes = re.findall(r'^(?:Homepage|Documentation) = "(.+?)/?"$', project, re.MULTILINE)
+    ours = re.compile(
+        r"https://(?:raw\.githubusercontent\.com|github\.com|[\w.-]+\.github\.io)/[^\s)>\"'`]*cseq[^\s)>\"'`]*"
+    )
+    raw = homes[0].replace("github.com", "raw.githubusercontent.com")
+    others = [ROOT / name for name in ("CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")]
+    for path in [*texts(), *(one for one in others if one.exists())]:
+        for address in ours.findall(path.read_text(encoding="utf-8")):
+            assert address.startswith((*homes, raw)), f"{path.name}: {address}"
+
+
 @pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a checkout of git"
 )
