@@ -6,10 +6,10 @@
 #                (ARGS="--class module:Class --tags must,own -k ..."); tests/conformance/README.md
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
-#                first the tests of these and of docs/cookbook.md; benchmarks/formats/README.md
+#                first the tests of these and of docs/how-to/data/index.md; benchmarks/formats/README.md
 # make gpu      on a machine with a GPU: tests/gpu, then cseq on the device, measured, into one results
 #                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
-# make frameworks  the recipes of docs/frameworks.md and docs/from-dataloader.md, trained with Lightning,
+# make frameworks  the recipes of docs/how-to/frameworks.md and docs/how-to/from-dataloader.md, trained with Lightning,
 #                Keras and nine more
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)

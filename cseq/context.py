@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
-# What words derived from a seed are for (docs/shuffle.md); 1 is the shuffle.
+# What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle.
 PURPOSE_RNG = 2  # `rng`
 PURPOSE_ITEM = 3  # generators that adapters seed, for each item
 PURPOSE_BATCH = 4  # the global generators, for each batch

@@ -1,8 +1,8 @@
 """The epoch: its samples in order, cut into batches, this rank's part of each.
 
-The order is a pure function of (seed, epoch); see docs/shuffle.md. Global batch ``t`` covers its
-positions ``[t * G, (t + 1) * G)``, where ``G = batch_size * world_size``, and every rank takes a
-contiguous part. With 20 samples, ``batch_size=3`` and ``world_size=2``::
+The order is a pure function of (seed, epoch); see docs/inside/shuffle.md. Global batch ``t`` covers
+its positions ``[t * G, (t + 1) * G)``, where ``G = batch_size * world_size``, and every rank takes
+a contiguous part. With 20 samples, ``batch_size=3`` and ``world_size=2``::
 
     position  0  1  2  3  4  5 │ 6  7  8  9 10 11 │12 13 14 15 16 17 │18 19
     rank      0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  1

@@ -1,7 +1,7 @@
 """A stream of items from each worker process, each in its own order.
 
 Worker w of N makes its own items. The trainer asks for them ahead, by tickets on a ring for each
-worker. The tickets of a worker that dies run again in its replacement. See docs/streams.md.
+worker. The tickets of a worker that dies run again in its replacement. See docs/inside/streams.md.
 
 ::
 

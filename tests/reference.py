@@ -1,4 +1,4 @@
-"""fisher-yates-v1 in plain Python: docs/shuffle.md as a program.
+"""fisher-yates-v1 in plain Python: docs/inside/shuffle.md as a program.
 
 ``python tests/reference.py > tests/golden/shuffle.json`` writes the file that is there.
 """

@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = (
+# The README and the pages of the site, but the one whose script kills a worker: the log says so.
+KILLING = "docs/inside/reliability.md"
+PAGES = [
     "README.md",
-    "docs/cookbook.md",
-    "docs/faq.md",
-    "docs/from-dataloader.md",
-    "docs/from-mdnc.md",
-    "docs/from-returnn.md",
-    "docs/from-torchdata.md",
-)
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+]
+PAGES.remove(KILLING)
 
 # A block of Python, the heading it stands under, and the output that the page shows after it.
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -210,11 +208,11 @@ def test_python_on_the_pages(block: Block, output_of: Script) -> None:
 
 
 def test_the_killed_worker_on_the_page(run_prepared: RunScript) -> None:
-    """The user's test of docs/reliability.md: a worker is killed, and the loop does not notice.
+    """The user's test in reliability.md: a worker is killed, and the loop does not notice.
 
     The log says so, unless everything was made before the death was seen.
     """
-    (block,) = blocks_of("docs/reliability.md")
+    (block,) = blocks_of(KILLING)
     done = run_prepared(block.code)
     assert (done.returncode, done.stdout) == (0, block.output), done.stderr
     assert re.fullmatch(r"(worker 0 was killed.*: replaced\n)?", done.stderr)
@@ -226,18 +224,19 @@ def test_the_example_of_the_readme_is_short() -> None:
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 20
 
 
-def test_the_readme_lists_every_argument() -> None:
-    """The README's table has the arguments of MSequence in their order, with their defaults."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("### Arguments")[2].partition("\n\n| `out_type` |")[0]
+def test_the_reference_lists_every_argument() -> None:
+    """The reference's table has the arguments of MSequence in their order, with their defaults."""
+    text = (ROOT / "docs" / "reference" / "manager.md").read_text(encoding="utf-8")
+    table = text.partition("## Arguments")[2].partition("\n\n| `out_type` |")[0]
     parameters = inspect.signature(cseq.MSequence).parameters.values()
     defaults = [(p.name, "" if p.default is p.empty else repr(p.default)) for p in parameters]
     assert ROW.findall(table) == defaults
 
 
-def test_the_readme_names_everything_public() -> None:
-    """Every public name of cseq, and every public method and property, is in the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_reference_names_everything_public() -> None:
+    """Every public name of cseq, and every public method and property, is in the reference."""
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
     members = [name for name in dir(cseq.MSequence) if not name.startswith("_")]
     assert [name for name in cseq.__all__ if f"cseq.{name}" not in text] == []
     assert [name for name in members if not re.search(rf"`{name}\b", text)] == []

@@ -297,7 +297,7 @@ class Ticket:
 
 
 def test_the_seeds_are_those_of_the_documentation() -> None:
-    """docs/shuffle.md says how to compute them."""
+    """docs/inside/shuffle.md says how to compute them."""
     batch_context = context.BatchContext(0, 1, 9)
     batch_context.set(Ticket())
     seeds = seeding.Seeds(batch_context)

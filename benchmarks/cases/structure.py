@@ -44,7 +44,7 @@ BATCHES = scaled(20_000, 40)
 
 
 # What torch takes to make and drop tensors is a floor: 20 of them may take more than three batches
-# of one array (docs/performance.md).
+# of one array (docs/explanation/performance.md).
 OF_TENSORS = Goal(
     "a dict of 20: times 20 calls of from_numpy", lambda f: f["a dict of 20"] / (20 * f[CALL]), 1.5
 )

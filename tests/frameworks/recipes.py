@@ -51,7 +51,7 @@ def write(folder: Path) -> list[str]:
     """Write the pages' blocks into files; return their names."""
     names: list[str] = []
     for page, others in PAGES.items():
-        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
         blocks = BLOCK.findall(text)
         assert len(blocks) + others == text.count("```python")
         for name, code in blocks:

@@ -1,7 +1,7 @@
 /* The ring's protocol (cseq/include/cseq_ring.h) as a model for spin; see run.sh.
  *
  * One statement here is one atomic operation there, so that every interleaving of those is tried,
- * and a runner may vanish before any of them. Sequential consistency is assumed: docs/ring.md says
+ * and a runner may vanish before any of them. Sequential consistency is assumed: docs/inside/ring.md says
  * why that is enough, and the C harnesses check the memory orders.
  *
  *   trainer   posts, takes in order, waits, abandons, sweeps, closes        (one thread)

@@ -1,7 +1,8 @@
 """torch's DataLoader, on cseq's engine.
 
 ``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose worker processes are those of
-`cseq.stream.Streams`; `install` makes torch's own class use them. docs/from-dataloader.md has both.
+`cseq.stream.Streams`; `install` makes torch's own class use them.
+docs/how-to/from-dataloader.md has both.
 
 ::
 

@@ -45,7 +45,7 @@ class DataLoader(data.DataLoader[T_co]):
 
     All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
     for the same seed and number of workers, batches are the same, bit for bit. What differs is in
-    docs/from-dataloader.md.
+    docs/how-to/from-dataloader.md.
 
     Parameters
     ----------

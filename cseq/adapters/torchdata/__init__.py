@@ -62,7 +62,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     """Run the graph of a ``DataLoader2`` in worker processes.
 
     Takes the place of ``torchdata.dataloader2.MultiProcessingReadingService``: same arguments,
-    same sharding, same order, same seeds. `docs/from-torchdata.md` says what differs.
+    same sharding, same order, same seeds. `docs/how-to/from-torchdata.md` says what differs.
 
     Parameters
     ----------
