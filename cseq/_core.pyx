@@ -1725,9 +1725,11 @@ cdef class InlineRunner:
                 batch = self.make(begins, at)
                 if batch is not UNREAD:
                     return batch
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if begins == self.begins and at == self.at_count:
                     self.refuse(error, begins, at)
+                elif isinstance(error, SystemExit):
+                    raise
             if begins != self.begins:
                 raise InterruptedError("an epoch was begun in the middle of a batch of another one")
         cseq_store_rlx_u64(&self.is_over, True)

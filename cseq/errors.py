@@ -8,7 +8,8 @@
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
     └── RemoteTraceback                   the cause of an error from another process: its text
 
-An exception that an indexer raises comes out of the loop as itself. Wrong arguments are
+An exception that an indexer raises comes out of the loop as itself; what would end the loop or the
+program there (StopIteration, ``sys.exit``) as a ``RuntimeError``. Wrong arguments are
 ``TypeError`` and ``ValueError``, misuse of a manager's lifecycle is ``OSError``, and a stale
 iterator raises ``InterruptedError``.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import copy
 import pickle
+import signal
 import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Failure", "annotate", "deliver", "line_of", "named", "pack", "pack_text", "str_of", "unpack",
-    "where",
+    "Failure", "annotate", "deliver", "is_of_handler", "line_of", "named", "ordinary", "pack",
+    "pack_text", "str_of", "unpack", "where",
 ]  # fmt: skip
 
 GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+
+# What ends a loop, a program or a generator, if it is raised there.
+ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -142,7 +146,7 @@ class Failure:
     def note(self, error: BaseException) -> None:
         """Keep an error, if it is the first one."""
         if self._error is None:
-            self._error = error
+            self._error = ordinary(error)
 
     def check(self) -> None:
         """Raise the error, if there is one."""
@@ -214,6 +218,29 @@ def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
     return f"epoch {epoch}, batch {batch}, indices [{shown}{more}]"
 
 
+def ordinary(error: BaseException) -> BaseException:
+    """Return the error to raise for an exception of the user's code: mostly the exception itself.
+
+    StopIteration would end the loop as if the epoch were over, SystemExit the program as if all
+    were well, KeyboardInterrupt as if Ctrl-C had been pressed: these become a RuntimeError.
+    """
+    if not isinstance(error, ENDINGS):
+        return error
+    ended = RuntimeError(f"the worker raised {line_of(error)}")
+    ended.__cause__ = error.__cause__ or error
+    return ended
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Tell whether a signal handler has raised an exception: whether its traceback shows one."""
+    codes = set()
+    for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
+        function = getattr(handler, "func", handler)  # of a functools.partial
+        codes |= {getattr(each, "__code__", None) for each in (function, type(function).__call__)}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
+
+
 def deliver(error: BaseException, place: str) -> NoReturn:
     """Raise an indexer's exception in the loop, with its batch named."""
     try:
@@ -225,10 +252,7 @@ def deliver(error: BaseException, place: str) -> NoReturn:
 
 def named(error: BaseException, place: str) -> BaseException:
     """Return the exception to raise in the loop for an indexer's, with its batch named."""
-    if isinstance(error, StopIteration):  # the loop would end as if the epoch were over
-        stop = RuntimeError("the worker raised StopIteration")
-        stop.__cause__ = error.__cause__ or error
-        error = stop
+    error = ordinary(error)
     if hasattr(error, "add_note"):
         error.add_note(f"cseq: while making {place}")
     return error

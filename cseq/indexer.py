@@ -152,8 +152,8 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
         return
     try:
         close()
-    except Exception:
-        if copied:
+    except (Exception, SystemExit) as error:
+        if copied or (isinstance(error, SystemExit) and failure.is_of_handler(error)):
             raise
         log.exception("close() of an indexer raised; it was made by %r", worker)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
+import signal
 import sys
 import traceback
 import types
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1, Raising
-from kinds import FEW, FIRST_PROCESS, PROCESSES, Kind, by_name
+from kinds import FEW, FIRST_PROCESS, INLINE, PROCESSES, Kind, by_name
 
 import cseq
 from cseq import failure
@@ -266,7 +268,6 @@ def test_where() -> None:
 MAKE: list[Callable[[], BaseException]] = [
     lambda: Coded(7, reason="wet"),
     lambda: FileNotFoundError(2, "No such file", "name"),
-    lambda: SystemExit(3),
 ]
 
 
@@ -283,23 +284,146 @@ def test_out_of_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
         assert str(caught.value) == str(make())
         shown = "".join(traceback.format_exception(caught.value))
         assert "raise self.make()" in shown
-        if sys.version_info >= (3, 11) and (kind.parallel or isinstance(caught.value, Exception)):
+        if sys.version_info >= (3, 11):
             assert "epoch 0, batch 2, indices [4, 5]" in shown
-        if isinstance(caught.value, Exception):
-            assert [b.tolist() for b in batches] == [[6, 7], [8, 9], [10, 11]]
+        assert [b.tolist() for b in batches] == [[6, 7], [8, 9], [10, 11]]
         with pytest.raises(type(make())):
             list(m)
 
 
+ENDINGS: list[Callable[[], BaseException]] = [
+    StopIteration, lambda: SystemExit(0), KeyboardInterrupt, GeneratorExit,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ENDINGS, ids=lambda make: type(make()).__name__)
 @every_kind
-def test_stop_iteration(kind: Kind) -> None:
-    """StopIteration in an indexer is an error, as in a generator: it must not end the epoch."""
+def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
+    """StopIteration, `sys.exit` and the like in an indexer are errors of their batch."""
+    name = type(make()).__name__
+    if not kind.parallel and name in ("KeyboardInterrupt", "GeneratorExit"):
+        pytest.skip("raised by the loop's own thread: Ctrl-C comes out as itself")
+    worker = functools.partial(Raising, make, 5)
+    with kind.start(worker, 12, batch_size=2, shuffle=False) as m:
+        with pytest.raises(RuntimeError, match=f"the worker raised {name}") as caught:
+            list(m)
+        assert isinstance(caught.value.__cause__, (type(make()), cseq.RemoteTraceback))
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "raise self.make()" in shown
+        if sys.version_info >= (3, 11):
+            assert "epoch 0, batch 2, indices [4, 5]" in shown
+    with kind.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
+        assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+        ((epoch, batch, text),) = m.skipped
+        assert (epoch, batch) == (0, 2)
+        assert text.startswith(f"RuntimeError: the worker raised {name}")
+
+
+class Unfinished:
+    """Cannot be made, or unpickled; what is raised would end a loop or the program."""
+
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        raise make()
+
+    def __getitem__(self, indices: Any) -> Any:
+        raise NotImplementedError
+
+
+class Unloadable(Indices1):
+    """Raises in a worker process, where it is unpickled."""
+
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self.make = make
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise state["make"]()
+
+
+@pytest.mark.parametrize("make", ENDINGS[:2], ids=lambda make: type(make()).__name__)
+@every_kind
+def test_an_indexer_that_cannot_be_made(kind: Kind, make: Callable[[], BaseException]) -> None:
+    """Its StopIteration or `sys.exit` is raised in the loop as an error, and not as an end."""
+    manager = kind.make(functools.partial(Unfinished, make), 12)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"the worker raised {type(make()).__name__}"):
+            list(kind.begin(manager))
+    manager.finish()
+
+
+@pytest.mark.needs("worker processes")
+@pytest.mark.parametrize("make", ENDINGS[:2], ids=lambda make: type(make()).__name__)
+def test_an_indexer_that_cannot_be_unpickled(make: Callable[[], BaseException]) -> None:
+    """Its StopIteration or `sys.exit` is an error, too."""
     with (
-        kind.start(lambda: Raising(StopIteration, 5), 12, batch_size=2) as m,
-        pytest.raises(RuntimeError, match="StopIteration") as caught,
+        FIRST_PROCESS.start(Unloadable(make), 12) as m,
+        pytest.raises(RuntimeError, match=f"the worker raised {type(make()).__name__}"),
     ):
         list(m)
-    assert isinstance(caught.value.__cause__, (StopIteration, cseq.RemoteTraceback))
+
+
+@every_kind
+def test_exits_of_other_code_of_the_user(
+    kind: Kind, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`sys.exit` in a callable out_type is an error of the batch; in `close`, it is reported."""
+
+    def leave(array: Any) -> Any:
+        sys.exit(0)
+
+    with (
+        kind.start(Indices1, 4, out_type=leave) as m,
+        pytest.raises(RuntimeError, match="the worker raised SystemExit: 0"),
+    ):
+        list(m)
+
+    class Leaves(Indices1):
+        def close(self) -> None:
+            sys.exit(7)
+
+    with kind.start(Leaves, 4, num_workers=1) as m:
+        assert len(list(m)) == 1
+    assert "code 7" in caplog.text if kind.processes else "SystemExit: 7" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["indexer", "constructor", "out_type", "close"])
+def test_a_signal_handler_that_exits(where: str) -> None:
+    """In test mode, a handler's `sys.exit` (of SIGTERM) ends the program: no batch is skipped."""
+
+    class Handler:
+        def __call__(self, number: int, frame: object) -> None:
+            sys.exit(5)
+
+    def terminated(at: str) -> None:
+        if at == where:
+            signal.raise_signal(signal.SIGTERM)
+
+    class Terminated:
+        def __init__(self) -> None:
+            terminated("constructor")
+
+        def __getitem__(self, indices: Any) -> Any:
+            terminated("indexer")
+            return indices
+
+        def close(self) -> None:
+            terminated("close")
+
+    def convert(array: Any) -> Any:
+        terminated("out_type")
+        return array
+
+    left = signal.signal(signal.SIGTERM, Handler())
+    try:
+        for handler in (Handler(), lambda *_: sys.exit(5), functools.partial(Handler.__call__, 0)):
+            signal.signal(signal.SIGTERM, handler)
+            with (
+                pytest.raises(SystemExit) as caught,
+                INLINE.start(Terminated, 4, out_type=convert, on_error="skip") as m,
+            ):
+                list(m)
+            assert caught.value.code == 5
+    finally:
+        signal.signal(signal.SIGTERM, left)
 
 
 @pytest.mark.needs("worker processes")

@@ -413,12 +413,14 @@ def test_an_exception_is_an_answer(ordered: bool) -> None:
                 assert cause.worker in (0, 1)
             except RuntimeError as error:
                 got.append(str(error))
-            except SystemExit:
-                got.append("exit")
             assert keys.drawn == min(17, taken + 4)
         assert list(s) == []
-    two, stop = (("two",), 2), "the worker raised StopIteration"
-    expected = [[0], two, [2], [3], two, stop, [6], "exit", *lists(9)]
+    two = (("two",), 2)
+    stop, left = (
+        f"the worker raised {name}: ('{key}', 2)"
+        for name, key in (("StopIteration", "stop"), ("SystemExit", "exit"))
+    )
+    expected = [[0], two, [2], [3], two, stop, [6], left, *lists(9)]
     assert got == expected if ordered else Counter(map(str, got)) == Counter(map(str, expected))
 
 

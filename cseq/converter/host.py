@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
+from cseq import failure
 from cseq.codec import castable, map_leaves, tensor_maker, torch_type
 
 if TYPE_CHECKING:
@@ -150,8 +151,18 @@ def _make_null(output: Output) -> Convert:  # noqa: ARG001
 
 def _make_call(output: Output) -> Convert:
     """Make what applies the user's function to every array."""
-    assert output.function is not None
-    return _on_arrays(output.function)
+    function = output.function
+    assert function is not None
+
+    def call(array: Array) -> object:
+        try:
+            return function(array)
+        except SystemExit as error:
+            if failure.is_of_handler(error):
+                raise
+            raise failure.ordinary(error) from error
+
+    return _on_arrays(call)
 
 
 def _make_array(output: Output) -> Convert:

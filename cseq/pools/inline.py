@@ -90,7 +90,12 @@ class InlinePool:
         if self._runner.indexer is None:
             left = context.enter(self._batch_context)
             try:
-                made = self._build()
+                try:
+                    made = self._build()
+                except (StopIteration, SystemExit) as error:
+                    if failure.is_of_handler(error):
+                        raise
+                    raise failure.ordinary(error) from error
                 if self._runner.indexer is None:
                     self._runner.indexer = self._made = made
                     self._hint.watch(self._runner)
@@ -120,19 +125,22 @@ class InlinePool:
         """Make the next batch."""
         return self._runner.next
 
-    def _raised(self, error: Exception, begins: int, at: int) -> None:
+    def _raised(self, error: BaseException, begins: int, at: int) -> None:
         """Raise, or log and leave out, what the indexer raised for batch `at`."""
+        if isinstance(error, SystemExit) and failure.is_of_handler(error):
+            raise error  # as a handler of SIGTERM ends the program
         runner = self._runner
         epoch, batch = runner.epoch, self._sampler.cut.first + at
         place = failure.where(epoch, batch, self._sampler.indices(at).tolist())
         if not runner.made:
             indexer.advised(runner.indexer, error)
+        error = failure.named(error, place)
         if self._job.on_error == "raise":
             if runner.pass_over(begins, at):
                 try:
-                    failure.deliver(error, place)
+                    raise error
                 finally:
-                    del error
+                    del error  # its traceback refers to this frame: a reference cycle
             return
         left_out = epoch, batch, failure.line_of(error)
         if runner.pass_over(begins, at, left_out):
