@@ -6,6 +6,7 @@ import argparse
 import compileall
 import json
 import os
+import subprocess
 import sys
 from fnmatch import fnmatch
 from math import nan
@@ -16,8 +17,8 @@ import cseq
 from cases import groups
 from harness.case import TINY, Case, Contender
 from harness.chart import as_svg
-from harness.report import as_json, as_markdown, machine, section
-from harness.runner import run_case
+from harness.report import as_json, as_markdown, commit, machine, section
+from harness.runner import environment, run_case
 
 RESULTS = Path(__file__).parent / "results"
 CHARTED = (
@@ -39,8 +40,11 @@ def main() -> int:
     if options.list:
         print(*(f"{case.name:28} {case.title}" for case in cases), sep="\n")
         return 0
-    compile_sources()
+    check_checkout(options.beside)
+    compile_sources(options.beside)
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
+    if options.beside is not None:
+        report["machine"]["before"] = commit(options.beside)
     for case in cases:
         contenders = present(case, options)
         if not contenders:
@@ -50,15 +54,36 @@ def main() -> int:
         report["cases"].append(as_json(case, results, load))
         print(section(report["cases"][-1]), flush=True)
         write(report, options.output, "partial" if options.cases or options.only else "latest")
-    failed = [one for case in report["cases"] for one in case["contenders"] if one["error"]]
+    contenders = [one for case in report["cases"] for one in case["contenders"]]
+    failed = [one for one in contenders if one["error"] and not one["before"]]
     for one in failed:
         print(f"\n{one['name']} failed: {one['error']}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def compile_sources() -> None:
+def check_checkout(checkout: Path | None) -> None:
+    """End the program unless Python finds a built cseq in the checkout."""
+    if checkout is None:
+        return
+    # The core as well: for one that is not built, an editable install gives this checkout's.
+    program = "import cseq._core; print(cseq.__file__, cseq._core.__file__, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(checkout), cwd=checkout, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = done.stdout.splitlines()
+    if done.returncode != 0 or not all(checkout in Path(file).parents for file in found):
+        what = " and ".join(found) or done.stderr.strip().rpartition("\n")[2]
+        raise SystemExit(
+            f"--beside {checkout}: no cseq that this Python can import ({what}); build it there: "
+            "python setup.py build_ext --inplace"
+        )
+
+
+def compile_sources(checkout: Path | None) -> None:
     """Have the bytecode that an installed package has; else every process might compile anew."""
-    for folder in (Path(cseq.__file__).parent, Path(__file__).parent):
+    folders = [Path(cseq.__file__).parent, Path(__file__).parent]
+    for folder in folders if checkout is None else [*folders, checkout / "cseq"]:
         if not compileall.compile_dir(folder, quiet=1):
             print(f"{folder} is not compiled: starts will seem slower than they are")
 
@@ -72,8 +97,21 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--no-peers", action="store_true", help="those that need nothing else")
     result.add_argument("--tiny", action="store_true", help="hardly any work: see that all runs")
     result.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    result.add_argument(
+        "--beside",
+        type=checkout_at,
+        help="another built checkout of cseq: run ours with it as well",
+    )
     result.add_argument("--list", action="store_true", help="name the cases")
     return result
+
+
+def checkout_at(path: str) -> Path:
+    """Return the path of a checkout, which has a folder `cseq`."""
+    checkout = Path(path).resolve()
+    if not (checkout / "cseq" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{checkout} is no checkout of cseq")
+    return checkout
 
 
 def chosen(patterns: list[str]) -> list[Case]:
@@ -106,6 +144,8 @@ def present(case: Case, options: argparse.Namespace) -> list[Contender]:
             print(f"{case.name}: no {contender.name}, for want of {missing}", file=sys.stderr)
             continue
         contenders.append(contender)
+        if contender.ours and options.beside is not None:
+            contenders.append(contender.before(options.beside))
     return contenders
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from math import isfinite
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import import_path
+
+import cseq
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}
@@ -59,6 +62,41 @@ def test_contenders_that_need_no_peer_give_numbers(group, tmp_path):
             assert one["peak_mb"] > 0
             assert one["descriptors"] > 0
     assert (tmp_path / "partial.md").read_text(encoding="utf-8").startswith("# Results")
+
+
+def test_another_checkout_runs_beside_this_one(tmp_path):
+    """With `--beside`, ours runs with the other cseq as well; what that cannot do is no failure."""
+    other = tmp_path / "other"
+    shutil.copytree(Path(cseq.__file__).parent, other / "cseq")
+    with (other / "cseq" / "__init__.py").open("a", encoding="utf-8") as file:
+        file.write("\ndel MTSequence\n")
+    options = ("--tiny", "--no-peers", "--rounds", "1", "--output", tmp_path, "--only", "cseq")
+    done = run(*options, "--beside", other, "small_threads", "test_mode")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "partial.json").read_text(encoding="utf-8"))
+    threads, inline = report["cases"]
+    names = ["cseq, 2 workers", "cseq, 1 worker"]
+    want = [name + suffix for name in names for suffix in ("", " (before)")]
+    assert [one["name"] for one in threads["contenders"]] == want
+    assert [bool(one["error"]) for one in threads["contenders"]] == [False, True, False, True]
+    assert "no attribute 'MTSequence'" in threads["contenders"][1]["error"]
+    assert "| cseq, 1 worker (before) | cannot be run there: " in done.stdout
+    now, before = inline["contenders"]
+    assert isfinite(before["median"])
+    assert before["name"] == now["name"] + " (before)"
+    assert set(before["ratios"]) == {now["name"]}
+
+
+def test_a_checkout_without_a_built_cseq_is_refused(tmp_path):
+    """`--beside` says at once that there is no checkout, or that it is not built."""
+    done = run("--beside", tmp_path, "test_mode")
+    assert done.returncode != 0
+    assert "no checkout of cseq" in done.stderr
+    package = Path(cseq.__file__).parent
+    shutil.copytree(package, tmp_path / "cseq", ignore=shutil.ignore_patterns("*.so", "*.pyd"))
+    done = run("--beside", tmp_path, "test_mode")
+    assert done.returncode != 0
+    assert "build it there" in done.stderr
 
 
 def test_an_unknown_case_is_refused():

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TINY = "CSEQ_BENCHMARKS_TINY"  # set in the environment: just enough work to see that all runs
+BEFORE = " (before)"  # ends the name of a contender that runs another checkout of cseq
 
 # A generator function. What it yields runs one round and returns that round's figure; what
 # comes before the yield is done once and not measured, what comes after it cleans up.
@@ -28,12 +33,19 @@ class Contender:
         Distributions, or modules with dots in their names, without which it is left out.
     ours : bool
         Whether it is cseq: every other contender is compared with those that are.
+    checkout : Path, optional
+        Another checkout of cseq, to run instead of the installed one.
     """
 
     name: str
     make: Make
     needs: tuple[str, ...] = ()
     ours: bool = False
+    checkout: Path | None = None
+
+    def before(self, checkout: Path) -> Contender:
+        """Return the same contender with another checkout of cseq, to be compared with this one."""
+        return replace(self, name=self.name + BEFORE, ours=False, checkout=checkout)
 
     @property
     def missing(self) -> list[str]:
@@ -89,8 +101,9 @@ class Case:
     fresh: bool = False
 
     def contender(self, name: str) -> Contender:
-        """Find a contender by its name."""
-        return next(contender for contender in self.contenders if contender.name == name)
+        """Find a contender by its name, with or without `BEFORE`."""
+        declared = name.removesuffix(BEFORE)
+        return next(contender for contender in self.contenders if contender.name == declared)
 
 
 def is_installed(name: str) -> bool:

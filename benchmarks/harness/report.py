@@ -72,9 +72,9 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """The commit that is measured; with a plus sign if files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit of a checkout; with a plus sign if files differ from it."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -101,6 +101,7 @@ def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict
     base = {
         "name": result.contender.name,
         "ours": result.contender.ours,
+        "before": result.contender.checkout is not None,
         "error": result.error,
     }
     if not result.figures:
@@ -178,10 +179,11 @@ def as_markdown(report: dict[str, Any]) -> str:
 def head(about: dict[str, Any], rounds: int, page: str = "../README.md") -> str:
     """Say what was measured where."""
     programs = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
+    before = f", before: {about['before']}" if "before" in about else ""
     return (
         f"# Results\n\n"
         f"{about['date']}, {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB; "
-        f"{about['system']}; {programs}; commit {about['commit']}. "
+        f"{about['system']}; {programs}; commit {about['commit']}{before}. "
         f"{rounds} rounds. How to read this: [README.md]({page})."
     )
 
@@ -207,7 +209,8 @@ def contender_row(one: dict[str, Any], case: dict[str, Any], mine: list[str], cp
     """One contender; `cpu` names the value for its CPU time."""
     name = one["name"] + (" (limit)" if one["name"] == case["limit"] else "")
     if "median" not in one:
-        return row([name, f"failed: {' '.join(one['error'].split())[-200:]}"])
+        what = "cannot be run there" if one["before"] else "failed"
+        return row([name, f"{what}: {' '.join(one['error'].split())[-200:]}"])
     cells = [f"**{name}**" if one["ours"] else name]
     cells += [short(one[key]) for key in ("median", "min", "max")]
     cells += ["" if name == one["name"] else times(one["ratios"][name]) for name in mine]

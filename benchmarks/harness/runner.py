@@ -76,6 +76,7 @@ class Running:
         )
         self._process = subprocess.Popen(
             [sys.executable, str(CHILD), case.name, contender.name],
+            env=environment(contender.checkout),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -162,6 +163,14 @@ class Running:
         """What it printed at its end."""
         self._errors.seek(0)
         return f"exit code {self._process.returncode}\n{self._errors.read()[-2000:]}"
+
+
+def environment(checkout: Path | None) -> dict[str, str]:
+    """Return the environment in which processes import the cseq of a checkout."""
+    if checkout is None:
+        return dict(os.environ)
+    path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Result]:
