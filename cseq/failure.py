@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Failure", "annotate", "deliver", "is_of_handler", "line_of", "named", "ordinary", "pack",
+    "Failure", "annotate", "deliver", "ends_program", "line_of", "named", "ordinary", "pack",
     "pack_text", "str_of", "unpack", "where",
 ]  # fmt: skip
 
@@ -31,20 +31,37 @@ GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 # What ends a loop, a program or a generator, if it is raised there.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
+# Attributes of every exception, also of one whose class forbids that they are set, or hides them.
+ARGS, CAUSE, CONTEXT, SUPPRESSED, TRACE = (
+    vars(BaseException)[name]
+    for name in ("args", "__cause__", "__context__", "__suppress_context__", "__traceback__")
+)
+
 SHOWN = 16  # indices of a batch that a message shows
 
 
 def pack(error: BaseException) -> bytes:
     """Return an exception as bytes that `unpack` can always read."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return pickle.dumps((_travelling(error), type(error).__qualname__, str_of(error), text))
+    return pickle.dumps(
+        (_travelling(error), type(error).__qualname__, str_of(error), _traceback_of(error))
+    )
 
 
 def pack_text(error: BaseException, limit: int = 1500) -> bytes:
     """Return an exception's type, text and traceback, each text cut to `limit` characters."""
     name, message = type(error).__qualname__, str_of(error)[:limit]
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-limit:]
-    return pickle.dumps((None, name, message, text))
+    return pickle.dumps((None, name, message, _traceback_of(error)[-limit:]))
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return an exception's traceback, without its causes where the exception hinders that."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as broken:
+        if ends_program(broken):
+            raise
+        trace = traceback.format_tb(TRACE.__get__(error))
+        return "".join(["Traceback (most recent call last):\n", *trace, line_of(error), "\n"])
 
 
 def unpack(data: bytes, worker: int | None = None) -> BaseException:
@@ -56,11 +73,14 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
     else:
         try:
             error = pickle.loads(pickled)
-        except Exception as reason:  # noqa: BLE001 - anything may go wrong in the user's class
+        except (Exception, SystemExit) as reason:  # anything may go wrong in the user's class
+            if ends_program(reason):
+                raise
             why = f"this exception could not be unpickled here: {reason!r}"
             error = WorkerError(f"{name}: {message} ({why})")
-    error.__cause__ = cause = RemoteTraceback(text)
+    cause = RemoteTraceback(text)
     cause.worker = worker
+    CAUSE.__set__(error, cause)
     return error
 
 
@@ -78,8 +98,9 @@ def _travelling(error: BaseException) -> bytes | None:
             # The text may be made of an attribute that is left out.
             if type(back) is type(error) and _has_text(back) >= _has_text(error):
                 return data
-        except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
-            continue
+        except BaseException as broken:
+            if ends_program(broken):
+                raise
     return None
 
 
@@ -124,7 +145,7 @@ class _Member:
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
     """Make an exception as its class's ``__new__`` does, and give it its state."""
     error = cls.__new__(cls, *args)
-    error.args = args
+    ARGS.__set__(error, args)
     error.__dict__.update(state)
     return error
 
@@ -166,24 +187,29 @@ def _copy_of(error: BaseException) -> BaseException:
     for make in (partial(copy.copy, error), rebuild):
         try:
             made = make()
-        except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
+        except (Exception, SystemExit) as broken:  # anything may go wrong in the user's class
+            if ends_program(broken):
+                raise
             continue
         if type(made) is type(error) and str_of(made) == str_of(error):
             break
     else:
         return error
-    if hasattr(error, "__notes__"):
-        made.__notes__ = list(error.__notes__)  # type: ignore[attr-defined]
-    made.__cause__, made.__context__ = error.__cause__, error.__context__
-    made.__suppress_context__ = error.__suppress_context__
-    return made.with_traceback(error.__traceback__)
+    notes = vars(error).get("__notes__")
+    if isinstance(notes, list):
+        vars(made)["__notes__"] = list(notes)
+    for descriptor in (CAUSE, CONTEXT, SUPPRESSED, TRACE):
+        descriptor.__set__(made, descriptor.__get__(error))
+    return made
 
 
 def _has_text(error: BaseException) -> bool:
     """Return whether an exception can say its text."""
     try:
         str(error)
-    except Exception:  # noqa: BLE001 - the user's class
+    except BaseException as broken:
+        if ends_program(broken):
+            raise
         return False
     return True
 
@@ -192,7 +218,9 @@ def _can_pickle(value: object) -> bool:
     """Return whether a value can be pickled and unpickled."""
     try:
         pickle.loads(dumps(value))
-    except Exception:  # noqa: BLE001 - anything may go wrong in the user's class
+    except BaseException as broken:
+        if ends_program(broken):
+            raise
         return False
     return True
 
@@ -200,8 +228,10 @@ def _can_pickle(value: object) -> bool:
 def str_of(error: BaseException) -> str:
     """Return an exception's text, also when its ``__str__`` is broken."""
     try:
-        return str(error)
-    except Exception as broken:  # noqa: BLE001 - the user's class
+        return str.__str__(str(error))  # `str` returns an instance of a subclass as it is
+    except BaseException as broken:
+        if ends_program(broken):
+            raise
         return f"<str() raised {type(broken).__name__}>"
 
 
@@ -227,17 +257,22 @@ def ordinary(error: BaseException) -> BaseException:
     if not isinstance(error, ENDINGS):
         return error
     ended = RuntimeError(f"the worker raised {line_of(error)}")
-    ended.__cause__ = error.__cause__ or error
+    ended.__cause__ = CAUSE.__get__(error) or error
     return ended
 
 
-def is_of_handler(error: BaseException) -> bool:
-    """Tell whether a signal handler has raised an exception: whether its traceback shows one."""
+def ends_program(error: BaseException) -> bool:
+    """Tell whether an exception comes from outside of the code that was called.
+
+    Ctrl-C, and `sys.exit` in a signal handler, which is seen in the traceback.
+    """
+    if not isinstance(error, SystemExit):
+        return isinstance(error, KeyboardInterrupt)
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)  # of a functools.partial
         codes |= {getattr(each, "__code__", None) for each in (function, type(function).__call__)}
-    frames = traceback.walk_tb(error.__traceback__)
+    frames = traceback.walk_tb(TRACE.__get__(error))
     return any(frame.f_code in codes for frame, _ in frames)
 
 
@@ -254,13 +289,22 @@ def named(error: BaseException, place: str) -> BaseException:
     """Return the exception to raise in the loop for an indexer's, with its batch named."""
     error = ordinary(error)
     if hasattr(error, "add_note"):
-        error.add_note(f"cseq: while making {place}")
+        _note(error, f"cseq: while making {place}")
     return error
 
 
 def annotate(error: BaseException, note: str) -> None:
     """Add a remedy to an exception: as a note, before Python 3.11 to its text."""
     if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+        _note(error, note)
+        return
+    args = ARGS.__get__(error)
+    if args and isinstance(args[0], str):
+        ARGS.__set__(error, (f"{args[0]}\n{note}", *args[1:]))
+
+
+def _note(error: BaseException, note: str) -> None:
+    """Add a note, also if the exception's class refuses that, as a frozen dataclass does."""
+    notes = vars(error).setdefault("__notes__", [])
+    if isinstance(notes, list):
+        notes.append(note)

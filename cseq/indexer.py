@@ -153,7 +153,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
     try:
         close()
     except (Exception, SystemExit) as error:
-        if copied or (isinstance(error, SystemExit) and failure.is_of_handler(error)):
+        if copied or failure.ends_program(error):
             raise
         log.exception("close() of an indexer raised; it was made by %r", worker)
 

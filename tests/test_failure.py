@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import re
@@ -289,6 +290,93 @@ def test_out_of_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
         assert [b.tolist() for b in batches] == [[6, 7], [8, 9], [10, 11]]
         with pytest.raises(type(make())):
             list(m)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Has no attribute that can be set."""
+
+    path: str
+
+
+class ReduceExits(Exception):
+    """Its pickling, and its text, would end the program."""
+
+    def __reduce__(self) -> Any:
+        sys.exit(3)
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class NoCause(Exception):
+    """Hides its cause."""
+
+    @property
+    def __cause__(self) -> Any:
+        raise RuntimeError("no cause")
+
+
+class Notes(Exception):
+    """Has something else in the place of its notes."""
+
+    __notes__ = 5
+
+
+class OddText(Exception):
+    """Its text is of a class that only the worker has."""
+
+    def __str__(self) -> str:
+        class Text(str):
+            __slots__ = ()
+
+        return Text("odd")
+
+
+def of_a_parser() -> SyntaxError:
+    """Make what `traceback` cannot format: its line is no text."""
+    error = SyntaxError("bad")
+    error.filename, error.lineno, error.text = "file", 3, 7  # type: ignore[assignment]
+    return error
+
+
+AWKWARD: list[Callable[[], BaseException]] = [
+    lambda: Frozen("x"),
+    lambda: ReduceExits("x"),
+    lambda: NoCause("x"),
+    lambda: Notes("x"),
+    lambda: OddText("x"),
+    of_a_parser,
+]
+
+
+@pytest.mark.parametrize("make", AWKWARD, ids=lambda make: type(make()).__name__)
+@every_kind
+def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> None:
+    """What cannot be formatted, pickled or annotated is an error of its batch like any other."""
+    worker = functools.partial(Raising, make, 5)
+    with kind.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
+        assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+        ((epoch, batch, text),) = m.skipped
+        assert (epoch, batch) == (0, 2)
+        assert type(make()).__name__ in text
+        assert m.stats().restarts == 0
+    expected = (type(make()), cseq.WorkerError)
+    with (
+        kind.start(worker, 12, batch_size=2, shuffle=False) as m,
+        pytest.raises(expected) as caught,
+    ):
+        list(m)
+    if sys.version_info >= (3, 11):
+        notes = vars(caught.value)["__notes__"]
+        assert notes == ["cseq: while making epoch 0, batch 2, indices [4, 5]"]
+    if kind.processes:
+        assert "raise self.make()" in str(vars(BaseException)["__cause__"].__get__(caught.value))
+    stored = failure.Failure()
+    stored.note(caught.value)
+    for _ in range(2):
+        with pytest.raises(expected):
+            stored.check()
 
 
 ENDINGS: list[Callable[[], BaseException]] = [

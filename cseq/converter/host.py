@@ -158,7 +158,7 @@ def _make_call(output: Output) -> Convert:
         try:
             return function(array)
         except SystemExit as error:
-            if failure.is_of_handler(error):
+            if failure.ends_program(error):
                 raise
             raise failure.ordinary(error) from error
 

@@ -93,7 +93,7 @@ class InlinePool:
                 try:
                     made = self._build()
                 except (StopIteration, SystemExit) as error:
-                    if failure.is_of_handler(error):
+                    if failure.ends_program(error):
                         raise
                     raise failure.ordinary(error) from error
                 if self._runner.indexer is None:
@@ -127,7 +127,7 @@ class InlinePool:
 
     def _raised(self, error: BaseException, begins: int, at: int) -> None:
         """Raise, or log and leave out, what the indexer raised for batch `at`."""
-        if isinstance(error, SystemExit) and failure.is_of_handler(error):
+        if failure.ends_program(error):
             raise error  # as a handler of SIGTERM ends the program
         runner = self._runner
         epoch, batch = runner.epoch, self._sampler.cut.first + at
