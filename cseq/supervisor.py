@@ -18,7 +18,9 @@ import contextvars
 import logging
 import math
 import selectors
+import threading
 import time
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +59,8 @@ SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO,
 GRACE = 5.0  # seconds that workers get to end by themselves
 LAST_GRACE = 2.0  # and to be gone after they were killed
 STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
+
+_named_threads = False  # a start by fork beside other threads was logged in this process
 
 
 def whole_grains(nbytes: int) -> int:
@@ -148,6 +152,9 @@ class Supervisor:
         self._granted: dict[int, list[tuple[int, int]]] = {}  # to workers that are to be started
         self._local: Any = None  # the user's object, where workers inherit it
         self._context = contextvars.Context()  # of the thread that wants the workers
+        self._caller = 0  # that thread
+        self._dead: deque[int] = deque()  # owners to be forked anew while the loop's thread waits
+        self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -227,10 +234,11 @@ class Supervisor:
         if not self._wanted.wait(0):
             self._begun = time.monotonic()
             self._context = contextvars.copy_context()
+            self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # This process must not be forked while this thread is importing something: the child
-            # would wait for ever for the import to finish.
+            # This process must not be forked while this thread is importing something, or holds a
+            # lock: the child would wait for ever. `_reap` says the same of replacements.
             self._launched.wait()
         if self._is_broken:  # what a worker raises is for the loop, however early it is
             self.check()
@@ -267,7 +275,9 @@ class Supervisor:
         finally:
             self._prepared.set()
             self._launched.set()
-            self._ended.set()
+            self._ended.set()  # first: `_await_forks` adds itself before it looks at it
+            while self._waiting:
+                self._waiting.popleft().set()
 
     def _serve(self) -> None:
         """Start the workers, and watch them until all are gone and no more are wanted."""
@@ -276,6 +286,8 @@ class Supervisor:
         self._wanted.wait()
         if not self.closed:
             self._preload()
+            if self.takes_objects:
+                self._name_threads()
         for owner in range(1, self.owners + 1):
             self._launch(owner)
         self._launched.set()
@@ -285,8 +297,33 @@ class Supervisor:
                     key.fileobj.recv(64)  # type: ignore[union-attr]
                 else:
                     self._receive(key.data)
+            self._fork_dead()
             if self.closed:
                 self._kill_starting()
+
+    def _name_threads(self) -> None:
+        """Log, once in a process, which threads of the program a fork does not copy."""
+        global _named_threads
+        caller = {self._caller, threading.get_ident()}
+        others = [t.name for t in threading.enumerate() if t.ident not in caller]
+        others = [name for name in others if not name.startswith("cseq-")]
+        if others and not _named_threads:
+            _named_threads = True
+            log.warning(
+                "workers are forked while other threads run (%s): a lock that one of them holds "
+                "then stays locked in the worker, which hangs if it needs it. Start the workers "
+                "before such threads, or with start_method='forkserver'",
+                ", ".join(others),
+            )
+
+    def _fork_dead(self) -> None:
+        """Fork what replaces the dead, while a thread waits for that in `_await_forks`."""
+        while self._waiting:
+            while self._dead and self._waiting:
+                self._launch(self._dead[0])
+                self._dead.popleft()
+            with contextlib.suppress(IndexError):  # an exception of a handler has ended the wait
+                self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
         """Kill the workers that do not have the user's object yet; importing may take them long."""
@@ -374,7 +411,13 @@ class Supervisor:
             self._fail(error)
             return
         log.warning("worker %d %s: replaced", owner - 1, describe_exit(exitcode))
-        self._launch(owner)
+        if self.takes_objects:
+            # The loop's thread may be importing, or hold a lock, for which the copy would wait for
+            # ever. So this process is forked only while that thread waits for it.
+            self._dead.append(owner)
+            self.notify_all()
+        else:
+            self._launch(owner)
 
     def _fail(self, error: BaseException) -> None:
         """Store the first exception, which `check` raises in the consumer."""
@@ -389,13 +432,37 @@ class Supervisor:
             ring.notify_all()
 
     def check(self) -> None:
-        """Raise errors of workers and of the supervisor's thread."""
+        """Raise errors of workers and of the supervisor's thread.
+
+        The loop's thread calls this before it waits; forked workers are replaced meanwhile.
+        """
         if self.closed:
             raise InterruptedError("the workers were ended while a batch, or item, was awaited")
+        if self._dead:
+            self._await_forks()
         self.failure.check()
         waited = time.monotonic() - self._begun
         if waited > self._patience:
             self._log_start(waited)
+
+    def _await_forks(self) -> None:
+        """Let the supervisor's thread fork what replaces the dead, and wait for that."""
+        forked = Latch()
+        try:
+            self._waiting.append(forked)
+            if not self._ended.wait(0):
+                self._wake()
+                forked.wait()
+        except BaseException:  # of a signal handler: this thread leaves the engine
+            with contextlib.suppress(ValueError):  # they are forked
+                self._waiting.remove(forked)
+            raise
+
+    def _wake(self) -> None:
+        """Wake the supervisor's thread, if it has got so far."""
+        if self._waker is not None:
+            with contextlib.suppress(OSError):  # it is closed: the thread has ended
+                self._waker.send(b"!")
 
     def _log_start(self, waited: float) -> None:
         """Log what a start waits for, if that takes long."""
@@ -486,9 +553,7 @@ class Supervisor:
             ring.close()
         self._wanted.set()
         self._launcher.cancel()
-        if self._waker is not None:
-            with contextlib.suppress(OSError):  # it is closed: the thread has ended
-                self._waker.send(b"!")
+        self._wake()
         if self._thread.begun and not self._ended.wait(GRACE):
             for worker in self._snapshot():
                 log.warning("worker %d is busy: killed after %g s", worker.owner - 1, GRACE)

@@ -119,7 +119,11 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def pids(running: Any) -> list[int | None]:
-    """Return the process ids of the workers; None for one that is just being started."""
+    """Return the process ids of the workers; None for one that is to be started.
+
+    Where workers are forked, a dead one is replaced while the loop waits for a batch, or in
+    `await_workers`.
+    """
     supervisor = _supervisor(running)
     return [supervisor.pid(owner) for owner in range(1, supervisor.owners + 1)]
 

@@ -392,3 +392,71 @@ def test_a_fork_while_another_thread_starts_a_manager(run_script: RunScript) -> 
     """The child has that thread's manager, but not the thread: it does not wait for it."""
     done = run_script(FORKED_MEANWHILE)
     assert (done.stdout, done.stderr) == ("0 1\n", "")
+
+
+LOCKED = """
+import threading
+import time
+import numpy as np
+import cseq
+from cseq import testing
+
+lock = threading.Lock()
+
+class Locking:
+    def __getitem__(self, indices):
+        with lock:
+            return indices
+
+m = cseq.MPSequence(
+    Locking, 40, 2, batch_size=4, out_type="null", start_method="fork", shuffle=False, buffer=4
+)
+got = []
+with m.start() as batches:
+    for number, batch in enumerate(batches):
+        if number == 1:
+            testing.await_workers(m)
+            with lock:
+                before = testing.pids(m)
+                testing.kill(m, 0)
+                testing.kill(m, 1)
+                while set(before) & set(testing.pids(m)):
+                    time.sleep(0.001)
+                time.sleep(0.2)  # a replacement forked now would have the lock
+        got += batch.tolist()
+print(got == list(range(40)), m.stats().restarts)
+"""
+
+
+def test_a_replacement_is_not_forked_while_the_loop_holds_a_lock(run_script: RunScript) -> None:
+    """It would wait for that lock for ever, and the loop for it."""
+    done = run_script(LOCKED)
+    assert done.stdout == "True 2\n"
+
+
+BESIDE_THREADS = """
+import threading
+import numpy as np
+import cseq
+
+ending = threading.Event()
+thread = threading.Thread(target=ending.wait, name="monitor", daemon=True)
+thread.start()
+for _ in range(2):
+    m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method=METHOD)
+    with m.start() as batches:
+        print(len(list(batches)))
+ending.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("method", "count"), [("fork", 1), ("forkserver", 0)])
+def test_a_fork_beside_other_threads_is_logged_once(
+    run_script: RunScript, method: str, count: int
+) -> None:
+    """The log names the program's threads, not those of cseq."""
+    done = run_script(f"METHOD = {method!r}\n{BESIDE_THREADS}")
+    assert done.stdout == "3\n3\n"
+    assert done.stderr.count("workers are forked while other threads run (monitor)") == count
+    assert len(done.stderr.splitlines()) == count

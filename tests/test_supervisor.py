@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,18 @@ class Events:
         """Wait until there are so many."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.all) >= count)
+            return list(self.all)
+
+    def wait_checking(self, supervisor: Supervisor, count: int) -> list[Any]:
+        """Do the same as a loop that waits: dead workers are forked anew in `check` alone."""
+        with self.changed:
+            while len(self.all) < count:
+                self.changed.wait(0.001)
+                self.changed.release()
+                try:
+                    supervisor.check()
+                finally:
+                    self.changed.acquire()
             return list(self.all)
 
 
@@ -200,8 +213,8 @@ def test_all_are_started(pool: Callable[..., Pool]) -> None:
 def test_the_dead_are_replaced(pool: Callable[..., Pool]) -> None:
     """A death counts with its status, and whether the worker was ready; another one takes over."""
     one = pool(b"RK", b"3", b"RR3", b"R")
-    one.start()
-    assert one.events.wait(7) == [
+    supervisor = one.start()
+    assert one.events.wait_checking(supervisor, 7) == [
         ("task", 1),
         ("died", 1, CODE, True),
         ("task", 1),
@@ -230,7 +243,27 @@ def test_one_that_is_killed(pool: Callable[..., Pool]) -> None:
     supervisor = one.start()
     one.await_ready(1)
     supervisor.kill(1)
-    assert one.events.wait(3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
+    assert one.events.wait_checking(supervisor, 3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
+
+
+@pytest.mark.needs("fork")
+def test_a_dead_worker_is_forked_anew_only_while_the_trainer_waits(
+    pool: Callable[..., Pool],
+) -> None:
+    """Until then it has no process. `close` needs none."""
+    one = pool(b"RK", b"R", method="fork")
+    supervisor = one.start()
+    one.events.wait(2)
+    time.sleep(0.1)  # in which nothing happens
+    assert one.events.all == [("task", 1), ("died", 1, CODE, True)]
+    assert supervisor.pid(1) is None
+    supervisor.check()
+    assert one.events.all[2:] == [("task", 1)]
+    one.await_ready(1)
+    supervisor.kill(1)
+    one.events.wait(4)
+    supervisor.close()
+    assert len(one.events.all) == 4
 
 
 def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) -> None:
@@ -433,7 +466,7 @@ def test_what_takes_too_long(pool: Callable[..., Pool]) -> None:
     with pytest.raises(WorkerTimeout, match=r"a ticket has taken 10(?s:.*)in obey"):
         supervisor.check_time(working, 1.0, restart=False)
     supervisor.check_time(working, 1.0, restart=True)
-    assert one.events.wait(3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
+    assert one.events.wait_checking(supervisor, 3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
 
 
 def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Pool]) -> None:
