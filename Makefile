@@ -12,6 +12,8 @@
 #                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
 # make frameworks  the recipes of docs/how-to/frameworks.md and docs/how-to/from-dataloader.md, trained with Lightning,
 #                Keras and nine more
+# make check-torch-versions  the tests of cseq.DataLoader with each of TORCH_VERSIONS, without CUDA, in
+#                environments of their own; ARGS for pytest
 # make stress   workers killed at random for SECONDS (60), from SEED (a new one)
 # make interrupts  signal handlers that raise at random, TIMES (10000) in each kind of loop: KINDS (all)
 # make coverage  which lines of cseq, its core included, the tests run; ARGS (all tests) for pytest
@@ -50,6 +52,8 @@ FREE_ENV ?= .freethreaded-env
 PYTHON_VERSION ?= 3.13
 FREE_TESTS ?= free
 FREE_TORCH ?= $(if $(filter 3.13,$(PYTHON_VERSION)),torch==2.12.0)
+TORCH_ENV ?= .torch-env
+TORCH_VERSIONS ?= 2.4.1 2.9.1 2.13.0 2.15.0
 GPU_VENV ?= .gpu-venv
 DEVICE ?= cuda
 COMMIT ?=
@@ -66,7 +70,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine darwin freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
+.PHONY: check-torch-versions build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine darwin freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -154,6 +158,25 @@ frameworks:
 
 recipes: build $(VENV)/.frameworks
 	$(PY) -m pytest tests/frameworks $(ARGS)
+
+# The Python of $(VENV), so that what is built here serves them all. Before torch 2.6, a loader has no
+# `in_order`: tests that give it, for themselves or with others, are left out.
+$(TORCH_ENV)/%/.made: tests/freethreaded/install_torch.py pyproject.toml | $(VENV)/.test
+	$(PY) -m venv $(@D)
+	$(PY) $< $(@D)/bin/python torch==$*
+	$(@D)/bin/pip --disable-pip-version-check --quiet install 'numpy>=1.25' 'cloudpickle>=3.0' 'pytest>=9.0' \
+		'pytest-xdist>=3.6' 'hypothesis>=6.100'
+	touch $@
+
+.PRECIOUS: $(TORCH_ENV)/%/.made
+
+NO_IN_ORDER := -k "not order and not unsent and not pickled and not truth and not left_out"
+check-torch-versions: build $(TORCH_VERSIONS:%=$(TORCH_ENV)/%/.made)
+	for version in $(TORCH_VERSIONS); do \
+		case $$version in 2.4.*|2.5.*) chosen='$(NO_IN_ORDER)';; *) chosen=;; esac; \
+		eval PYTHONPATH=. $(TORCH_ENV)/$$version/bin/python -m pytest -n $(JOBS) $$chosen \
+			tests/adapters/test_torch_*.py $(ARGS) || exit 1; \
+	done
 
 stress: build
 	$(PY) tests/stress/stress.py $(SECONDS) $(SEED)
@@ -303,4 +326,4 @@ clean:
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV) $(FREE_ENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV) $(FREE_ENV) $(TORCH_ENV)

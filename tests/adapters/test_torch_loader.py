@@ -1043,7 +1043,7 @@ def test_ctrl_c_anywhere_in_next_without_workers(
 def interrupt_anywhere(made: Any, *files: str) -> None:
     """Interrupt each `next` of an epoch at each place in some files of the adapter."""
     files = tuple(os.path.normpath(f"adapters/torch/{name}").replace(os.sep, "/") for name in files)
-    expected, ordered = everything(iter(made)), made.in_order
+    expected, ordered = everything(iter(made)), getattr(made, "in_order", True)
     hits = 0
     for behind in range(len(expected) + 1):
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import os
+import subprocess
+import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from conftest import import_path  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import Plain, Sharded  # noqa: E402
 
@@ -181,3 +185,97 @@ def test_multiprocessings_own() -> None:
     assert callable(UTIL._run_after_forkers)
     assert callable(UTIL._exit_function)
     assert hasattr(UTIL._finalizer_registry, "clear")
+
+
+# ── another torch ──────────────────────────────────────────────────────────────────────────
+
+LOADS = """
+import logging, sys
+import torch
+from torch.utils import data
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+d = data.dataloader
+{change}
+import cseq
+from cseq.adapters.torch import installed
+
+options = {{"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork"}}
+for epoch in range(2):
+    loader = cseq.DataLoader(list(range(4)), **options)
+    print([batch.tolist() for batch in loader], type(iter(loader)).__module__)
+    with installed():
+        loader = data.DataLoader(list(range(4)), **options)
+        print([batch.tolist() for batch in loader], type(iter(loader)).__module__)
+loader = cseq.DataLoader(list(range(4)), batch_size=2)
+state = loader.state_dict()
+loader.load_state_dict(state)
+print([batch.tolist() for batch in loader])
+try:
+    loader.load_state_dict({{"version": 1}})
+except ValueError as error:
+    print("state" in str(error))
+"""
+
+NO_SEAM = """
+def make(self):
+    if self.num_workers:
+        return d._MultiProcessingDataLoaderIter(self)
+    return d._SingleProcessDataLoaderIter(self)
+
+make.__module__ = d.__name__
+data.DataLoader.__iter__ = make
+del data.DataLoader._get_iterator
+"""
+
+BATCHES = "[[0, 1], [2, 3]]"
+
+
+def loads(change: str) -> list[str]:
+    """Load with a torch that is changed first; return what is printed, and logged."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOADS.format(change=change)],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.needs("fork")
+def test_a_class_with_two_type_parameters() -> None:
+    """Its batches are cseq's, and it can be subscripted as torch's."""
+    change = """
+from typing import TypeVar
+data.DataLoader.__parameters__ = (TypeVar("Sample"), TypeVar("Batch"))
+import cseq
+cseq.DataLoader[int, str]
+class Own(cseq.DataLoader[int, str]): pass
+"""
+    ours = f"{BATCHES} cseq.adapters.torch.iterator"
+    assert loads(change) == [ours] * 4 + [BATCHES, "True"]
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("del data._utils.worker._worker_info", "_worker_info"),
+        ("del data._utils.collate.collate_tensor_fn", "no torch.utils.data._utils.collate.coll"),
+        ("del data._utils.pin_memory.pin_memory", "no torch.utils.data._utils.pin_memory.pin_mem"),
+        ("del torch.autograd._profiler_enabled", "no torch.autograd._profiler_enabled"),
+        ("d._Other = d._BaseDataLoaderIter; del d._BaseDataLoaderIter", "_BaseDataLoaderIter"),
+        ("torch.autograd._profiler_enabled = lambda kind: None", "differs from those that cseq"),
+        (
+            NO_SEAM,
+            "no DataLoader._get_iterator",
+        ),
+    ],
+)
+def test_a_name_that_torch_lacks(change: str, reason: str) -> None:
+    """Torch's own iterator is used, and the log says so once."""
+    told, *lines = loads(change)
+    assert "torch's own iterator is used, since this torch, " in told
+    assert reason in told
+    assert lines == [f"{BATCHES} torch.utils.data.dataloader"] * 4 + [BATCHES, "True"]

@@ -214,6 +214,18 @@ def test_a_context_that_starts_its_own_processes(
     check_fallback(loader, caplog, "multiprocessing_context is <")
 
 
+def test_an_argument_that_is_not_known(
+    seeds: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch that has one is played: the signature was read when cseq was imported."""
+    monkeypatch.setitem(names.UNKNOWN, "worker_method", "multiprocessing")
+    loader = cseq.DataLoader(Plain(2), **FORK)
+    loader.worker_method = "multiprocessing"  # type: ignore[attr-defined]
+    assert type(iter(loader)) is WorkersIterator
+    loader.worker_method = "thread"  # type: ignore[attr-defined]
+    check_fallback(loader, caplog, "worker_method='thread'")
+
+
 def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """The generators are as if nothing had been tried: torch's own draws the same seed."""
     options: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import weakref
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils import data
 
 from cseq.adapters.torch import names
 from cseq.adapters.torch.inline import InlineIterator
@@ -21,13 +23,16 @@ from cseq.unpicklable import UnpicklableError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.utils import data
-
     from cseq.adapters.torch.state import Resume
 
-__all__ = ["make_iterator"]
+__all__ = ["UNUSABLE", "make_iterator"]
 
 log = logging.getLogger("cseq")
+
+UNUSABLE = (
+    "the state that was loaded cannot be used: this loader has torch's own iterator, which begins "
+    "at the first batch"
+)
 
 
 def make_iterator(
@@ -72,6 +77,12 @@ def make_iterator(
 
 def _reason_against(loader: data.DataLoader[Any]) -> str | None:
     """Say why a loader cannot have an iterator of cseq's, if it cannot."""
+    if names.REASON is not None:
+        return names.REASON
+    for name, default in names.UNKNOWN.items():
+        value = getattr(loader, name, inspect.Parameter.empty)
+        if value is not default and value != default:
+            return f"cseq does not know what its {name}={value!r} is"
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
     if loader.num_workers == 0:
@@ -97,12 +108,10 @@ def _fall_back(
 ) -> Any:
     """Make torch's own iterator; log why, and which options it does not have, once for a loader."""
     if resume is not None:
-        raise ValueError(
-            "the state that was loaded cannot be used: this loader has torch's own iterator, which "
-            f"begins at the first batch, since {reason}; load_state_dict({{}}) drops the state"
-        )
-    if loader not in _told:
-        _told.add(loader)
+        raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
+    told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
+    if told not in _told:
+        _told.add(told)
         lost = ", ".join(
             f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
         )

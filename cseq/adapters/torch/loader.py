@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.fallback import make_iterator
+from cseq.adapters.torch.fallback import UNUSABLE, make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
     GOES_ON,
@@ -39,8 +39,13 @@ log = logging.getLogger("cseq")
 
 T_co = TypeVar("T_co", covariant=True)
 
+if TYPE_CHECKING:
+    Torchs = data.DataLoader
+else:  # which may have a second parameter
+    Torchs = {T_co: names.as_generic(data.DataLoader)}
 
-class DataLoader(data.DataLoader[T_co]):
+
+class DataLoader(Torchs[T_co]):
     """torch's DataLoader, with cseq's worker processes.
 
     All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
@@ -135,7 +140,7 @@ class DataLoader(data.DataLoader[T_co]):
         before = None if generator is None else generator.get_state()
         iterator = make_iterator(
             self,
-            super()._get_iterator,
+            getattr(super(), names.SEAM),
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
             resume=resume,
@@ -178,6 +183,8 @@ class DataLoader(data.DataLoader[T_co]):
         """Read the state that was loaded."""
         if self._loaded is None:
             return None
+        if names.REASON is not None:
+            raise ValueError(f"{UNUSABLE}, since {names.REASON}")
         return read(
             self._loaded,
             iterable=self._dataset_kind == names.ITERABLE,
@@ -209,8 +216,8 @@ class DataLoader(data.DataLoader[T_co]):
 
         Nothing is started for it. With torch's own samplers it is of the same size at any place.
         """
-        if self._loaded is not None:
-            return dict(self._loaded)
+        if self._loaded is not None or names.REASON is not None:  # torch's own iterator has none
+            return dict(self._loaded or {})
         progress = self._progress
         if progress is None:
             progress = Progress(
@@ -266,6 +273,9 @@ def _signature() -> inspect.Signature:
     added = [each for name, each in ours.items() if name != "self" and each.kind not in kinds]
     return inspect.Signature([*theirs.values(), *added])
 
+
+if names.SEAM == "__iter__":
+    DataLoader.__iter__ = DataLoader._get_iterator  # type: ignore[method-assign, assignment]
 
 # Frameworks make a loader again of those of its attributes that are arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -1,27 +1,34 @@
 """Functions and classes of torch that are not public and that the loader uses.
 
-Methods and attributes of torch's loader and iterators are not here, but used where they are needed
+Methods and attributes of torch's loader and iterators are used where they are needed
 (`_get_iterator`, `_index_sampler`, `_base_seed`, …), and so is what is multiprocessing's own, in
 `worker` and `spawning`. tests/adapters/test_torch_names.py has a test for each of all these, so
 that a torch which lacks one, or means something else by it, is found out by name.
+
+With such a torch every loader has torch's own iterator: `REASON` says why. So nothing here fails
+when it is imported, and each name is used once, as the loader uses it.
 """
 
 from __future__ import annotations
 
+import inspect
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils import data
-from torch.utils.data import dataloader as _dataloader
-from torch.utils.data._utils import collate, pin_memory, worker
 
 __all__ = [
     "DATAPIPES",
     "ITERABLE",
+    "REASON",
+    "SEAM",
+    "UNKNOWN",
     "Base",
     "Inline",
     "Workers",
     "array_entry",
+    "as_generic",
     "collate_map",
     "make_fetcher",
     "numpy_seed",
@@ -32,22 +39,60 @@ __all__ = [
     "tensor_entry",
 ]
 
-dataloader: Any = _dataloader  # a type checker knows no private names
-Base: Any = dataloader._BaseDataLoaderIter
-Inline: Any = dataloader._SingleProcessDataLoaderIter
-Workers: Any = dataloader._MultiProcessingDataLoaderIter
+_lacks: list[str] = []
 
-DATAPIPES = (data.IterDataPipe, data.MapDataPipe)
 
-ITERABLE: int = dataloader._DatasetKind.Iterable  # what `DataLoader._dataset_kind` may be
+def _find(name: str, otherwise: Any = None) -> Any:
+    """Return what has a name in torch.utils.data; note one that is not there."""
+    try:
+        return attrgetter(name)(data)
+    except AttributeError:
+        _lacks.append(f"torch.utils.data.{name}")
+        return otherwise
 
-collate_map: dict[Any, Any] = collate.default_collate_fn_map
-tensor_entry = collate.collate_tensor_fn
-array_entry = collate.collate_numpy_array_fn
 
-pin: Any = pin_memory.pin_memory
+Base: Any = _find("dataloader._BaseDataLoaderIter", object)
+Inline: Any = _find("dataloader._SingleProcessDataLoaderIter", object)
+Workers: Any = _find("dataloader._MultiProcessingDataLoaderIter", object)
+_kinds: Any = _find("dataloader._DatasetKind")
 
-profiler_enabled: Any = vars(torch.autograd)["_profiler_enabled"]
+# Deprecated: one day there are none.
+DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
+
+ITERABLE: int = getattr(_kinds, "Iterable", 1)  # what `DataLoader._dataset_kind` may be
+
+collate_map: dict[Any, Any] = _find("_utils.collate.default_collate_fn_map")
+tensor_entry: Any = _find("_utils.collate.collate_tensor_fn")
+array_entry: Any = _find("_utils.collate.collate_numpy_array_fn")
+
+pin: Any = _find("_utils.pin_memory.pin_memory")
+
+worker: Any = _find("_utils.worker")
+
+profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
+
+# The method that makes an iterator; without it, `__iter__` can be told only to use torch's own.
+SEAM = "_get_iterator" if hasattr(data.DataLoader, "_get_iterator") else "__iter__"
+
+_KNOWN = {
+    "self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers",
+    "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn",
+    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
+    "pin_memory_device", "in_order",
+}  # fmt: skip
+
+# Arguments of the loader that cseq knows nothing of, and their defaults.
+UNKNOWN: dict[str, Any] = {
+    name: each.default
+    for name, each in inspect.signature(data.DataLoader.__init__).parameters.items()
+    if name not in _KNOWN
+}
+
+
+def as_generic(kind: Any) -> Any:
+    """Return a class to derive from: a class derived has as many type parameters."""
+    parameters = getattr(kind, "__parameters__", ())
+    return kind[parameters] if parameters else kind
 
 
 def profile_name(kind: Any) -> str:
@@ -59,20 +104,64 @@ def make_fetcher(
     kind: int, dataset: Any, *, auto_collation: bool, collate_fn: Any, drop_last: bool
 ) -> Any:
     """Make what fetches a batch: ``fetch(index)``; for an IterableDataset it calls `iter`."""
-    return dataloader._DatasetKind.create_fetcher(
-        kind, dataset, auto_collation, collate_fn, drop_last
-    )
+    return _kinds.create_fetcher(kind, dataset, auto_collation, collate_fn, drop_last)
 
 
 def numpy_seed(base_seed: int, number: int) -> list[int]:
     """Return the words that torch seeds numpy's generator with, in a worker."""
-    generate: Any = worker._generate_state
-    words: list[int] = generate(base_seed, number)
+    words: list[int] = worker._generate_state(base_seed, number)
     return words
 
 
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Set what `torch.utils.data.get_worker_info` returns in this process."""
-    worker._worker_info = worker.WorkerInfo(
-        id=number, num_workers=num_workers, seed=seed, dataset=dataset
-    )
+    worker._worker_info = _make_info(number, num_workers, seed, dataset)
+
+
+def _make_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
+    return worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
+_OF_ITERATORS = attrgetter(
+    "_dataset", "_dataset_kind", "_auto_collation", "_collate_fn", "_drop_last", "_index_sampler",
+    "_num_workers", "_timeout", "_pin_memory", "_pin_memory_device", "_persistent_workers",
+    "_sampler_iter", "_base_seed", "_num_yielded", "_profile_name", "_IterableDataset_len_called",
+)  # fmt: skip
+
+
+def _use() -> None:
+    """Use each name once. Nothing of the caller's is drawn from, and no process started."""
+    samples: Any = [0]
+    loader: Any = data.DataLoader(samples, generator=torch.Generator())
+    loader.check_worker_number_rationality()
+    attrgetter("_index_sampler", "_dataset_kind", "_auto_collation")(loader)
+    attrgetter("_iterator", "_IterableDataset_len_called")(loader)
+    iterator = Base(loader)
+    _OF_ITERATORS(iterator)
+    iterator._reset(loader, False)  # noqa: FBT003 - as torch calls it
+    attrgetter("_reset", "_shutdown_workers")(Workers)
+    attrgetter("_worker_info")(worker)
+    make_fetcher(0, samples, auto_collation=True, collate_fn=list, drop_last=False).fetch([0])
+    _make_info(0, 1, 0, None)
+    numpy_seed(0, 0)
+    profiler_enabled()
+
+
+def _reason() -> str | None:
+    """Say why no loader can have an iterator of cseq's with this torch, if so."""
+    what = None
+    if _lacks:
+        what = f"has no {', no '.join(_lacks)}"
+    elif SEAM != "_get_iterator":
+        what = "has no DataLoader._get_iterator"
+    elif profiler_enabled is None:
+        what = "has no torch.autograd._profiler_enabled"
+    else:
+        try:
+            _use()
+        except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning
+            what = f"differs from those that cseq knows ({type(error).__name__}: {error})"
+    return what and f"this torch, {torch.__version__}, {what}"
+
+
+REASON = _reason()

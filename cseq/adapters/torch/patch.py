@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
+from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import make_iterator
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
@@ -48,14 +49,14 @@ def install() -> None:
     global _original
     if is_installed():
         return
-    found = _class._get_iterator
+    found = getattr(_class, names.SEAM)
     if getattr(found, "__module__", None) != "torch.utils.data.dataloader":
         raise RuntimeError(
-            f"DataLoader._get_iterator is not torch's own any more, but {found!r}: install cseq "
+            f"DataLoader.{names.SEAM} is not torch's own any more, but {found!r}: install cseq "
             "first, or leave out the other one"
         )
     _original = found
-    _class._get_iterator = _get_iterator
+    setattr(_class, names.SEAM, _get_iterator)
 
 
 def uninstall() -> None:
@@ -63,9 +64,10 @@ def uninstall() -> None:
     global _original
     if not is_installed():
         return
-    if _class._get_iterator is not _get_iterator:
-        raise RuntimeError(f"DataLoader._get_iterator is {_class._get_iterator!r}: undo that first")
-    _class._get_iterator = _original
+    found = getattr(_class, names.SEAM)
+    if found is not _get_iterator:
+        raise RuntimeError(f"DataLoader.{names.SEAM} is {found!r}: undo that first")
+    setattr(_class, names.SEAM, _original)
     _original = None
 
 

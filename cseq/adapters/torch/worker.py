@@ -109,22 +109,18 @@ class Modes(NamedTuple):
     """
 
     grad: bool
-    autocast: tuple[bool, torch.dtype, bool] | None  # on the CPU; and whether casts are kept
+    autocast: tuple[bool, torch.dtype, bool]  # on the CPU; and whether casts are kept
 
     @classmethod
     def here(cls) -> Modes:
         """Return those of this thread."""
-        autocast = None
-        if hasattr(torch, "get_autocast_dtype"):  # before torch 2.4 there is none
-            enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-            autocast = enabled, dtype, torch.is_autocast_cache_enabled()
+        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        autocast = enabled, dtype, torch.is_autocast_cache_enabled()
         return cls(torch.is_grad_enabled(), autocast)
 
     def enter(self) -> None:
         """Have this thread be in them, too."""
         torch.set_grad_enabled(self.grad)
-        if self.autocast is None:
-            return
         enabled, dtype, is_kept = self.autocast
         torch.set_autocast_enabled("cpu", enabled)
         torch.set_autocast_dtype("cpu", dtype)
