@@ -167,11 +167,14 @@ cdef class Order:
 
     cdef int make_table(self) except -1:
         cdef uint64_t pages = cseq_table_pages(self.n, self.width)
-        self.table = PyMem_RawCalloc(<size_t>pages, 4096)
-        self.tags = <uint32_t*>PyMem_RawCalloc(<size_t>pages, 4)
-        if self.table == NULL or self.tags == NULL:
+        cdef void* table = PyMem_RawCalloc(<size_t>pages, 4096)
+        cdef uint32_t* tags = <uint32_t*>PyMem_RawCalloc(<size_t>pages, 4)
+        if table == NULL or tags == NULL:
+            PyMem_RawFree(table)
+            PyMem_RawFree(tags)
             raise MemoryError(f"no memory for the index table of {self.n} samples "
                               f"({pages * 4096} bytes)")
+        self.table, self.tags = table, tags
         cseq_order_init(&self.order, self.n, self.width, self.table, self.tags)
         return 0
 
@@ -268,10 +271,15 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
     cdef Ring ring
     cdef uint64_t before
     cdef uint64_t park = PARK_NS
-    cdef cseq_ring** r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
-    cdef uint32_t* at = <uint32_t*>(r + count)
+    cdef cseq_ring** r
+    cdef uint32_t* at
+    if not rings or len(cells) != len(rings):
+        raise ValueError(f"give a ring or more, and a cell of each, not {len(rings)} rings and "
+                         f"{len(cells)} cells")
+    r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
     if r == NULL:
         raise MemoryError(f"no memory for {count} rings")
+    at = <uint32_t*>(r + count)
     try:
         for k in range(count):
             ring = rings[k]
@@ -624,8 +632,10 @@ cdef class Ring:
                 PyErr_CheckSignals()
                 return
         before = cseq_now_ns()
+        if self.unwoken:  # with the GIL, under which other threads write it
+            self.wake()
         with nogil:
-            cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns, &self.unwoken)
+            cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns)
         self.expected = False
         cseq_count_u64(&self.waited, cseq_now_ns() - before)
         PyErr_CheckSignals()
@@ -636,8 +646,10 @@ cdef class Ring:
         cdef uint32_t last = self.outstanding_cell(min(max(self.gil.apart, 1), self.outstanding) - 1)
         cdef uint64_t before = cseq_now_ns()
         cdef int ready
+        if self.unwoken and not cseq_gil_is_served(&self.gil, self.r):
+            self.wake()
         with nogil:
-            ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen, &self.unwoken)
+            ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen)
         self.expected = not ready
         cseq_count_u64(&self.waited, cseq_now_ns() - before)
         return ready
@@ -959,7 +971,8 @@ cdef class Consumer:
         commit   free the cell, count the batch, post the next ticket in its place: C alone
 
     An exception before the commit leaves the ticket where it is: the next call finds it again.
-    No Python code runs between the commit and the return to the caller of `BatchIterator`.
+    No Python code runs between the commit and the return to the caller of `BatchIterator`, but
+    destructors of what the commit drops (the unconverted batch), as its last step.
 
     One thread at a time, but for `step`.
 
@@ -1202,9 +1215,21 @@ cdef class Consumer:
                 continue
             slot = self.slots.find_fit()
             if slot < 0:
-                self.extend()
+                if not self.make_room():
+                    return
             elif self.slots.occupy(slot):
                 self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
+
+    cdef bint make_room(self) except -1:
+        """Make the lowest free slot usable, or more slots. False: memory is short, and there are tickets
+        in the ring, to be had first."""
+        try:
+            self.extend()
+        except MemoryError:
+            if not self.ring.outstanding:
+                raise
+            return False
+        return True
 
     cdef int sweep(self) except -1:
         """Free the cells of given-up tickets that no runner works on any more."""
@@ -1220,16 +1245,19 @@ cdef class Consumer:
                 if k >= ring.abandoned_count or ring.abandoned[k] != cell:
                     k = 0  # a signal handler has called `refill`
                     continue
-            self.leave(cseq_ring_cell(ring.r, cell), cell, True)
+            # Its destructor may run code, `refill` too: after all else is done.
+            before = None if self.objects is None else self.objects.put(cell, None)
+            self.leave(cseq_ring_cell(ring.r, cell), True)
             cseq_ring_retire(ring.r, cell)
             ring.drop(k)
+            if before is not None:
+                before = None
+                k = 0
         return 0
 
-    cdef Py_ssize_t leave(self, cseq_cell* c, uint32_t cell, bint release) except -2:
-        """Empty a cell: the slot that its next ticket can have, or -1."""
+    cdef Py_ssize_t leave(self, cseq_cell* c, bint release) except -2:
+        """Detach a cell's slot: that which its next ticket can have, or -1."""
         cdef Py_ssize_t slot = -1
-        if self.objects is not None:
-            self.objects.put(cell, None)
         if self.slots is not None and c.slot != NO_SLOT:
             slot = self.slots.leave(c)
             if slot >= 0 and (release or not self.slots.is_fit(slot)):
@@ -1326,17 +1354,22 @@ cdef class Consumer:
         self.latest, self.leaves = plan, leaves
         return leaves
 
-    cdef int commit(self, uint32_t k) except -1:
+    cdef int commit(self, uint32_t k, bint done) except -1:
         """Take out the ticket at position `k` of the outstanding ones; post the next one, which is
-        prepared, in its cell."""
+        prepared, in its cell. `done`: the loop goes on behind it."""
         cdef Ring ring = self.ring
         cdef uint32_t cell = ring.outstanding_cell(k)
         cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
         cdef bint more = self.posted < self.batches
-        cdef Py_ssize_t slot = self.leave(c, cell, not more)
+        # Destructors may run code, which may use this consumer: after all else is done.
+        before = self.decoded
+        left = None if self.objects is None else self.objects.put(cell, None)
+        cdef Py_ssize_t slot = self.leave(c, not more)
         self.decoded = None
         ring.free(c, k)
         cseq_count_u64(&self.taken_count, 1)
+        if done:
+            cseq_store_rlx_u64(&self.done_count, self.taken_count)
         if not more:
             return 0
         if self.slots is None:
@@ -1396,12 +1429,11 @@ cdef class Consumer:
             return NULL
         if self.passes:
             taken = self.objects.take(cell)
-            self.commit(<uint32_t>k)  # cannot fail: there are no slots
+            self.commit(<uint32_t>k, True)  # cannot fail: there are no slots
         else:
-            self.commit(<uint32_t>k)
+            self.commit(<uint32_t>k, True)
             taken = <PyObject*>batch
             Py_INCREF(batch)
-        cseq_store_rlx_u64(&self.done_count, self.taken_count)
         return taken
 
     cdef object decode_for_step(self, uint32_t cell, uint64_t token):
@@ -1437,8 +1469,9 @@ cdef class Consumer:
             if error is not None:
                 error, entry = self.describe(cell, error)
             self.prepare()
-            if self.slots is not None and self.slots.find_fit() < 0:
-                self.extend()
+            if (self.slots is not None and self.posted < self.batches
+                    and self.slots.find_fit() < 0):
+                self.make_room()  # if it cannot: `refill` posts the next ticket
             PyErr_CheckSignals()
             if cseq_load_rlx_u64(&self.interrupts) != interrupts:
                 raise InterruptedError("this call was interrupted")
@@ -1449,14 +1482,14 @@ cdef class Consumer:
                 continue
             if not self.is_prepared():
                 continue
-            self.commit(<uint32_t>k)
+            skip = error is not None and self.skip_errors and isinstance(error, Exception)
+            if skip:
+                self.skipped.append(entry)
+            self.commit(<uint32_t>k, error is None or skip)
             if error is None:
-                cseq_store_rlx_u64(&self.done_count, self.taken_count)
                 return batch
-            if not self.skip_errors or not isinstance(error, Exception):
+            if not skip:
                 raise error
-            cseq_store_rlx_u64(&self.done_count, self.taken_count)
-            self.skipped.append(entry)
 
     cdef tuple decode_next(self):
         """Decode the next ticket, in C if possible, else by `read`."""

@@ -28,6 +28,7 @@ cdef extern from "cseq_wait.h" nogil:
     void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns, int shared) noexcept
     void cseq_wake(uint32_t* word, int shared) noexcept
     uint64_t cseq_now_ns() noexcept
+    void cseq_seize(uint32_t* word) noexcept
 
 
 cdef extern from "cseq_list.h" nogil:
@@ -140,10 +141,9 @@ cdef extern from "cseq_gil.h" nogil:
 
     int cseq_gil_await(cseq_gil* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
     int cseq_gil_is_served(const cseq_gil* t, const cseq_ring* r) noexcept
-    int cseq_gil_expect(cseq_gil* t, cseq_ring* r, uint32_t cell, uint32_t last, uint32_t seen,
-                        uint32_t* unwoken) noexcept
-    void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns,
-                             uint32_t* unwoken) noexcept
+    int cseq_gil_expect(cseq_gil* t, const cseq_ring* r, uint32_t cell, uint32_t last,
+                        uint32_t seen) noexcept
+    void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept
 
 
 cdef extern from "cseq_shuffle.h" nogil:

@@ -57,7 +57,6 @@ cdef class Slots:
     cdef bint occupy(self, Py_ssize_t slot) noexcept
     cpdef int release(self, Py_ssize_t slot) except -1
     cpdef bint vacate(self, Py_ssize_t slot) except -1
-    cdef void seize(self) noexcept nogil
     cdef Py_ssize_t leave(self, cseq_cell* c) except -2
     cdef void settle(self, cseq_cell* c) noexcept nogil
     cdef void enter_owners(self, cseq_cell* c) noexcept nogil

@@ -204,7 +204,7 @@ cdef class Slots:
         """Whether a slot is neither free nor leased nor a worker's."""
         cdef int64_t owned
         self.check(slot)
-        self.seize()
+        cseq_seize(&self.lock)
         owned = self.at(slot).owned
         cseq_store_rel_u32(&self.lock, 0)
         return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and owned <= 0
@@ -278,20 +278,16 @@ cdef class Slots:
         self.check(slot)
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        self.seize()
+        cseq_seize(&self.lock)
         self.at(slot).owned += owner  # it may be waiting for a ticket to be settled
         cseq_store_rel_u32(&self.lock, 0)
-
-    cdef void seize(self) noexcept nogil:
-        while not cseq_cas_sc_u32(&self.lock, 0, 1):
-            pass
 
     cdef void settle(self, cseq_cell* c) noexcept nogil:
         """Record the owners of the slots of a published ticket, before its cell is used again."""
         if c.slot >= self.count():  # in none
             return
         if c.slot != cseq_load_acq_u32(&c.home):  # SYNC: owners are entered
-            self.seize()
+            cseq_seize(&self.lock)
             if c.slot != c.home:  # `reclaim` has not done it meanwhile
                 self.enter_owners(c)
             cseq_store_rel_u32(&self.lock, 0)
@@ -320,7 +316,7 @@ cdef class Slots:
         cdef uint64_t word
         cdef uint32_t held
         cdef int state
-        self.seize()
+        cseq_seize(&self.lock)
         for at in range(ring_count):
             for k in range(rings[at].capacity):
                 c = cseq_ring_cell(rings[at], k)

@@ -270,6 +270,9 @@ class Imports(SlotReader):
         # The ticket that was decoded last, and the handles that the converter has written for it.
         # The consumer decodes a ticket again only if an exception interrupted the first time.
         self._fetched: tuple[int, Any] = 0, None
+        # By ticket, what is being discarded: so what an interrupted discard has released already is
+        # not released again.
+        self._discarded: dict[int, Any] = {}
         self.lost = 0
 
     @property
@@ -309,11 +312,15 @@ class Imports(SlotReader):
     def _discard(self, cell: int) -> None:
         """Give the memory of a batch that was given up back to its converter."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
-        if self._ring.token(cell) == self._fetched[0]:
+        token = self._ring.token(cell)
+        if token == self._fetched[0]:
             self._importer.discard(self._fetched[1])
         elif stage == CONVERTER and status == BATCH:
-            memory = self._arena.mapping_of(slot, capacity)
-            self._importer.discard(codec.decode(memory, record))
+            if token not in self._discarded:
+                memory = self._arena.mapping_of(slot, capacity)
+                self._discarded[token] = codec.decode(memory, record)
+            self._importer.discard(self._discarded[token])
+            del self._discarded[token]
 
 
 class SlotSource:

@@ -283,14 +283,57 @@ def test_unordered() -> None:
     assert counter.consumer.next() == "first"
 
 
+class Dropped:
+    """A batch whose destructor takes the next one, or begins the epoch again."""
+
+    def __init__(self, counter: Counter, act: Callable[[], Any]) -> None:
+        self.counter = counter
+        self.act: Callable[[], Any] | None = act
+
+    def __del__(self) -> None:
+        if self.act is not None:
+            act, self.act = self.act, None
+            act()
+
+
+def test_a_destructor_that_takes_a_batch() -> None:
+    """It finds the commit done: no batch comes twice, none is lost."""
+    got: list[Any] = []
+    counter = Counter(lambda batch: "first" if type(batch) is Dropped else batch)
+    counter.work(Dropped(counter, lambda: got.append(counter.consumer.next())))
+    counter.work("second")
+    assert counter.consumer.next() == "first"
+    assert got == ["second"]
+    assert (counter.consumer.taken, counter.consumer.done, counter.consumer.posted) == (2, 2, 4)
+    for batch in ("third", "fourth", "fifth"):
+        counter.work(batch)
+        assert counter.consumer.next() == batch
+    assert counter.consumer.over
+    assert counter.ring.taken_batches == 5
+
+
+def test_a_destructor_of_a_batch_that_was_given_up() -> None:
+    """Its cell is free by then, and may have been posted."""
+    counter = Counter()
+    counter.work(Dropped(counter, counter.consumer.refill))
+    counter.work("second")
+    counter.consumer.begin(8, (200, 5, 5, 0, 2, 2, 0, 0))
+    counter.consumer.refill()
+    assert (counter.ring.outstanding_count, counter.ring.abandoned_count) == (2, 0)
+    assert sorted(counter.ring.ticket(cell)[:2] for cell in range(2)) == [(8, 200), (8, 201)]
+    for batch in range(5):
+        counter.work(batch)
+        assert counter.consumer.next() == batch
+
+
 # -- slots
 
 
 class Slotted:
-    """A consumer of batches in slots: a ring of one cell."""
+    """A consumer of batches in slots: a ring of one cell, or of several."""
 
     def __init__(
-        self, count: int = 1, most: int = 1000, reader: Any = None, **options: Any
+        self, count: int = 1, most: int = 1000, reader: Any = None, cells: int = 1, **options: Any
     ) -> None:
         segment = Segment.create(GRAIN, 8)
         commit(segment.fd, 0, 8 * GRAIN)
@@ -298,12 +341,12 @@ class Slotted:
         self.slots.extend(count)
         self.mapped = [Mapping(segment.fd, slot * GRAIN, GRAIN) for slot in range(8)]
         segment.close()
-        self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
+        self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
         small = None if reader is None else (self.mapped, reader, most, self.lend)
         self.consumer = Consumer(
             self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
-            slots=self.slots, extend=lambda: self.slots.extend(1), small=small, **options,
+            slots=self.slots, small=small, **{"extend": lambda: self.slots.extend(1)} | options,
         )  # fmt: skip
         self.consumer.begin(0, (0, 9, 9, 0, 1, 1, 0, 0))
         self.consumer.refill()
@@ -348,6 +391,45 @@ def test_leased() -> None:
     assert bench.work() == 2
     bench.consumer.next()
     assert bench.work() == 0  # the lowest that is free
+
+
+class Scarce(Slotted):
+    """A consumer whose slots cannot become more once there is no room."""
+
+    def __init__(self, count: int) -> None:
+        self.room = True
+        super().__init__(count, extend=self.extend, cells=3)
+
+    def extend(self) -> None:
+        """Make another slot."""
+        if not self.room:
+            raise MemoryError("no room")
+        self.slots.extend(1)
+
+
+def test_no_memory_for_more_slots() -> None:
+    """What is in the ring comes out first; then it is raised, until there is a slot."""
+    bench = Scarce(3)
+    bench.room = False
+    held = []
+    for number in range(3):
+        bench.work()
+        held.append(bench.consumer.next())
+        assert bench.consumer.posted == 3
+        assert bench.ring.outstanding_count == 2 - number
+    assert bench.slots.leased == 3
+    with pytest.raises(MemoryError, match="no room"):
+        bench.consumer.refill()
+    held.pop()
+    bench.consumer.refill()
+    assert (bench.consumer.posted, bench.ring.outstanding_count) == (4, 1)
+    for _ in range(6):  # to the end of the epoch, whose last ticket needs no other slot
+        bench.work()
+        held[2:] = [bench.consumer.next()]
+        if not bench.consumer.over:
+            held.pop()
+            bench.consumer.refill()
+    assert bench.consumer.over
 
 
 def test_lent_twice() -> None:

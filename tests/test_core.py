@@ -822,6 +822,9 @@ def test_rings_in_one_memory() -> None:
             wrong()
     with pytest.raises(IndexError):
         _core.wait_any(rings, [0, 4, 0], 0)
+    for nothing in (([], []), (rings, cells[1:])):
+        with pytest.raises(ValueError, match="give a ring or more, and a cell of each"):
+            _core.wait_any(*nothing, 0)
 
 
 def test_several_tickets_are_waited_for() -> None:

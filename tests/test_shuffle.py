@@ -469,3 +469,31 @@ def test_generations_wrap_around(
         u64(n), ctypes.c_uint32(width), table, tags, generation, u64(6), u64(last + 1), out
     )
     assert list(out) == cseq.permutation(n, 6, last).tolist()
+
+
+OUT_OF_MEMORY = """
+import resource
+from pathlib import Path
+from cseq._core import Order
+order = Order(2**30, shuffle=True, seed=0)
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+table = 4 * 2**30  # bytes; there is room for it, but not for the tags of its pages
+resource.setrlimit(resource.RLIMIT_AS, (size + table + 2**20, resource.RLIM_INFINITY))
+for _ in range(2):
+    try:
+        order.begin(0)
+    except MemoryError as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+order.begin(0)
+print(len(set(order.read(0, 4).tolist())))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
+def test_no_memory_for_the_table() -> None:
+    """MemoryError each time, until there is room."""
+    command = [sys.executable, "-c", OUT_OF_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = "no memory for the index table of 1073741824 samples (4294967296 bytes)\n"
+    assert done.stdout == 2 * line + "4\n", done.stderr

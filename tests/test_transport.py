@@ -16,7 +16,7 @@ from cseq._memory import SMALL, Block
 from cseq.arena import Arena
 from cseq.slot_size import FIRST
 from cseq.stage import CONVERTER, INDEXER, RAISED
-from cseq.transport import Objects, SlotReader, SlotSource, SlotWriter
+from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
@@ -308,6 +308,57 @@ def test_an_error_of_a_converter_thread_that_has_not_got_the_batch() -> None:
 
 
 # -- between threads
+
+
+class Handled:
+    """A handle of another process's memory, which must be released once."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.opened = number, False
+
+
+class Importer:
+    """Releases handles, and is interrupted in the middle of it the first time."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def discard(self, batch: list[Handled]) -> None:
+        """Release what is not released yet."""
+        for handle in batch:
+            if not handle.opened:
+                handle.opened = True
+                self.released.append(handle.number)
+                if len(self.released) == 2:
+                    raise KeyboardInterrupt
+
+    def unpack(self, batch: Any) -> Any:
+        """Be called for no batch."""
+        raise AssertionError(batch)
+
+
+def test_a_discard_that_is_interrupted() -> None:
+    """What was released before is not released again."""
+    arena = Arena()
+    bench = Bench(arena, stages=2)
+    importer = Importer()
+    bench.batch_reader = Imports(arena, bench.ring, importer, list)
+    source = SlotSource(bench.writer)
+    for ticket in range(2):
+        bench.send(ticket)
+        assert bench.second.claim()
+        source.fetch(bench.second)
+        handles = [Handled(3 * ticket + k) for k in range(3)]
+        bench.batch_writer.publish(bench.second, bench.batch_writer.write(bench.second, handles))
+    bench.consumer.end()
+    with pytest.raises(KeyboardInterrupt):
+        bench.consumer.refill()
+    assert bench.ring.abandoned_count == 2
+    bench.consumer.refill()
+    assert bench.ring.abandoned_count == 0
+    assert sorted(importer.released) == list(range(6))
+    bench.writer.close()
+    arena.close()
 
 
 class Batch:

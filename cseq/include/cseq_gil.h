@@ -131,31 +131,20 @@ CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, ui
     return ready;
 }
 
-/* Wake the runners for tickets posted since they were last woken. */
-CSEQ_INLINE void cseq_gil_wake(cseq_ring *r, uint32_t *unwoken) {
-    if (*unwoken) {
-        *unwoken = 0;
-        cseq_gate_notify(&r->gate[0]);
-    }
-}
-
 /* The trainer waits for a cell, without the GIL, and does not sleep: 1 if its batch is ready. `last`: as
- * for cseq_gil_spin. `unwoken`: tickets posted since the runners were last woken. */
-CSEQ_INLINE int cseq_gil_expect(cseq_gil *t, cseq_ring *r, uint32_t cell, uint32_t last, uint32_t seen,
-                                uint32_t *unwoken) {
+ * for cseq_gil_spin. */
+CSEQ_INLINE int cseq_gil_expect(cseq_gil *t, const cseq_ring *r, uint32_t cell, uint32_t last,
+                                uint32_t seen) {
     cseq_store_rlx_u32(&t->waits, 1);
-    if (!cseq_gil_is_served(t, r)) cseq_gil_wake(r, unwoken);
     const int ready = cseq_gil_spin(t, r, cell, last, seen);
     cseq_store_rlx_u32(&t->waits, 0);
     return ready;
 }
 
-/* The trainer waits for a cell (for cell < 0, any), without the GIL, and has spun for it. As
- * cseq_ring_wait_ready; wakes the runners first. */
-CSEQ_INLINE void cseq_gil_wait_ready(cseq_gil *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns,
-                                     uint32_t *unwoken) {
+/* The trainer waits for a cell (for cell < 0, any), without the GIL, has spun for it, and has woken the
+ * runners. As cseq_ring_wait_ready. */
+CSEQ_INLINE void cseq_gil_wait_ready(cseq_gil *t, cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_store_rlx_u32(&t->waits, 1);
-    cseq_gil_wake(r, unwoken);
     cseq_ring_wait_ready(r, cell, seen, ns);
     cseq_store_rlx_u32(&t->waits, 0);
 }

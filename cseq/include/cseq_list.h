@@ -1,15 +1,16 @@
 /* A list that several threads change, and that a fork holds while it looks at it.
  *
  *   first    0: it is empty
- *   taken    1 while a thread changes the list, for a few instructions, or forks; in the child, the
- *            thread that forked has it still
+ *   taken    1 while a thread changes the list, for a few instructions, or forks, and copies all
+ *            batches in use; others wait without a sleep (cseq_seize). In the child, the thread that
+ *            forked has it still
  *
  * What is in the list has its link as its first member.
  */
 #ifndef CSEQ_LIST_H
 #define CSEQ_LIST_H
 
-#include "cseq_atomic.h"
+#include "cseq_wait.h"
 
 typedef struct cseq_link {
     struct cseq_link *before, *after;
@@ -21,8 +22,7 @@ typedef struct {
 } cseq_list;
 
 CSEQ_INLINE void cseq_list_take(cseq_list *list) {
-    while (!cseq_cas_sc_u32(&list->taken, 0, 1)) {
-    }
+    cseq_seize(&list->taken);
 }
 
 CSEQ_INLINE void cseq_list_leave(cseq_list *list) {

@@ -252,16 +252,6 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-CSEQ_INLINE void cseq_pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__) && defined(__GNUC__)
-    __asm__ __volatile__("yield");
-#elif defined(_MSC_VER)
-    YieldProcessor();
-#endif
-}
-
 /* Claim again and again, for `spin` ns at most: a cell, or CSEQ_NONE.
  * A sleep and its wake-up cost both sides some microseconds; spinning for about as long is
  * 2-competitive with the better of spinning and sleeping. */

@@ -25,6 +25,7 @@
 #include <windows.h>
 #else
 #include <errno.h>
+#include <sched.h>
 #include <time.h>
 #include <unistd.h>
 #endif
@@ -70,6 +71,30 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #endif
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 #endif
+}
+
+/* In a loop that looks at a word again and again: let the other thread of this core go first. */
+CSEQ_INLINE void cseq_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__) && defined(__GNUC__)
+    __asm__ __volatile__("yield");
+#elif defined(_MSC_VER)
+    YieldProcessor();
+#endif
+}
+
+/* Change a word from 0 to 1. For what is held for a few instructions mostly: it does not sleep, but
+ * leaves its core to the holder, which may have lost its own, or hold the word while it forks. */
+CSEQ_INLINE void cseq_seize(uint32_t *word) {
+    while (!cseq_cas_sc_u32(word, 0, 1)) {
+        cseq_pause();
+#if defined(_WIN32)
+        SwitchToThread();
+#else
+        sched_yield();
+#endif
+    }
 }
 
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
