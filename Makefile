@@ -4,10 +4,11 @@
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make conformance-torch  torch's and torchdata's loader tests, with cseq's DataLoader in place
 #                (ARGS="--class module:Class --tags must,own -k ..."); tests/conformance/README.md
+# make docs     the site, into build/docs: Sphinx's warnings are errors; without torch and network
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; BESIDE=PATH measures another
 #                built checkout of cseq in the same rounds; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
-#                first the tests of these and of docs/how-to/data/index.md; benchmarks/formats/README.md
+#                first the tests of these and of docs/how-to/data; benchmarks/formats/README.md
 # make gpu      on a machine with a GPU: tests/gpu, then cseq on the device, measured, into one results
 #                file; TORCH is the build of torch for it; DEVICE=cpu has the CPU stand in for a GPU
 # make frameworks  the recipes of docs/how-to/frameworks.md and docs/how-to/from-dataloader.md, trained with Lightning,
@@ -43,6 +44,7 @@ SECONDS ?= 60
 SEED ?=
 TIMES ?= 1
 BENCH_VENV ?= .bench-venv
+DOCS_VENV ?= .docs-venv
 FORMATS_VENV ?= .formats-venv
 FORMATS ?=
 FRAMEWORKS_VENV ?= .frameworks-venv
@@ -70,7 +72,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 
 .DELETE_ON_ERROR:
-.PHONY: check-torch-versions build debug test quick conformance conformance-torch bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine darwin freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
+.PHONY: check-torch-versions build debug test quick conformance conformance-torch docs site bench measure formats measure-formats gpu measure-gpu frameworks recipes stress interrupts coverage measure-coverage wine darwin freethreaded freethreaded-tsan sanitize lint cross demo wheels clean distclean
 
 # -- the environment: one stamp for each set of packages, so that a second run installs nothing
 
@@ -130,6 +132,19 @@ conformance-torch: build $(VENV)/.conformance
 	$(PY) tests/conformance/run_torch.py $(ARGS) $(TIMES)
 	$(PY) tests/conformance/run_torch.py --stateful $(ARGS) $(TIMES)
 
+# In an environment of its own, without torch.
+docs:
+	$(MAKE) VENV=$(DOCS_VENV) site
+
+$(VENV)/.docs: docs/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(BUILD_REQUIRES) 'cloudpickle>=3.0' --requirement $<
+	touch $@
+
+site: $(VENV)/.docs
+	$(PY) setup.py --quiet build_ext --inplace
+	$(PY) -m sphinx --fail-on-warning --nitpicky --quiet --jobs auto docs build/docs
+
 # In an environment of its own, with the peers at the versions of benchmarks/requirements.txt.
 bench:
 	$(MAKE) VENV=$(BENCH_VENV) measure
@@ -142,7 +157,7 @@ formats:
 	$(MAKE) VENV=$(FORMATS_VENV) measure-formats
 
 measure-formats: build $(VENV)/.formats
-	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or cookbook" $(ARGS)
+	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or how-to/data" $(ARGS)
 	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
 
 # In an environment of its own, since torch is another build there than in .venv.
@@ -321,9 +336,9 @@ wheels: $(VENV)/.dev
 	PATH="$(abspath $(BIN)):$$PATH" $(PY) tests/wheels.py dist/*.tar.gz wheelhouse $(PYTHONS) -- $(ARGS)
 
 clean:
-	rm -rf build dist wheelhouse *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist wheelhouse docs/reference/api *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f cseq/*.so cseq/*.pyd cseq/*.c cseq/*.html
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV) $(FREE_ENV) $(TORCH_ENV)
+	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) $(FORMATS_VENV) $(GPU_VENV) $(FRAMEWORKS_VENV) $(COVERAGE_VENV) $(WINE_ENV) $(FREE_ENV) $(TORCH_ENV)

@@ -1,0 +1,178 @@
+"""How Sphinx makes the site: `make docs`, without a network and without torch."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import figures  # noqa: E402 - docs/figures.py
+from sphinx.ext.autodoc.mock import mock  # noqa: E402
+from sphinx.util import logging  # noqa: E402
+
+import cseq  # noqa: E402
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+log = logging.getLogger(__name__)
+
+# The addresses have one place: the table [project.urls] of pyproject.toml.
+TABLE = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.urls]\n")[2]
+URLS = dict(re.findall(r'^(\w+) = "([^"]+)"$', TABLE.partition("\n[")[0], re.MULTILINE))
+FILES = f"{URLS['Source']}/blob/main"
+
+project = "cseq"
+author = "cseq developers"
+copyright = "cseq developers"  # noqa: A001 - Sphinx's name
+release = cseq.__version__
+version = ".".join(release.split(".")[:2])
+# The version that is published, where one is: by Read the Docs, or by a workflow.
+docs_version = os.environ.get("READTHEDOCS_VERSION", "latest")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "numpydoc",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "sphinx_llms_txt",
+]
+exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+nitpicky = True
+
+# -- Markdown
+
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+
+# -- the API
+
+
+# torch is not in the environment of this build: a stand-in is, while the adapters are imported. Of
+# torch's DataLoader it has the arguments.
+class StandIn(Generic[TypeVar("T")]):
+    """Has the arguments of torch's DataLoader, which cseq.DataLoader shows."""
+
+    def __init__(
+        self,
+        dataset,
+        batch_size=1,
+        shuffle=None,
+        sampler=None,
+        batch_sampler=None,
+        num_workers=0,
+        collate_fn=None,
+        pin_memory=False,
+        drop_last=False,
+        timeout=0,
+        worker_init_fn=None,
+        multiprocessing_context=None,
+        generator=None,
+        *,
+        prefetch_factor=None,
+        persistent_workers=False,
+        pin_memory_device="",
+        in_order=True,
+    ):
+        raise NotImplementedError
+
+
+StandIn.__name__ = StandIn.__qualname__ = "DataLoader"
+StandIn.__module__ = "torch.utils.data"
+with mock(["torch"]):
+    import torch.autograd
+    import torch.utils.data
+
+    vars(torch.autograd)["_profiler_enabled"] = None
+    torch.utils.data.DataLoader = StandIn
+    import cseq.adapters.torch.loader
+    import cseq.adapters.torch.patch
+
+autodoc_typehints = "none"  # the docstrings say types in words
+autosummary_generate = True
+autosummary_ignore_module_all = False
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+numpydoc_xref_param_type = False
+# Names of Python, NumPy and torch: their sites are not asked while this one is built.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|collections|typing|multiprocessing)\..*"),
+    ("py:.*", r"[A-Z]\w*Error|[A-Z][A-Za-z]*Warning|KeyboardInterrupt|RuntimeError|OSError"),
+    (
+        "py:.*",
+        r"int|str|bool|float|object|list|dict|tuple|callable|type|None|Self|Generic|Protocol",
+    ),
+    ("py:.*", r"cseq\.(sequence|indexer|context)\..*|.*\bB(_co)?|.*\bT_co"),
+]
+
+# -- HTML
+
+html_theme = "pydata_sphinx_theme"
+html_title = "cseq"
+html_static_path = ["_static"]
+html_css_files = ["cseq.css"]
+html_show_sourcelink = False
+html_baseurl = URLS["Documentation"]
+html_theme_options = {
+    "logo": {"text": "cseq"},
+    "github_url": URLS["Source"],
+    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "header_links_before_dropdown": 6,
+    "switcher": {
+        "json_url": f"{URLS['Documentation'].rstrip('/')}/switcher.json",
+        "version_match": docs_version,
+    },
+    "check_switcher": False,  # it would ask the network
+    "show_version_warning_banner": False,
+    "show_prev_next": True,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "a11y-light",
+    "pygments_dark_style": "a11y-dark",
+}
+html_sidebars = {"index": [], "faq": []}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# -- llms.txt: the pages as text, for programs that read
+
+llms_txt_title = "cseq"
+llms_txt_summary = (
+    "cseq feeds training loops: it shuffles with a seed, cuts batches, reads them in worker "
+    "processes or threads and delivers them in order. cseq.DataLoader replaces torch's DataLoader."
+)
+
+LINK = re.compile(r"(\]\()((?:\.\./)+[\w][^)\s#]*)(#[^)\s]*)?\)")
+
+
+def link_to_files(app: Sphinx, name: str, source: list[str]) -> None:
+    """Have links to files of the repository that are no pages lead to the repository."""
+    folder = posixpath.dirname(f"docs/{name}")
+
+    def resolve(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, match[2]))
+        if path.startswith("docs/"):
+            return match[0]
+        if not (ROOT / path).exists():
+            log.warning("%s links to %s, which is not there", name, path)
+        return f"{match[1]}{FILES}/{path}{match[3] or ''})"
+
+    source[0] = LINK.sub(resolve, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Add what is ours: figures, and links to files of the repository."""
+    figures.setup(app)
+    app.connect("source-read", link_to_files)
