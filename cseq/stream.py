@@ -600,17 +600,22 @@ class StreamPool:
 
     def _place(self, consumer: StreamConsumer, cell: int) -> str:
         """Name the items, or the call, of the ticket in a cell."""
+        return self._named_by(consumer, cell, self._key(consumer, cell))
+
+    def _named_by(self, consumer: StreamConsumer, cell: int, key: Any) -> str:
+        """Name the items of a key, or the call, of the ticket in a cell."""
         epoch, kind, count = consumer.ring.ticket(cell)
         if kind != ITEMS:
             return f"{consumer.names[cell]} in worker {consumer.number}"
         start = consumer.ring.start(cell)
         named = f"{self._unit} {start}" + (f" to {start + count - 1}" if count > 1 else "")
-        key = self._key(consumer, cell)
         of_key = "" if key is None else f" ({reprlib.repr(key)})"
         return f"{named}{of_key} of worker {consumer.number}, epoch {epoch - 1}"
 
     def _key(self, consumer: StreamConsumer, cell: int) -> Any:
         """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
+        if consumer.ring.ticket(cell)[1] != ITEMS:
+            return None
         words = consumer.ring.indices(cell)
         count = int(words[KEY])
         if count >= 0:
@@ -628,15 +633,19 @@ class StreamPool:
         return key if self._show is None else self._show(key)
 
     def _describe(self, owner: int, cell: int) -> Held:
-        """Describe the ticket in a cell that a dead worker held."""
+        """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
         consumer = self.consumers[owner - 1]
-        epoch, kind, count = consumer.ring.ticket(cell)
+        epoch, _, count = consumer.ring.ticket(cell)
         start = consumer.ring.start(cell)
-        key = self._key(consumer, cell) if kind == ITEMS else None
+        try:
+            key = self._key(consumer, cell)
+            place = self._named_by(consumer, cell, key)
+        except BaseException:  # noqa: BLE001 - the user's class must not end this thread
+            key, place = None, self._named_by(consumer, cell, None)
         items = list(range(start, start + count))
         if key is not None:
             items = key if isinstance(key, list) else [key]
-        return Held(epoch - 1, start, items, self._place(consumer, cell))
+        return Held(epoch - 1, start, items, place)
 
     # -- items
 

@@ -35,7 +35,7 @@ from cseq.launcher.forks import pair
 from cseq.pickling import dump
 from cseq.segment import Segment
 from cseq.stage import START_SHARE, overdue, spin_ns
-from cseq.threads import Latch, Threads
+from cseq.threads import Latch, Threads, await_told, tell
 from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
 
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from cseq.pickling import Pickled
 
 __all__ = ["Supervisor"]
-
-log = logging.getLogger("cseq")
 
 # One that has no descriptor, and so none that a closed standard stream's number could go to.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
@@ -159,8 +157,9 @@ class Supervisor:
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._noted = False
-        self._begun = math.inf  # when workers were wanted
-        self._patience = SHORT  # seconds after that, when the log says what the start waits for
+        self._unready = math.inf  # since when there should be a ready worker, and is none
+        self._event = "the start"  # what was then
+        self._patience = SHORT  # seconds after that, when the log says what is waited for
         self._preload: Callable[[], None]  # set before workers are wanted
         self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
@@ -232,7 +231,7 @@ class Supervisor:
             A worker cannot be forked. Those that are started in other ways are not waited for.
         """
         if not self._wanted.wait(0):
-            self._begun = time.monotonic()
+            self._unready = time.monotonic()
             self._context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
@@ -309,7 +308,8 @@ class Supervisor:
         others = [name for name in others if not name.startswith("cseq-")]
         if others and not _named_threads:
             _named_threads = True
-            log.warning(
+            tell(
+                logging.WARNING,
                 "workers are forked while other threads run (%s): a lock that one of them holds "
                 "then stays locked in the worker, which hangs if it needs it. Start the workers "
                 "before such threads, or with start_method='forkserver'",
@@ -370,12 +370,14 @@ class Supervisor:
         if messages is None:
             self._reap(worker)
             return
+        if worker.state == READY:
+            self._unready = math.inf
         for state, body in messages:
             if state == FAILED:
                 self._fail(failure.unpack(body, worker.owner - 1))
             elif not self._noted:  # all workers would send the same
                 self._noted = True
-                log.warning("%s", body.decode())
+                tell(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
         """Ensure that a worker has ended, post its tickets again, and replace it."""
@@ -389,7 +391,7 @@ class Supervisor:
         worker.close()
         if self.closed:
             if exitcode not in (0, None, KILLED):
-                log.warning("worker %d %s", owner - 1, describe_exit(exitcode))
+                tell(logging.WARNING, "worker %d %s", owner - 1, describe_exit(exitcode))
             return
         at, number = self._locate(owner)
         ring = self.rings[at]
@@ -410,7 +412,10 @@ class Supervisor:
         if error is not None:
             self._fail(error)
             return
-        log.warning("worker %d %s: replaced", owner - 1, describe_exit(exitcode))
+        if was_ready and not any(other.state == READY for other in self._workers.values()):
+            self._event, self._patience = f"worker {owner - 1} has ended", SHORT
+            self._unready = time.monotonic()
+        tell(logging.WARNING, "worker %d %s: replaced", owner - 1, describe_exit(exitcode))
         if self.takes_objects:
             # The loop's thread may be importing, or hold a lock, for which the copy would wait for
             # ever. So this process is forked only while that thread waits for it.
@@ -441,7 +446,7 @@ class Supervisor:
         if self._dead:
             self._await_forks()
         self.failure.check()
-        waited = time.monotonic() - self._begun
+        waited = time.monotonic() - self._unready
         if waited > self._patience:
             self._log_start(waited)
 
@@ -465,12 +470,8 @@ class Supervisor:
                 self._waker.send(b"!")
 
     def _log_start(self, waited: float) -> None:
-        """Log what a start waits for, if that takes long."""
-        workers = self._snapshot()
-        if any(worker.state == READY for worker in workers):
-            self._patience = math.inf
-            return
-        entered = [worker for worker in workers if worker.state in STARTING]
+        """Log what a start, or a replacement of all workers, waits for, if that takes long."""
+        entered = [worker for worker in self._snapshot() if worker.state in STARTING]
         module = self._launcher.importing
         doing = "their processes start"
         if module:
@@ -478,7 +479,7 @@ class Supervisor:
         elif entered:
             doing = f"worker {entered[0].owner - 1} {entered[0].activity()}"
         level = logging.INFO if waited < LONG else logging.WARNING
-        log.log(level, "no worker is ready %.0f s after the start: %s", waited, doing)
+        tell(level, "no worker is ready %.0f s after %s: %s", waited, self._event, doing)
         self._patience = max(LONG, 2 * waited)
 
     def _snapshot(self) -> list[WorkerProcess]:
@@ -504,7 +505,7 @@ class Supervisor:
             message = f"{took}; worker {owner - 1} is here:\n{stack}"
             if not restart:
                 raise WorkerTimeout(message)
-            log.error("%sworker %d is restarted", message, owner - 1)
+            tell(logging.ERROR, "%sworker %d is restarted", message, owner - 1)
             if worker is not None:  # this very process: it may have been replaced meanwhile
                 worker.is_overdue = True
                 worker.child.kill()
@@ -556,11 +557,13 @@ class Supervisor:
         self._wake()
         if self._thread.begun and not self._ended.wait(GRACE):
             for worker in self._snapshot():
-                log.warning("worker %d is busy: killed after %g s", worker.owner - 1, GRACE)
+                number = worker.owner - 1
+                tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
                 worker.child.kill()
             self._ended.wait(LAST_GRACE)
         if not self._gone:  # the thread has failed, or hangs; or processes lived on
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
+        await_told(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)

@@ -12,7 +12,10 @@ thread's import would then wait for ever.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import importlib
+import logging
+import os
 import sys
 import threading
 import time
@@ -24,8 +27,11 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads", "imported", "is_imported"]
+__all__ = ["Latch", "Threads", "await_told", "imported", "is_imported", "tell"]
 
+log = logging.getLogger("cseq")
+
+FOREVER = 1e6  # seconds
 LAST = 1.0  # seconds that a thread may take to end once its work is done
 
 
@@ -91,6 +97,44 @@ class Threads:
             if thread.name == name and thread.is_alive():
                 return thread.ident
         return None
+
+
+_telling = Threads()  # of the latest message
+
+
+def tell(level: int, text: str, *args: object) -> None:
+    """Log a message on a thread of its own, after those before it.
+
+    Handlers of `logging` are the user's: one may raise, or wait for a server. That must not keep a
+    thread from its work that others wait for. What a handler raises is printed.
+    """
+    global _telling
+    if not log.isEnabledFor(level):
+        return
+    before, _telling = _telling, Threads()
+
+    def emit() -> None:
+        before.join(time.monotonic() + FOREVER)
+        log.log(level, text, *args)
+
+    _telling.add("cseq-log", emit)
+    with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is ending
+        _telling.start()
+
+
+def await_told(deadline: float) -> None:
+    """Wait until all messages are logged, or `deadline` (of time.monotonic)."""
+    _telling.join(deadline)
+
+
+def _forget_messages() -> None:
+    """Forget the messages of the process that has forked this one."""
+    global _telling
+    _telling = Threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_messages)
 
 
 def imported(name: str) -> Any:

@@ -1068,3 +1068,39 @@ def test_a_signal_handler_may_take_items() -> None:
         got.extend(s)
         assert sorted(keys_of(got)) == [[k] for k in range(40)]
         assert not lost_slots(s)
+
+
+class Awkward:
+    """A key that ends the thread on which it is unpickled, in the trainer."""
+
+    def __reduce__(self) -> Any:
+        return end_thread, (os.getpid(),)
+
+
+def end_thread(trainer: int) -> int:
+    """Raise SystemExit in the trainer."""
+    if os.getpid() == trainer:
+        raise SystemExit("of the user's key")
+    return 7
+
+
+class Mortal(Makes):
+    """Dies with its first key, once."""
+
+    def __init__(self, folder: str, number: int, num_workers: int) -> None:
+        super().__init__(number, num_workers)
+        self.folder = Path(folder)
+
+    def make(self, key: Any) -> Any:
+        with contextlib.suppress(FileExistsError):
+            (self.folder / "died").touch(exist_ok=False)
+            kill(os.getpid())
+        return super().make(key)
+
+
+def test_a_key_that_raises_where_a_dead_worker_is_replaced(tmp_path: Path) -> None:
+    """Whatever the user's class does: the worker is replaced, and no item is missing."""
+    with streams(partial(Mortal, str(tmp_path)), 1) as s:
+        begin(s, [Awkward(), Awkward()])
+        assert keys_of(s) == [7, 7]
+        assert s.stats().restarts == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -223,6 +224,66 @@ def test_the_dead_are_replaced(pool: Callable[..., Pool]) -> None:
         ("died", 1, 3, True),
         ("task", 1),
     ]
+
+
+class Handler(logging.Handler):
+    """One that raises, or one that waits; it notes what it got."""
+
+    def __init__(self, release: threading.Event | None) -> None:
+        super().__init__()
+        self.waits_for = release
+        self.got: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note the message, or wait, or raise."""
+        if self.waits_for is not None:
+            self.waits_for.wait()
+        self.got.append(record.getMessage())
+        if self.waits_for is None:
+            raise OSError("the log server does not answer")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
+    pool: Callable[..., Pool], *, waits: bool
+) -> None:
+    """One that raises, and one that waits meanwhile; all messages come, in their order."""
+    release = threading.Event() if waits else None
+    handler = Handler(release)
+    log = logging.getLogger("cseq")
+    log.addHandler(handler)
+    try:
+        one = pool(b"RN3", b"R")
+        supervisor = one.start()
+        one.events.wait_checking(supervisor, 3)
+        one.await_ready(1)
+        supervisor.check()
+        if release is not None:
+            assert handler.got == []
+            release.set()
+        one.close()
+        assert handler.got == ["noted", "worker 0 exited with code 3: replaced"]
+    finally:
+        log.removeHandler(handler)
+
+
+def test_the_log_tells_of_the_present_generation_of_workers(
+    pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If all are replaced in mid-epoch, that is what is waited for, and not the start."""
+    monkeypatch.setattr(supervisor_module, "SHORT", -1.0)
+    monkeypatch.setattr(supervisor_module, "LONG", 0.0)
+    one = pool(b"RS", b"S")
+    supervisor = one.start()
+    one.await_ready(1)
+    supervisor.check()  # one is ready: there is nothing to tell
+    supervisor.kill(1)
+    one.events.wait_checking(supervisor, 3)
+    supervisor.check()
+    one.close()
+    assert "after the start" not in caplog.text
+    assert re.search(r"no worker is ready \d+ s after worker 0 has ended: ", caplog.text)
 
 
 def test_a_death_too_many(pool: Callable[..., Pool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextvars import Context
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from cseq._memory import fork
 from cseq.launcher.base import (
     FOREVER,
     KILL,
+    LAST,
     Children,
     apart,
     check_owner,
@@ -20,6 +22,7 @@ from cseq.launcher.base import (
 from cseq.launcher.child import begin_as_copy
 from cseq.launcher.forks import handing_over, pair
 from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
+from cseq.threads import await_told
 
 if TYPE_CHECKING:
     import socket
@@ -131,6 +134,7 @@ class ForkLauncher(_DirectLauncher):
         self, number: int, theirs: socket.socket, local: object, context: Context
     ) -> Process:
         flush_output()
+        await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
         if self._threads is not None:
             compute.find_openblas()
         with handing_over(theirs):

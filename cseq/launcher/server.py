@@ -40,7 +40,7 @@ from cseq.launcher.record import (
     receive,
 )
 from cseq.launcher.waiting import PidFd, hung_up, readable
-from cseq.threads import Latch
+from cseq.threads import Latch, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from cseq.launcher.processes import Process
     from cseq.launcher.record import Record
 
-
-log = logging.getLogger("cseq")
 
 MOST_TRIES = 4  # servers that are started to find the modules that a server must not import
 
@@ -331,11 +329,19 @@ class ForkServerLauncher:
             if fault is None:
                 return self._start()  # the same one, unless it has ended
             name, reason = fault
-            log.info("module %s is imported by each worker, not by their server: %s", name, reason)
+            tell(
+                logging.INFO,
+                "module %s is imported by each worker, not by their server: %s",
+                name,
+                reason,
+            )
             _unfit[name] = reason
             self._modules.remove(name)
             self._give_up()
-        log.info("all modules are imported by each worker: too many are unfit for their server")
+        tell(
+            logging.INFO,
+            "all modules are imported by each worker: too many are unfit for their server",
+        )
         self._modules = []
         return self._start()
 
@@ -372,7 +378,11 @@ class ForkServerLauncher:
                 server = self._start()
                 continue
             if outcome == FAILED:
-                log.warning("module %s was to be imported for all workers: its import fails", name)
+                tell(
+                    logging.WARNING,
+                    "module %s was to be imported for all workers: its import fails",
+                    name,
+                )
             elif outcome != KEPT:
                 return name, REASONS[outcome]
             server.has += 1
