@@ -120,8 +120,20 @@ if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there
 
     def __getattr__(name: str) -> object:
         """Import torch's adapter when it is asked for: `import cseq` imports no torch."""
-        if name in ("DataLoader", "StatefulDataLoader"):
-            from cseq.adapters import torch
+        if name not in ("DataLoader", "StatefulDataLoader"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from cseq.adapters import torch
 
+        try:
             return getattr(torch, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        except ImportError as error:
+            if error.name != "torch" or sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                raise  # of `from cseq import DataLoader`, which would hide an AttributeError
+            raise AttributeError(str(error), name=name) from error
+
+    def __dir__() -> list[str]:
+        """Name torch's adapter too, if torch is there."""
+        from importlib.util import find_spec
+
+        loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()
+        return sorted({*globals(), *loaders})

@@ -35,9 +35,14 @@ class Deaths:
         Replacements that are allowed in an epoch.
     unit, advice : str
         For messages: what a ticket stands for ('batch'), and what to do if it ends its workers.
+    lost : str
+        What the log adds where it says that a worker was replaced.
     """
 
-    def __init__(self, budget: int, num_workers: int, unit: str, advice: str) -> None:
+    def __init__(
+        self, budget: int, num_workers: int, unit: str, advice: str, lost: str = ""
+    ) -> None:
+        self.lost = lost
         self._budget = budget
         self._starts = TRIES * num_workers  # all of them may die at once while they start
         self._unit, self._advice = unit, advice

@@ -118,6 +118,8 @@ class Streams:
         What messages call an item.
     show : callable, optional
         ``show(key)`` is what messages and errors have for a key, if not the key itself.
+    lost : str
+        What the log adds where it says that a worker was replaced.
     launch : 'now' or 'begin'
         When workers are started: by the constructor; or by the first `ask`, or the first `begin`
         once it has posted what they have to do. A forked worker then makes its first items while
@@ -169,6 +171,7 @@ class Streams:
         errors: Literal["raise", "return"] = "raise",
         unit: str = "item",
         show: Callable[[Any], Any] | None = None,
+        lost: str = "",
         launch: Literal["now", "begin"] = "now",
     ) -> None:
         if not callable(producer):
@@ -191,6 +194,7 @@ class Streams:
             encoded=flag("encoded", encoded),
             unit=unit,
             show=show,
+            lost=lost,
         )
         self._run = Run(pool)
         self._reader = ItemReader(
@@ -443,6 +447,7 @@ class StreamPool:
         encoded: bool,
         unit: str,
         show: Callable[[Any], Any] | None,
+        lost: str,
     ) -> None:
         self.num_workers = num_workers
         self._encoded = encoded
@@ -465,7 +470,7 @@ class StreamPool:
             readers=num_workers,
             task=lambda _: Task(num_workers, timed=timeout is not None),
             describe=self._describe,
-            deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it"),
+            deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it", lost),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,

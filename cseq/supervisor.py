@@ -415,7 +415,8 @@ class Supervisor:
         if was_ready and not any(other.state == READY for other in self._workers.values()):
             self._event, self._patience = f"worker {owner - 1} has ended", SHORT
             self._unready = time.monotonic()
-        tell(logging.WARNING, "worker %d %s: replaced", owner - 1, describe_exit(exitcode))
+        ended, lost = describe_exit(exitcode), self.deaths.lost
+        tell(logging.WARNING, "worker %d %s: replaced%s", owner - 1, ended, lost)
         if self.takes_objects:
             # The loop's thread may be importing, or hold a lock, for which the copy would wait for
             # ever. So this process is forked only while that thread waits for it.

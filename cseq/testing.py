@@ -9,9 +9,9 @@
             train(batch)
 
 `running` is an object with worker processes: an `MPSequence` between `start` and `finish`, a
-`cseq.stream.Streams`, RETURNN's ``MultiProcDataset`` or torchdata's
-``MultiProcessingReadingService`` of `cseq.adapters`. Workers are numbered as in `worker_info`;
-converter processes have the numbers from `num_workers` on. The functions raise
+`cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, RETURNN's ``MultiProcDataset`` or
+torchdata's ``MultiProcessingReadingService`` of `cseq.adapters`. Workers are numbered as in
+`worker_info`; converter processes have the numbers from `num_workers` on. The functions raise
 
 TypeError
     `running` has no workers at all.
@@ -223,11 +223,13 @@ def _supervisor(running: Any) -> Supervisor:
         run: Run[Any] | None = running._run
     except AttributeError:
         raise TypeError(
-            f"{type(running).__name__} has no workers; give an MPSequence, Streams, or the dataset "
-            "or reading service of an adapter"
+            f"{type(running).__name__} has no workers; give an MPSequence, Streams, or the loader, "
+            "dataset or reading service of an adapter"
         ) from None
     if run is None:
-        raise RuntimeError(f"{type(running).__name__} is not running: call start() first")
+        raise RuntimeError(
+            f"{type(running).__name__} is not running: call start(), or iter() of a loader"
+        )
     if not run.is_ours:
         raise RuntimeError("the workers belong to the process that forked this one")
     supervisor: Supervisor | None = run.pool.supervisor

@@ -10,6 +10,8 @@ import gc
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -20,6 +22,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from conftest import import_path  # noqa: E402
 from interrupting import first_hits, interrupted  # noqa: E402
 from killing import kill  # noqa: E402
 from kinds import QUICKEST  # noqa: E402
@@ -37,7 +40,7 @@ from torch_data import (  # noqa: E402
     without_told,
 )
 
-import cseq  # noqa: E402
+import cseq.testing  # noqa: E402
 from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
 from cseq.adapters.torch.order import leaves_no_trace  # noqa: E402
 from cseq.launcher.base import KILLED  # noqa: E402
@@ -553,7 +556,7 @@ def test_attributes_are_torchs() -> None:
     ours, theirs = loader(Plain()), data.DataLoader(Plain(), **FORK)
     public = {name for name in vars(theirs) if not name.startswith("_")}
     added = {name for name in vars(ours) if not name.startswith("_")} - public
-    assert added == {"rng", "on_error", "snapshot_every_n_steps"}
+    assert added == {"rng", "on_error", "snapshot_every_n_steps", "max_restarts"}
     assert isinstance(ours, data.DataLoader)
     assert len(ours) == len(theirs)
     assert cseq.DataLoader[int]
@@ -1497,3 +1500,92 @@ def test_two_threads_in_one_iterator() -> None:
     dataset.released.set()
     thread.join()
     assert [batch.item() for batch in (*first, *iterator)] == [0, 1, 2, 3]
+
+
+# ── what a loader tells of its workers ─────────────────────────────────────────────────────
+
+
+def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
+    made = loader(Plain(12), batch_size=2)
+    with pytest.raises(RuntimeError, match="not running"):
+        cseq.testing.pids(made)
+    with pytest.raises(RuntimeError, match="no worker processes of cseq"):
+        made.stats()
+    iterator = iter(made)
+    got = [next(iterator).tolist()]
+    pids = [process.pid for process in iterator._workers]
+    assert cseq.testing.pids(made) == cseq.testing.pids(iterator) == pids
+    assert cseq.testing.kill(made, 1) == pids[1]
+    got += [batch.tolist() for batch in iterator]
+    assert got == [[k, k + 1] for k in range(0, 12, 2)]
+    assert made.stats().batches == iterator.stats().batches == 6
+    del iterator
+    assert made.stats().batches == 6
+    with pytest.raises(RuntimeError, match="not running"):
+        cseq.testing.pids(made)
+    pickle.loads(pickle.dumps(made))
+    without = cseq.DataLoader(Plain(2))
+    assert len(list(without)) == 2
+    with pytest.raises(RuntimeError, match="no worker processes of cseq"):
+        without.stats()
+
+
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+def test_the_log_says_if_numbers_are_drawn_again(
+    rng: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = loader(Augmented(12), num_workers=1, batch_size=1, prefetch_factor=1, rng=rng)
+    iterator = iter(made)
+    got = [next(iterator)]
+    kill(iterator._workers[0].pid)
+    got += iterator
+    assert len(got) == 12
+    again = len({str(batch["drawn"]) for batch in got}) < 12
+    [record] = [each for each in caplog.records if ": replaced" in each.message]
+    assert again == ("numbers are drawn that were drawn before" in record.message)
+    assert again == (rng == "worker")
+
+
+def test_replacements_can_be_forbidden() -> None:
+    iterator = iter(loader(Plain(12), num_workers=1, prefetch_factor=1, max_restarts=0))
+    next(iterator)
+    kill(iterator._workers[0].pid)
+    with pytest.raises(cseq.WorkerDied, match="max_restarts=0"):
+        list(iterator)
+    with pytest.raises(ValueError, match="max_restarts"):
+        loader(Plain(1), max_restarts=-1)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import cseq
+print(hasattr(cseq, "DataLoader"), "DataLoader" in dir(cseq), hasattr(cseq, "rng"))
+try:
+    cseq.DataLoader
+except AttributeError as error:
+    print(error)
+try:
+    from cseq import StatefulDataLoader
+except ImportError as error:
+    print(error)
+try:
+    from cseq.adapters.torch import install
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_torch_errors_say_what_to_install() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert printed[0] == "False False True"
+    assert len(printed) == 4
+    assert all("pip install 'cseq-loader[torch]'" in line for line in printed[1:])
+    assert hasattr(cseq, "DataLoader")
+    assert "DataLoader" in dir(cseq)

@@ -37,6 +37,8 @@ __all__ = [
     "uninstall",
 ]
 
+MISSING = "cseq.DataLoader needs torch; install it with: pip install 'cseq-loader[torch]'"
+
 _HOMES = {
     "DataLoader": "loader",
     "LoaderTimeout": "iterator",
@@ -54,4 +56,10 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    try:
+        module = import_module(f"{__name__}.{home}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise ImportError(MISSING, name="torch") from error
+    return getattr(module, name)

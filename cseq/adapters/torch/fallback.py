@@ -43,6 +43,7 @@ def make_iterator(
     on_error: str,
     resume: Resume | None = None,
     snapshot_every: int | None = None,
+    max_restarts: int = 100,
 ) -> Any:
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
@@ -66,7 +67,12 @@ def make_iterator(
     generators = None if is_forked else _save(loader.generator)
     try:
         return WorkersIterator(
-            loader, rng=rng, on_error=on_error, resume=resume, snapshot_every=snapshot_every
+            loader,
+            rng=rng,
+            on_error=on_error,
+            resume=resume,
+            snapshot_every=snapshot_every,
+            max_restarts=max_restarts,
         )
     except UnpicklableError as error:  # torch's own way may know what to do with it
         if generators is None:

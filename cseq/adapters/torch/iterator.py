@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import weakref
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,16 @@ from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torch.state import Resume
+    from cseq.run import Run
     from cseq.stats import Stats
+    from cseq.stream import StreamPool
 
 __all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
 
+DRAWN_AGAIN = (
+    ", and with rng='worker' its generators begin from its seed: numbers are drawn that were drawn "
+    "before; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
+)
 LONGEST = 4096  # indices of a batch that travel in its ticket; more are sent in a slot
 
 
@@ -62,6 +69,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         Where the epoch is to go on.
     snapshot_every : int, optional
         See `Epoch`; None: no state is asked for.
+    max_restarts : int
+        See `DataLoader`.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         on_error: str,
         resume: Resume | None = None,
         snapshot_every: int | None = None,
+        max_restarts: int = 100,
     ) -> None:
         self._shutdown = True
         names.Base.__init__(self, loader)
@@ -100,6 +110,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._rng = rng
         self._skips_errors = on_error == "skip"
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
+        self.progress.iterator = weakref.ref(self)
         method = start_method_of(loader)
         is_forked = method == "fork"
         producer: Any = worker.Worker(
@@ -118,11 +129,13 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 prefetch=self._prefetch_factor,
                 key_size=min(1 + (loader.batch_size or 512), LONGEST),
                 start_method=method,
+                max_restarts=max_restarts,
                 timeout=float(self._timeout) or None,
                 timed_from="wait",
                 errors="return",
                 unit="batch",
                 show=worker.unnumbered if rng == "batch" else None,
+                lost="" if rng == "batch" else DRAWN_AGAIN,
                 launch="begin" if keys_first else "now",
             )
         self._shutdown = False
@@ -353,11 +366,18 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._ended = True
         for process in self._workers:
             process.keep()
+        if self.progress.stats is None:  # if `close` was interrupted, they are there already
+            self.progress.stats = self.stats()
         self._streams.close()
         self._shutdown = True  # not before: if `close` is interrupted, it is called again
 
     def __del__(self) -> None:
         """Do nothing: `Streams` end when they are dropped, and nothing waits for that."""
+
+    @property
+    def _run(self) -> Run[StreamPool]:
+        """For `cseq.testing`."""
+        return self._streams._run
 
     def stats(self) -> Stats:
         """Count what was done so far, and where time went; see `cseq.Stats`."""

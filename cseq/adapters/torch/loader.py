@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from cseq.run import Run
+    from cseq.stats import Stats
+    from cseq.stream import StreamPool
+
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
 log = logging.getLogger("cseq")
@@ -68,12 +72,17 @@ class DataLoader(Torchs[T_co]):
         How often an IterableDataset that has a state is asked for it: behind every so many batches
         of a worker. Batches between that and the last one delivered are made again at a resume. A
         map-style data set that has a state is asked behind every batch. 0: never.
+    max_restarts : int
+        Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
+        generators of a replacement begin from its seed, so numbers are drawn again, which the log
+        says; with 0, `WorkerDied` is raised in the loop.
     """
 
     # Of the class, too: some loaders are made of another one's `__dict__`.
     rng: str | None = None
     on_error: str | None = None
     snapshot_every_n_steps: int = 1
+    max_restarts: int = 100
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
 
@@ -102,6 +111,7 @@ class DataLoader(Torchs[T_co]):
             rng: Literal["worker", "batch"] | None = None,
             on_error: Literal["raise", "skip"] | None = None,
             snapshot_every_n_steps: int = 1,
+            max_restarts: int = 100,
         ) -> None: ...
 
     else:
@@ -112,6 +122,7 @@ class DataLoader(Torchs[T_co]):
             rng: str | None = None,
             on_error: str | None = None,
             snapshot_every_n_steps: int = 1,
+            max_restarts: int = 100,
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, **kwargs)
@@ -120,6 +131,7 @@ class DataLoader(Torchs[T_co]):
             self.snapshot_every_n_steps = count(
                 "snapshot_every_n_steps", snapshot_every_n_steps, least=0
             )
+            self.max_restarts = count("max_restarts", max_restarts, least=0)
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
@@ -145,6 +157,7 @@ class DataLoader(Torchs[T_co]):
             on_error=self.on_error or defaults.on_error,
             resume=resume,
             snapshot_every=self.snapshot_every_n_steps,
+            max_restarts=self.max_restarts,
         )
         self._progress = getattr(iterator, "progress", None)
         if self._progress is not None:
@@ -210,6 +223,36 @@ class DataLoader(Torchs[T_co]):
     def skipped(self) -> list[tuple[int, str]]:
         """Batches of the latest epoch that ``on_error='skip'`` left out: number, error."""
         return [] if self._progress is None else list(self._progress.skipped)
+
+    @property
+    def _run(self) -> Run[StreamPool] | None:
+        """The run of the latest iterator, for `cseq.testing`."""
+        iterator = None if self._progress is None else self._progress.iterator()
+        return None if iterator is None else iterator._run
+
+    def stats(self) -> Stats:
+        """Count what the workers have done, and where time went; see `cseq.Stats`.
+
+        They are those of the latest `iter`, also when they have ended with their epoch.
+
+        Raises
+        ------
+        RuntimeError
+            There are none: no epoch has begun, or it was left, or the trainer makes the batches.
+        """
+        progress = self._progress
+        iterator = None if progress is None else progress.iterator()
+        stats: Stats | None = None
+        if iterator is not None:
+            stats = iterator.stats()
+        elif progress is not None:
+            stats = progress.stats
+        if stats is None:
+            raise RuntimeError(
+                "there are no worker processes of cseq's to count for: begin an epoch, with "
+                "num_workers above 0, and keep its iterator"
+            )
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch is, behind the last batch that was delivered.

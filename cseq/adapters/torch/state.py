@@ -14,10 +14,13 @@ from cseq.adapters.torch.stateful import left_by
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from cseq.adapters.torch.order import Order
     from cseq.adapters.torch.stateful import DatasetState
+    from cseq.stats import Stats
 
 __all__ = ["VERSION", "Progress", "Resume", "read"]
 
@@ -105,12 +108,18 @@ class Progress:
         The loader's own one, from which the seeds of its epochs are drawn.
     before : torch.Tensor, optional
         The state it had before it was drawn from for this epoch.
+    iterator : weakref, optional
+        The iterator, if it has worker processes.
+    stats : Stats, optional
+        Of the workers that have ended.
     """
 
     def __init__(self, *, iterable: bool, num_workers: int, rng: str) -> None:
         self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
         self.generator: torch.Generator | None = None
         self.before: torch.Tensor | None = None
+        self.iterator: Callable[[], Any] = _none
+        self.stats: Stats | None = None
         self.states: list[bytes | None] = []
         self.earlier: list[bytes | None] = []
         self.begin(0)
@@ -205,10 +214,15 @@ class Progress:
             "order": Kept(self._sampler_state()),
             "inline": None,
             "generator": None,
+            "iterator": _none,
             "before": self._generator_state(),
             "states": [None if each is None else dumps(each) for each in states],
             "earlier": [None] * len(states),
         }
+
+
+def _none() -> None:
+    """Return what a weak reference returns when its object is gone."""
 
 
 class Kept:
