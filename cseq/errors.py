@@ -78,9 +78,23 @@ class RemoteTraceback(CseqError):
     ----------
     worker : int or None
         The number of the worker that raised it, from 0, where that is known.
+    process : str
+        What that process is called.
+    is_told : bool
+        The traceback is in the text of the exception that this is the cause of: its own text is
+        then short, so that both together show it once. ``args[0]`` is the traceback in any case.
     """
 
     worker: int | None = None
+    process: str = "worker process"
+    is_told: bool = False
+
+    @property
+    def place(self) -> str:
+        """The process that raised it, in words."""
+        return f"a {self.process}" if self.worker is None else f"{self.process} {self.worker}"
 
     def __str__(self) -> str:
+        if self.is_told:
+            return f"in {self.place}"
         return f"\n{self.args[0]}" if self.args else ""

@@ -1,14 +1,16 @@
 """An exception, packed in a worker and raised in the training loop.
 
-It arrives as itself: same type, same attributes, with the worker's traceback as its cause and with
-its batch named. It is pickled *and unpickled* where it was raised, so an exception for which this
-fails is found there; then its type's name and its text are sent, and raised as a `WorkerError`.
+It arrives as itself: same type, same attributes, with its batch named and with the worker's
+traceback as its cause, and in its text. It is pickled *and unpickled* where it was raised, so an
+exception for which this fails is found there; then its type's name and its text are sent, and
+raised as a `WorkerError`.
 """
 
 from __future__ import annotations
 
 import builtins
 import copy
+import functools
 import pickle
 import signal
 import traceback
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Failure", "annotate", "deliver", "ends_program", "line_of", "named", "ordinary", "pack",
-    "pack_text", "str_of", "unpack", "where",
+    "pack_text", "str_of", "told", "unpack", "where",
 ]  # fmt: skip
 
 GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
@@ -64,7 +66,9 @@ def _traceback_of(error: BaseException) -> str:
         return "".join(["Traceback (most recent call last):\n", *trace, line_of(error), "\n"])
 
 
-def unpack(data: bytes, worker: int | None = None) -> BaseException:
+def unpack(
+    data: bytes, worker: int | None = None, process: str = "worker process"
+) -> BaseException:
     """Restore the exception; its ``__cause__`` shows the traceback of where it was raised."""
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
@@ -79,7 +83,7 @@ def unpack(data: bytes, worker: int | None = None) -> BaseException:
             why = f"this exception could not be unpickled here: {reason!r}"
             error = WorkerError(f"{name}: {message} ({why})")
     cause = RemoteTraceback(text)
-    cause.worker = worker
+    cause.worker, cause.process = worker, process
     CAUSE.__set__(error, cause)
     return error
 
@@ -96,7 +100,7 @@ def _travelling(error: BaseException) -> bytes | None:
             data = dumps(candidate)
             back = pickle.loads(data)
             # The text may be made of an attribute that is left out.
-            if type(back) is type(error) and _has_text(back) >= _has_text(error):
+            if type(back) is _own_class(error) and _has_text(back) >= _has_text(error):
                 return data
         except BaseException as broken:
             if ends_program(broken):
@@ -126,7 +130,7 @@ class _Rebuilt:
             )
         else:
             args = tuple(a if _can_pickle(a) else repr(a) for a in self._error.args)
-        return _rebuild, (type(self._error), args, state)
+        return _rebuild, (_own_class(self._error), args, state)
 
 
 class _Member:
@@ -176,6 +180,7 @@ class Failure:
             return
         try:
             self._error = _copy_of(error)
+            error = told(error)
             raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle
@@ -195,12 +200,90 @@ def _copy_of(error: BaseException) -> BaseException:
             break
     else:
         return error
+    return _linked(made, error)
+
+
+def _linked(made: BaseException, error: BaseException) -> BaseException:
+    """Give an exception the notes, cause, context and traceback of another one."""
     notes = vars(error).get("__notes__")
     if isinstance(notes, list):
         vars(made)["__notes__"] = list(notes)
     for descriptor in (CAUSE, CONTEXT, SUPPRESSED, TRACE):
         descriptor.__set__(made, descriptor.__get__(error))
     return made
+
+
+def told(error: BaseException) -> BaseException:
+    """Return a worker process's exception with the traceback in its text, where torch has it.
+
+    Type, arguments and attributes stay: its class becomes one that differs in `__str__` alone. If
+    the class does not allow for that, the exception is returned as it is.
+    """
+    cls: Any = type(error)
+    cause = CAUSE.__get__(error)
+    if not isinstance(cause, RemoteTraceback) or "__told__" in vars(cls):
+        return error
+    try:
+        telling = _telling(cls)
+        try:
+            object.__setattr__(error, "__class__", telling)
+        except TypeError:  # a class of the interpreter's
+            _, args, *state = cls.__reduce_ex__(error, 2)
+            made: BaseException = telling(*args)
+            for each in filter(None, state):
+                made.__setstate__(each)
+            error = _linked(made, error)
+    except (Exception, SystemExit) as broken:  # anything may go wrong in the user's class
+        if ends_program(broken):
+            raise
+        return error
+    cause.is_told = True
+    return error
+
+
+def _own_class(error: BaseException) -> type[BaseException]:
+    """Return the class that an exception was raised as."""
+    cls: type[BaseException] = vars(type(error)).get("__told__", type(error))
+    return cls
+
+
+@functools.lru_cache(maxsize=64)
+def _telling(cls: type[BaseException]) -> type[BaseException]:
+    """Make the class of exceptions that tell the traceback of their worker."""
+    registers = any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1])
+    if registers or issubclass(cls, SyntaxError):
+        raise TypeError(f"{cls.__qualname__} knows its subclasses, or is not shown by its text")
+
+    make: Any = type(cls)
+
+    def text(self: BaseException) -> str:
+        own, cause = cls.__str__(self), CAUSE.__get__(self)
+        if not isinstance(cause, RemoteTraceback):
+            return own
+        trace = cause.args[0]
+        beside = "" if own in trace else f"{own}\n"
+        return f"{beside}Caught {cls.__name__} in {cause.place}.\nOriginal {trace}"
+
+    def reduce(self: BaseException, protocol: Any) -> Any:
+        reduced = cls.__reduce_ex__(self, protocol)
+        if isinstance(reduced, tuple) and reduced[0] is telling:
+            return cls, *reduced[1:]
+        return reduced
+
+    telling: type[BaseException] = make(
+        cls.__name__,
+        (cls,),
+        {
+            "__slots__": (),
+            "__told__": cls,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__str__": text,
+            "__reduce_ex__": reduce,
+        },
+    )
+    return telling
 
 
 def _has_text(error: BaseException) -> bool:
@@ -226,9 +309,11 @@ def _can_pickle(value: object) -> bool:
 
 
 def str_of(error: BaseException) -> str:
-    """Return an exception's text, also when its ``__str__`` is broken."""
+    """Return an exception's own text, without the worker's traceback, if it has any."""
     try:
-        return str.__str__(str(error))  # `str` returns an instance of a subclass as it is
+        return str.__str__(
+            _own_class(error).__str__(error)
+        )  # it may return an instance of a subclass
     except BaseException as broken:
         if ends_program(broken):
             raise
@@ -287,7 +372,7 @@ def deliver(error: BaseException, place: str) -> NoReturn:
 
 def named(error: BaseException, place: str) -> BaseException:
     """Return the exception to raise in the loop for an indexer's, with its batch named."""
-    error = ordinary(error)
+    error = told(ordinary(error))
     if hasattr(error, "add_note"):
         _note(error, f"cseq: while making {place}")
     return error

@@ -195,12 +195,12 @@ class Feed:
     ) -> tuple[BaseException, tuple[int, int, str]]:
         """Name the batch in an exception, and log the exception if the batch is left out."""
         epoch, batch, _, place = self.named(cell)
-        error = failure.named(error, place)
+        error = failure.ordinary(error)
         entry = epoch, batch, failure.line_of(error)
         if self._skip_errors and isinstance(error, Exception):
             # As text: a log record that keeps the exception keeps its traceback, and the ring.
             log.error("skipped %s: %s", place, entry[2])
-        return error, entry
+        return failure.named(error, place), entry
 
     def _await(self) -> tuple[int, int, int, int, int, tuple[int, ...]]:
         """Sleep until a ticket is finished, and peek at it."""

@@ -178,8 +178,8 @@ def test_an_exception_that_cannot_be_pickled() -> None:
     assert next(iterator) == 0
     with pytest.raises(Holding, match="held") as caught:
         next(iterator)
-    assert "the cause" in str(caught.value.__cause__)
-    assert "in __getitem__" in str(caught.value.__cause__)
+    assert "the cause" in str(caught.value)
+    assert "in __getitem__" in str(caught.value)
     assert list(iterator) == [2, 3]
 
 
