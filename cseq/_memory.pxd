@@ -17,6 +17,8 @@ cdef enum:
 cdef cseq_list* in_use   # leases and windows, which a fork copies
 cdef cseq_place* place_here  # where numpy allocates; one for the process: arrays outlive everything
 
+cdef long* forks_here    # see `fork_depth`
+
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran)
 cdef void arm(long worker) noexcept

@@ -10,6 +10,8 @@ SMALL: Final[int]
 DEBUG: Final[bool]
 HAS_GIL: Final[bool]
 
+def fork_depth() -> int: ...
+
 @disjoint_base
 class Memory:
     @property

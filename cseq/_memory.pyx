@@ -52,6 +52,7 @@ cdef extern from *:
     """
     static cseq_list cseq_in_use; /* leases and windows */
     static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
+    static long cseq_forks; /* between this process and the program that was executed */
 
     #ifdef _WIN32
     static int cseq_fork_install(void) { return 0; }
@@ -79,6 +80,7 @@ cdef extern from *:
     static void cseq_at_child(void) {
         cseq_place_child(&cseq_placed);
         cseq_spans_child(&cseq_in_use);
+        cseq_forks++;
     }
     static int cseq_fork_install(void) {
         return pthread_atfork(cseq_at_prepare, cseq_at_parent, cseq_at_child);
@@ -87,6 +89,7 @@ cdef extern from *:
     """
     cseq_list cseq_in_use
     cseq_place cseq_placed
+    long cseq_forks
     int cseq_fork_install() noexcept
     int cseq_fork() noexcept
 
@@ -95,6 +98,15 @@ if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
 in_use = &cseq_in_use
 place_here = &cseq_placed
+forks_here = &cseq_forks
+
+
+def fork_depth():
+    """How many forks lie between this process and the program that was executed.
+
+    What has noted it, in an object that a forked process inherits, is told from the copy.
+    """
+    return cseq_forks
 
 
 def fork():

@@ -28,4 +28,5 @@ cdef class BatchMaker:
     cdef TicketWriter writer
     cdef object convert, seeds
     cdef list loaded
+    cdef long depth  # of forks; another one: this process is a copy, made by the user's code
     cdef int make(self, Runner runner) except -1

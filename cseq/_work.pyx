@@ -7,6 +7,7 @@ cimport cython
 
 from cseq._core cimport Runner
 from cseq._headers cimport *
+from cseq._memory cimport forks_here
 from cseq._objects cimport ObjectTable
 
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
@@ -87,9 +88,14 @@ cdef class BatchMaker:
         self.writer = batch_writer.ticket_writer
         self.convert, self.seeds = convert, seeds
         self.loaded = [] if seeds is None else seeds.loaded
+        self.depth = forks_here[0]
 
     cdef int make(self, Runner runner) except -1:
-        """Make the present ticket's batch and publish it; `fail` publishes an exception."""
+        """Make the present ticket's batch and publish it; `fail` publishes an exception.
+
+        A process that the user's code forks, and that returns here, does neither: it has no part in
+        the ring. `end_copy` ends it.
+        """
         try:
             if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
                 self.batch_state.drawn, self.batch_state.ticket = None, runner
@@ -100,12 +106,16 @@ cdef class BatchMaker:
             batch = indexer[runner.indices()]
             if self.convert is not None:
                 batch = self.convert(batch)
+            if forks_here[0] != self.depth:
+                self.end_copy(None)
             if self.writer.publish_batch(runner, batch):
                 return 0
             record = self.batch_writer.write(runner, batch)
             del batch  # publish checks whether the indexer has kept arrays in the slot
             self.batch_writer.publish(runner, record)
         except BaseException as error:  # SystemExit, too, is the user's to see
+            if forks_here[0] != self.depth:
+                self.end_copy(error)
             self.fail(runner, error)
         return 0
 

@@ -17,6 +17,7 @@ from cseq import failure
 from cseq._work import BatchMaker
 from cseq.converter.output import explain_cast
 from cseq.dataset import DatasetIndexer
+from cseq.launcher.base import end_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,6 +205,8 @@ class Indexing(BatchMaker):
 
     `work` and `serve` are in C.
     """
+
+    end_copy = staticmethod(end_copy)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the present ticket with an exception; that of a first batch may get advice."""

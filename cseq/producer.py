@@ -27,7 +27,7 @@ import numpy as np
 
 from cseq import codec, context, failure, indexer
 from cseq._core import Runner, now_ns
-from cseq._memory import Block, copy_of
+from cseq._memory import Block, copy_of, fork_depth
 from cseq._stream import (
     ASSIGNED,
     BEGIN,
@@ -44,6 +44,7 @@ from cseq._stream import (
     SINCE,
     ItemFailure,
 )
+from cseq.launcher.base import end_copy
 from cseq.launcher.forks import in_forked_children
 from cseq.stage import INDEXER, run
 from cseq.transport import SlotWriter
@@ -162,6 +163,12 @@ class Making:
         self._over = 0  # the epoch of which no item follows
         self._items: Iterator[Any] | None = None
         self._at = 0  # number of the next item
+        self._depth = fork_depth()
+
+    def _check_home(self, error: BaseException | None = None) -> None:
+        """End this process if the producer has forked it: it is no worker."""
+        if fork_depth() != self._depth:
+            end_copy(error)
 
     def __call__(self, runner: Runner) -> None:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
@@ -175,6 +182,7 @@ class Making:
             else:
                 self._answer(runner, epoch, kind)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
+            self._check_home(error)
             if not keyed:
                 self._end(epoch)
             self._fail(runner, error, 0 if keyed else ENDED | BROKEN)
@@ -214,6 +222,7 @@ class Making:
                 self._begin(runner, epoch)
             method, args = self._read(runner, CALLED)
             reply = getattr(self._producer, method)(*args)
+        self._check_home()
         self._batch_writer.begin(runner)
         self._publish(runner, self._batch_writer.write(runner, reply), 0, 0)
 
@@ -257,6 +266,7 @@ class Making:
         self._batch_context.allocator = self._writer
         begun = now_ns()
         item = make()
+        self._check_home()
         room[NS], room[MADE] = now_ns() - begun, ONE
         self._batch_context.allocator = None
         if item is _END:
@@ -290,7 +300,9 @@ class Making:
                 room[SINCE] = now_ns()
             try:
                 item = next(items, _END)
+                self._check_home()
             except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
+                self._check_home(error)
                 table.extend(self._append_error(error))
                 flags = ENDED | BROKEN
             else:

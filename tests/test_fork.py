@@ -460,3 +460,65 @@ def test_a_fork_beside_other_threads_is_logged_once(
     assert done.stdout == "3\n3\n"
     assert done.stderr.count("workers are forked while other threads run (monitor)") == count
     assert len(done.stderr.splitlines()) == count
+
+
+STRAYING = """
+import functools
+import os
+import sys
+import numpy as np
+import cseq
+
+class Straying:
+    def __init__(self, how):
+        self.how = how
+    def __getitem__(self, indices):
+        child = os.fork()
+        if child == 0:
+            if self.how == "exit":
+                sys.exit(3)
+            if self.how == "raise":
+                raise LookupError("astray")
+            return np.full((len(indices), 5000), -1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == (3 if self.how == "exit" else 1), code
+        return np.repeat(indices[:, None], 5000, 1)
+
+class Producing(Straying):
+    def __call__(self, number, num_workers):
+        return self
+    def begin(self, assignment):
+        pass
+    def items(self, start):
+        yield self[np.arange(3)]
+
+def main(how, options):
+    m = cseq.MSequence(
+        functools.partial(Straying, how), 40, num_workers=2, batch_size=10, out_type="null",
+        shuffle=False, **options
+    )
+    with m.start() as batches:
+        print(np.concatenate(list(batches))[:, 0].tolist() == list(range(40)))
+    if options["thread_type"] == "proc":
+        from cseq.stream import Streams
+        with Streams(Producing(how), 1, start_method=options["start_method"]) as streams:
+            streams.begin([None])
+            print([item[:, 0].tolist() for item in streams])
+
+if __name__ == "__main__":
+    main(sys.argv[1], eval(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("exit", 0), ("raise", "LookupError: astray"), ("return", "has returned")]
+)
+@pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
+def test_a_process_that_an_indexer_forks_is_no_worker(
+    run_script: RunScript, how: str, said: str | int, options: dict[str, str]
+) -> None:
+    """Coming back into the engine, it ends, and says why unless it has called `sys.exit`."""
+    done = run_script(STRAYING, how, repr(options))
+    streams = "" if options["thread_type"] == "thread" else "[[0, 1, 2]]\n"
+    assert done.stdout == f"True\n{streams}"
+    assert (str(said) in done.stderr) if said else not done.stderr

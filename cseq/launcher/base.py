@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from cseq.threads import Latch, Threads
 
@@ -239,6 +239,33 @@ def apart(work: Callable[[], bool]) -> bool:
     if raised:
         raise raised.pop()
     return done.pop()
+
+
+def exit_code_of(value: object) -> int:
+    """Return the exit code that a value stands for, as `sys.exit` has it."""
+    if value is None or isinstance(value, int):
+        return (value or 0) & 0xFF
+    sys.stderr.write(f"{value}\n")
+    return 1
+
+
+def end_copy(error: BaseException | None) -> NoReturn:
+    """End a process that user code has forked off a worker, and that has come back into the engine.
+
+    It is no worker: its ring, its slots and its socket are those of the process that it was forked
+    from. `error` is what the user's code has raised there; None: it has returned.
+    """
+    code = 1
+    with contextlib.suppress(Exception):  # there may be no stderr
+        if isinstance(error, SystemExit):
+            code = exit_code_of(error.code)
+        else:
+            what = "has returned from it (end it by os._exit)" if error is None else "raises"
+            sys.stderr.write(f"cseq: process {os.getpid()}, forked by an indexer, {what}\n")
+            if error is not None:
+                sys.__excepthook__(type(error), error, error.__traceback__)
+    flush_output()
+    os._exit(code)
 
 
 def flush_output() -> None:

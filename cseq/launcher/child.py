@@ -15,8 +15,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
-from cseq._memory import fork
-from cseq.launcher.base import SHIELDED, flush_output, reading
+from cseq._memory import fork, fork_depth
+from cseq.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, reading
 from cseq.launcher.forks import close_in_forks, in_forked_children
 from cseq.launcher.record import (
     BORN,
@@ -157,29 +157,31 @@ def set_name(name: str) -> None:
 
 
 def _work(sock: socket.socket, number: int, entry: str, local: object = None) -> NoReturn:
-    """Run a worker's entry, and end the process."""
+    """Run a worker's entry, and end the process; one that user code has forked off it, too."""
+    depth = fork_depth()
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
         set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
-        code = _code_of(run(sock) if local is None else run(sock, local))
-    except SystemExit as stop:
-        code = _code_of(stop.code)
-    except ConnectionError:
-        code = 0 if hung_up(sock) else _report(number)  # the trainer is gone: nothing to report
-    except BaseException:  # noqa: BLE001 - no caller above handles it
-        code = _report(number)
+        code = exit_code_of(run(sock) if local is None else run(sock, local))
+        if fork_depth() != depth:
+            end_copy(None)
+    except BaseException as error:  # noqa: BLE001 - no caller above handles it
+        if fork_depth() != depth:
+            end_copy(error)
+        code = _code_after(error, sock, number)
     _leave(code, number)
 
 
-def _code_of(value: object) -> int:
-    """Return the exit code that a value stands for, as `sys.exit` has it."""
-    if value is None or isinstance(value, int):
-        return (value or 0) & 0xFF
-    sys.stderr.write(f"{value}\n")
-    return 1
+def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
+    """Return the exit code of a worker whose entry has raised; report what is an error."""
+    if isinstance(error, SystemExit):
+        return exit_code_of(error.code)
+    if isinstance(error, ConnectionError) and hung_up(sock):
+        return 0  # the trainer is gone: nothing to report
+    return _report(number)
 
 
 def _report(number: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from cseq import context, failure
+from cseq._memory import fork_depth
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots
 from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
@@ -198,6 +199,7 @@ class Batches:
         self._state: DatasetState | None = None
         self._has_begun = False  # and the data set with it, where it was to
         self._seeds: BatchSeeds | None = None
+        self._depth = fork_depth()
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
@@ -325,7 +327,9 @@ class Batches:
         self._made += 1
         try:
             batch = self._fetcher.fetch(key)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
+        except BaseException as error:
+            if fork_depth() != self._depth:
+                raise  # this process is a copy, which the data set has forked
             if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
                 self._is_over = True
                 return END
