@@ -476,6 +476,8 @@ cdef class Ring:
         """A free cell, or -1."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
+        if self.outstanding + self.abandoned_count >= self.r.capacity:
+            return -1
         for k in range(self.r.capacity):
             if cseq_ring_state(self.r, c) == CSEQ_FREE:
                 return <int>c

@@ -37,6 +37,7 @@ cdef class Slots:
     # What the arena asks of a free slot before it is used again: bytes committed, at least and at most.
     cdef uint64_t least_bytes
     cdef uint64_t most_bytes
+    cdef uint64_t hint        # no free slot is below it, see above
     cdef uint64_t reached     # behind the highest slot taken since the arena has set it; a hint
     cdef inline slot_entry* at(self, Py_ssize_t slot) noexcept nogil:
         return self.chunk[slot // CHUNK] + slot % CHUNK
@@ -55,6 +56,7 @@ cdef class Slots:
     cdef Py_ssize_t find_fit(self) noexcept
     cdef Py_ssize_t occupy_fit(self) noexcept
     cdef bint occupy(self, Py_ssize_t slot) noexcept
+    cdef void set_free(self, Py_ssize_t slot) noexcept nogil
     cpdef int release(self, Py_ssize_t slot) except -1
     cpdef bint vacate(self, Py_ssize_t slot) except -1
     cdef Py_ssize_t leave(self, cseq_cell* c) except -2

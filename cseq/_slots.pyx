@@ -13,14 +13,21 @@ from cseq._memory cimport Mapping, Memory, in_use
 cdef extern from "cseq_fault.h":
     int CSEQ_POISON
 
+cdef uint64_t LOWEST = 0xFFFFFFFF  # of the hint: a slot; above it, how often slots were freed
+
 @cython.final
 @cython.no_gc
 cdef class Slots:
     """Which slots are free, taken or leased, which a worker owns, and how large they are.
 
     In private memory of the trainer. The trainer writes FREE → TAKEN and TAKEN → LEASED or FREE.
-    The `Lease` writes LEASED → FREE when any thread drops it, also inside garbage collection: a
-    store, no lock. The entries lie in chunks that never move.
+    The `Lease` writes LEASED → FREE when any thread drops it, also inside garbage collection, and
+    takes no lock. The entries lie in chunks that never move.
+
+    The `hint` is where the search for the lowest free slot begins: all slots below are in use, or are
+    being freed. Who frees a slot writes its state first, then lowers the hint to it, and counts in the
+    upper half of that word. A search raises the hint by compare-and-swap, which fails if any slot was
+    freed since the search began; so it never passes a slot that was freed behind it.
 
     A slot that a worker owns is TAKEN. If a worker has published a ticket in a slot that it owned,
     `settle` changes the owners: it adds the worker's number to `owned` of the slot that the ticket
@@ -32,7 +39,7 @@ cdef class Slots:
 
     def __cinit__(self, Py_ssize_t capacity=0):
         memset(self.chunk, 0, sizeof(self.chunk))
-        self.held = self.held_bytes = 0
+        self.held = self.held_bytes = self.hint = 0
         self.lent = {}
         self.most_bytes = <uint64_t>-1
         self.extend(capacity)
@@ -115,12 +122,27 @@ cdef class Slots:
     # -- free and taken
 
     cdef Py_ssize_t find_free(self) noexcept:
-        """The lowest free slot, or -1 when none is free."""
-        cdef Py_ssize_t slot
-        for slot in range(self.count()):
-            if cseq_load_acq_u8(&self.at(slot).state) == FREE:  # SYNC: last view of slot is gone
-                return slot
-        return -1
+        """The lowest free slot, or -1 when none is free. Looks from the hint on, and raises it to what
+        was found unless a slot was freed meanwhile."""
+        cdef uint64_t hint = cseq_load_acq_u64(&self.hint)
+        cdef Py_ssize_t first = <Py_ssize_t>(hint & LOWEST)
+        cdef Py_ssize_t upto = self.count()
+        cdef Py_ssize_t slot = first
+        while slot < upto and cseq_load_acq_u8(&self.at(slot).state) != FREE:  # SYNC: slot is free
+            slot += 1
+        if slot > first:
+            cseq_cas_sc_u64(&self.hint, hint, (hint & ~LOWEST) | <uint64_t>slot)
+        return slot if slot < upto else -1
+
+    cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
+        """Free a slot that is the caller's; on any thread, also inside garbage collection."""
+        cdef uint64_t hint
+        cseq_store_rel_u8(&self.at(slot).state, FREE)  # SYNC: slot is free
+        while True:
+            hint = cseq_load_acq_u64(&self.hint)
+            if cseq_cas_sc_u64(&self.hint, hint, (hint & ~LOWEST) + LOWEST + 1
+                               + min(hint & LOWEST, <uint64_t>slot)):
+                return
 
     cdef bint is_fit(self, Py_ssize_t slot) noexcept:
         """Whether a slot's committed bytes are in [least, most]; else the arena changes them first
@@ -193,7 +215,7 @@ cdef class Slots:
             error = cseq_punch(fd, slot * width + nbytes, width - nbytes)
         if not error:
             self.set_committed(slot, nbytes)
-        cseq_store_rel_u8(&self.at(slot).state, FREE)
+        self.set_free(slot)
         return not error
 
     def free(self):
@@ -214,7 +236,7 @@ cdef class Slots:
         self.check(slot)
         if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
             raise RuntimeError(f"slot {slot} is not taken")
-        cseq_store_rel_u8(&self.at(slot).state, FREE)
+        self.set_free(slot)
         return 0
 
     # -- leased
@@ -350,4 +372,4 @@ cdef class Lease(Memory):
             memset(self.data, 0xDB, self.size)
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
         cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
-        cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)  # SYNC: last view of slot is gone
+        self.slots.set_free(self.slot)

@@ -16,7 +16,7 @@ from cseq._headers cimport *
 from cseq._memory cimport MOST_KEPT, Block, Mapping
 from cseq._plan cimport Plan, Reader
 from cseq._run cimport RunState
-from cseq._slots cimport FREE, Slots
+from cseq._slots cimport Slots
 
 import os
 
@@ -99,7 +99,7 @@ cdef class Request:
 
     def __dealloc__(self):
         if self.slot >= 0:
-            cseq_store_rel_u8(&self.slots.at(self.slot).state, FREE)
+            self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
         """Set where in the slot the data lie: the slot's committed bytes, and a `codec.Record`."""

@@ -12,7 +12,7 @@ with the last of them.
     trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
                                           in a worker: Writer         └─ copied ──────────► free
 
-Every `WINDOW` batches, free slots shrink to what these batches needed (`slot_size`), and all free
+After each window of batches, free slots shrink to what these needed (`slot_size`), and all free
 slots above the highest one that two windows used are given back.
 """
 
@@ -190,7 +190,7 @@ class Arena:
 
     def _look(self, slot: int, capacity: int, used: int) -> Mapping:
         """Return the memory of a taken slot, and count its batch."""
-        if self._need.add(used):
+        if self._need.add(used, len(self.mapped)):
             self._tidy()
         mapping = self.mapped[slot]
         if mapping is None or mapping.nbytes < capacity:

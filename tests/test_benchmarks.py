@@ -35,7 +35,7 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
 
 # Of cases that are one declaration with several numbers: enough that each number is there once.
 SELECTED = {
-    "small": ("small_processes_touched", "small_threads", "test_mode"),
+    "small": ("small_processes_touched", "small_threads", "large_buffer", "test_mode"),
     "large": ("large_uint8_touched", "large_float32_touched"),
     "structure": ("dict_113_touched", "parts_null_2"),
     "computing": ("computing_uneven",),

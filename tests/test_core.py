@@ -342,6 +342,49 @@ def test_leases_outlive_the_slots() -> None:
     assert held.load_bytes(0, 1) == b"x"
 
 
+def test_the_lowest_free_slot_is_found_again_and_again() -> None:
+    """Whatever was freed since: first, last, again, or new slots."""
+    rng = random.Random(7)
+    slots = Slots(40)
+    taken: set[int] = set()
+    for step in range(4000):
+        few = step % 400 < 200  # half the time nearly all are taken, then nearly none
+        if taken and rng.random() < (0.3 if few else 0.7):
+            slot = rng.choice(sorted(taken))
+            slots.release(slot)
+            taken.remove(slot)
+        elif step % 7 == 0 and slots.capacity < 200:
+            slots.extend(1)
+        free = [slot for slot in range(slots.capacity) if slot not in taken]
+        assert slots.lowest() == (free[0] if free else -1)
+        if free and rng.random() < 0.6:
+            assert slots.acquire() == free[0]
+            taken.add(free[0])
+
+
+def test_slots_freed_on_other_threads_are_found() -> None:
+    """A search that goes on meanwhile passes none of them for good."""
+    slots = Slots(64)
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        mine: list[int] = []
+        for _ in range(20000):
+            if mine and rng.random() < 0.5:
+                slots.release(mine.pop(rng.randrange(len(mine))))
+            elif (slot := slots.acquire()) >= 0:
+                mine.append(slot)
+        for slot in mine:
+            slots.release(slot)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [slots.acquire() for _ in range(65)] == [*range(64), -1]
+
+
 def test_a_lease_is_not_made_by_hand() -> None:
     """A lease that nobody granted has no bytes and frees nothing."""
     assert Lease().nbytes == 0

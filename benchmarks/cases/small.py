@@ -69,6 +69,19 @@ CASES = (
         goals=(Goal("part of the plain queue's time", lambda f: f[TWO] / f[QUEUE], 1 / 2),),
     ),
     Case(
+        "large_buffer",
+        "Small batches from processes, much ahead",
+        "µs/batch",
+        tuple(
+            Contender(
+                f"cseq, buffer={buffer}",
+                partial(loaders.cseq_processes, WORK, buffer=buffer, memory_limit="2 GiB"),
+                ours=True,
+            )
+            for buffer in (10, 4096, 65536)
+        ),
+    ),
+    Case(
         "test_mode",
         "Small batches in test mode",
         "µs/batch",
