@@ -113,7 +113,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"int|str|bool|float|object|list|dict|tuple|callable|type|None|Self|Generic|Protocol",
     ),
-    ("py:.*", r"cseq\.(sequence|indexer|context)\..*|.*\bB(_co)?|.*\bT_co"),
+    ("py:.*", r"cseq\.(sequence|indexer|context)\..*|.*\bB(_co)?|.*\bT(_co)?"),
 ]
 
 # -- HTML

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 FORMATS = HERE.parent / "benchmarks" / "results" / "formats.json"
 
-WIDTH, LABEL, BAR, ROW = 640, 168, 340, 26  # of a figure, its names, its longest bar, its lines
+WIDTH, LABEL, BAR, ROW = 500, 168, 205, 26  # of a figure, its names, its longest bar, its lines
 
 
 def amount(value: float) -> str:
@@ -91,7 +91,12 @@ def formats() -> tuple[dict[str, dict[str, Any]], str]:
     return found, where
 
 
-NAMES = {"cseq": "cseq, processes", "cseq threads": "cseq, threads"}
+NAMES = {
+    "cseq": "cseq, processes",
+    "cseq fork": "cseq, forked",
+    "cseq threads": "cseq, threads",
+    "DataLoader": "torch's DataLoader",
+}
 
 
 def of_format(name: str) -> str:
@@ -106,7 +111,7 @@ def of_format(name: str) -> str:
             rows.append((NAMES.get(way, way), None, "failed"))
             continue
         times = f" · {rate / base:.3g} ×" if base and way != "DataLoader" else ""
-        rows.append((NAMES.get(way, way.replace("cseq ", "cseq, ")), rate, amount(rate) + times))
+        rows.append((NAMES.get(way, way), rate, amount(rate) + times))
     return bars(rows, f"Samples a second, two workers; × torch's DataLoader. {where}.")
 
 
@@ -145,7 +150,7 @@ def of_processes_and_threads() -> str:
             parts.append(text(middle - length - 6, y + 17, words, "value", "end"))
     caption = f"Rate of the same indexer from two processes and from two threads. {where}."
     return figure(
-        f'<svg viewBox="0 0 {WIDTH} {ROW * len(rows) + 30}" role="img" '
+        f'<svg class="wide" viewBox="0 0 640 {ROW * len(rows) + 30}" role="img" '
         f'aria-label="{html.escape(caption)}">{"".join(parts)}</svg>',
         caption,
     )

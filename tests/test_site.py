@@ -1,0 +1,134 @@
+"""What the package index and the site need of the README, the pages and docs/conf.py."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import cseq
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
+PAGES = sorted(DOCS.rglob("*.md"))
+ENTRY = re.compile(r"^(?!:)(?:.* <)?([\w./-]+)>?$", re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(not (DOCS / "conf.py").exists(), reason="the pages are not here")
+
+
+def prose_of(path: Path) -> str:
+    """Return a page without its blocks of code."""
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]+`", "", text)
+
+
+def links_of(path: Path) -> list[str]:
+    """Find where a page's links and pictures lead."""
+    return [match[1] or match[2] for match in LINK.finditer(prose_of(path))]
+
+
+def urls() -> dict[str, str]:
+    """Read the project's addresses."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition("[project.urls]\n")[2].partition("\n[")[0]
+    return dict(re.findall(r'^(\w+) = "(.+)"$', table, re.MULTILINE))
+
+
+def test_the_readme_renders_on_the_package_index() -> None:
+    """It has 150 lines at most; its links and its picture are whole addresses."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    links = links_of(ROOT / "README.md")
+    assert len(lines) <= 150
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+@pytest.mark.parametrize("kind", ["Documentation", "Source"])
+def test_the_readme_links_to_what_is_there(kind: str) -> None:
+    """An address of the site has a page, one of the repository a file."""
+    base = urls()[kind].rstrip("/")
+    raw = base.replace("github.com", "raw.githubusercontent.com")
+    bases = {"Documentation": (base,), "Source": (f"{base}/tree/main", f"{base}/blob/main")}[kind]
+    found = []
+    for link in links_of(ROOT / "README.md"):
+        for start in (*bases, f"{raw}/main"):
+            if not link.startswith(start + "/"):
+                continue
+            path = link.removeprefix(start + "/").partition("#")[0]
+            if kind == "Source":
+                found.append((ROOT / path).exists())
+            else:
+                page = path.removesuffix(".html") or "index"
+                found.append(any((DOCS / f"{page}{end}").exists() for end in (".md", ".rst")))
+    assert len(found) > 3
+    assert all(found)
+
+
+@pytest.mark.skipif(
+    find_spec("twine") is None or find_spec("build") is None, reason="twine and build: `make lint`"
+)
+def test_twine_passes_the_readme(tmp_path: Path) -> None:
+    """`twine check --strict` passes a distribution that has the README as its description."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "readme"\nversion = "1"\nreadme = "README.md"\n'
+        "[tool.setuptools]\npy-modules = []\n",
+        encoding="utf-8",
+    )
+    build = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", "dist", "."]
+    subprocess.run(build, cwd=tmp_path, capture_output=True, check=True)
+    (made,) = (tmp_path / "dist").iterdir()
+    check = [sys.executable, "-m", "twine", "check", "--strict", str(made)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert (done.returncode, "PASSED" in done.stdout) == (0, True), done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_relative_links_of_a_page_lead_somewhere(page: Path) -> None:
+    """What Sphinx checks of pages, without Sphinx: the file of each relative link is there."""
+    local = [link for link in links_of(page) if not re.match(r"https?:|mailto:|#", link)]
+    paths = [(page.parent / link.partition("#")[0]) for link in local]
+    assert [str(path) for path in paths if not path.exists()] == []
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    """No page can be reached by search alone."""
+    listed = {DOCS / "index.md"}
+    for path in [*PAGES, *DOCS.rglob("*.rst")]:
+        for block in re.findall(
+            r"^```\{toctree\}\n(.*?)^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        ):
+            listed |= {path.parent / f"{entry}.md" for entry in ENTRY.findall(block)}
+    assert {str(path) for path in PAGES} - {str(path) for path in listed} == set()
+
+
+def test_the_api_has_each_public_name() -> None:
+    """docs/reference/api.rst lists all of `cseq.__all__`, and torch's loaders."""
+    listed = re.findall(r"^   (\w+)$", (DOCS / "reference" / "api.rst").read_text(), re.MULTILINE)
+    wanted = {*cseq.__all__, "DataLoader", "StatefulDataLoader"}
+    assert wanted <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
+def test_the_configuration_asks_no_network() -> None:
+    """No inventory of another site is loaded, and the switcher's file is not asked for."""
+    tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
+    values = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    assert "sphinx.ext.intersphinx" not in ast.literal_eval(values["extensions"])
+    assert '"check_switcher": False' in (DOCS / "conf.py").read_text(encoding="utf-8")
+    assert values.keys() >= {"html_baseurl", "nitpicky", "llms_txt_summary"}
