@@ -67,6 +67,8 @@ def test_every_way_of_loading_is_measured(tmp_path: Path) -> None:
         "cseq",
         "cseq fork",
         "cseq threads",
+        "cseq.DataLoader",
+        "cseq.DataLoader forkserver",
         "DataLoader",
         "DataLoader forkserver",
     ]
@@ -76,6 +78,29 @@ def test_every_way_of_loading_is_measured(tmp_path: Path) -> None:
     table = (tmp_path / "formats-partial.md").read_text(encoding="utf-8")
     assert "| cseq threads |" in table
     assert "failed" not in table
+
+
+FAILED = """
+import json, run
+ways = [{"way": "cseq", "rounds": [], "errors": ["Traceback …\\nValueError: of a test\\n"]}]
+formats = [{"name": "one", "title": "One.", "ways": ways}]
+report = {"machine": run.machine(), "rounds": 3, "formats": formats}
+print(run.as_markdown(report))
+"""
+
+
+def test_what_failed_is_said_with_its_reason() -> None:
+    """The table names each way that failed, in how many rounds, and its last words."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED],
+        env=os.environ | {"PYTHONPATH": f"{FOLDER}{os.pathsep}{import_path()}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| cseq | failed |" in done.stdout
+    assert "- one, cseq: 1 of 3 rounds: ValueError: of a test" in done.stdout
 
 
 def test_the_runner_knows_every_format() -> None:

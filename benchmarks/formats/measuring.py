@@ -103,12 +103,30 @@ def ways(ours: Any, theirs: Any, folder: str, *, forks: bool) -> dict[str, Calla
         "cseq": lambda: ours(cseq.MPSequence, folder, OURS).start(),
         "cseq fork": lambda: ours(cseq.MPSequence, folder, forked).start(),
         "cseq threads": lambda: ours(cseq.MTSequence, folder, OURS).start(),
+        "cseq.DataLoader": lambda: DropIn(theirs(folder, FORKED)),
+        "cseq.DataLoader forkserver": lambda: DropIn(theirs(folder, SERVED)),
         "DataLoader": lambda: theirs(folder, FORKED),
         "DataLoader forkserver": lambda: theirs(folder, SERVED),
     }
     if not forks:
-        del found["DataLoader"]
+        del found["DataLoader"], found["cseq.DataLoader"]
     return found
+
+
+class DropIn:
+    """A DataLoader as it is, with cseq's workers in the place of torch's, or an error."""
+
+    def __init__(self, loader: Any) -> None:
+        from cseq.adapters import torch
+
+        torch.install()
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        made = type(batches)
+        expect(made.__module__.startswith("cseq."), f"cseq's iterator, not {made.__qualname__}")
+        return batches
 
 
 def measure(make_loader: Callable[[], Any]) -> dict[str, float]:

@@ -24,6 +24,8 @@ LIKE = {
     "cseq": ("DataLoader forkserver",),
     "cseq fork": ("DataLoader", "DataLoader forkserver"),
     "cseq threads": ("DataLoader", "DataLoader forkserver"),
+    "cseq.DataLoader": ("DataLoader",),
+    "cseq.DataLoader forkserver": ("DataLoader forkserver",),
 }
 WAYS = (*LIKE, "DataLoader", "DataLoader forkserver")
 SCRIPTS = (  # in the order of their numbers
@@ -66,7 +68,10 @@ def main() -> int:
         report["formats"].append(measured(name, options.rounds))
         write(report, options.output, "formats-partial" if options.formats else "formats")
         print(*lines_of(report["formats"][-1]), sep="\n", flush=True)
-    return 1 if any(way["errors"] for one in report["formats"] for way in one["ways"]) else 0
+    failed = failures(report)
+    for line in failed:
+        print(f"failed: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,8 +98,9 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
                     figures = json.loads(output.splitlines()[-1])
                     one["rounds"] += [] if figures is None else [figures]
                 except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                    print(error.stderr, file=sys.stderr)
-                    one["errors"].append(str(error.stderr)[-1000:])
+                    said = str(error.stderr or error)  # one that was killed may have said nothing
+                    print(said, file=sys.stderr)
+                    one["errors"].append(said[-1000:])
     title = (FOLDER / f"{name}.py").read_text(encoding="utf-8").partition("\n")[0].strip('"')
     return {"name": name, "title": title, "load_before": load, "ways": ways}
 
@@ -116,7 +122,21 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines += [row(["---", "---", *["---:"] * len(FIGURES)])]
     for one in report["formats"]:
         lines += lines_of(one)
+    failed = failures(report)
+    if failed:
+        lines += ["", "What failed:", "", *(f"- {line}" for line in failed)]
     return "\n".join([*lines, ""])
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """Say which ways failed, in how many rounds, and with what last words."""
+    return [
+        f"{one['name']}, {way['way']}: {len(way['errors'])} of {report['rounds']} rounds: "
+        + (way["errors"][-1].strip().splitlines() or ["no output"])[-1]
+        for one in report["formats"]
+        for way in one["ways"]
+        if way["errors"]
+    ]
 
 
 def lines_of(one: dict[str, Any]) -> list[str]:
