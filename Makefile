@@ -4,9 +4,9 @@
 # make conformance  RETURNN's and torchdata's own tests, TIMES (1) in a row, with cseq's classes in place
 # make conformance-torch  torch's and torchdata's loader tests, with cseq's DataLoader in place
 #                (ARGS="--class module:Class --tags must,own -k ..."); tests/conformance/README.md
+# make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each, into files called NAME;
+#                BESIDE=PATH measures another built checkout of cseq in the same rounds; benchmarks/README.md
 # make docs     the site, into build/docs: Sphinx's warnings are errors; without torch and network
-# make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each; BESIDE=PATH measures another
-#                built checkout of cseq in the same rounds; benchmarks/README.md
 # make formats  twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS (5);
 #                first the tests of these and of docs/how-to/data; benchmarks/formats/README.md
 # make gpu      on a machine with a GPU: tests/gpu, then cseq on the device, measured, into one results
@@ -63,6 +63,7 @@ KINDS ?=
 PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1?.*/bin/python3.1? \
 	$(FREE_ENV)/*/gil/python/bin/python3.1? $(FREE_ENV)/*/free/python/bin/python3.1?t),$(PYTHON))
 CASES ?=
+NAME ?=
 ROUNDS ?= 5
 BESIDE ?=
 
@@ -150,7 +151,8 @@ bench:
 	$(MAKE) VENV=$(BENCH_VENV) measure
 
 measure: build $(VENV)/.bench
-	$(PY) benchmarks/run.py --rounds $(ROUNDS) $(if $(BESIDE),--beside $(BESIDE)) $(CASES)
+	$(PY) benchmarks/run.py --rounds $(ROUNDS) $(if $(NAME),--name $(NAME)) \
+		$(if $(BESIDE),--beside $(BESIDE)) $(CASES)
 
 # In an environment of its own too, with the libraries of the formats.
 formats:

@@ -146,6 +146,19 @@ def torch_dataloader(work: Work, *, start_method: str = "fork") -> Rounds:
     del loader
 
 
+def drop_in(loader: Callable[..., Any], work: Work, dataset: Any, **options: Any) -> Rounds:
+    """A DataLoader, torch's or another class with its arguments, over the samples of a data set."""
+    made = loader(
+        dataset,
+        num_workers=work.num_workers,
+        prefetch_factor=max(1, work.buffer // work.num_workers),
+        persistent_workers=True,
+        **options,
+    )
+    yield functools.partial(work.measure, made)
+    del made
+
+
 def torch_loader(work: Work, start_method: str, *, pin_memory: bool = False) -> Any:
     """Make a DataLoader for a work."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -187,6 +200,41 @@ def spdl_subprocess(work: Work, segment_bytes: int = 0, start_method: str | None
         mp_context=start_method,
         arena=arena,
     )
+
+
+_fetch: Any = None  # of a worker of `spdl_pool`: the indexer's method
+
+
+def spdl_open(work: Work) -> None:
+    """Make the indexer of a worker."""
+    global _fetch
+    _fetch = work.indexer().__getitem__
+
+
+def spdl_fetch(indices: Any) -> Any:
+    """Make a batch in a worker."""
+    return _fetch(indices)
+
+
+def spdl_pool(work: Work, *, start_method: str) -> Rounds:
+    """A pipeline whose one stage is run by a pool of processes, as many as there are workers."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    from spdl.pipeline import PipelineBuilder
+
+    context = multiprocessing.get_context(start_method)
+    half = max(1, work.buffer // 2)  # asked for, and as many in the sink
+    with ProcessPoolExecutor(work.num_workers, context, spdl_open, (work,)) as pool:
+        builder = (
+            PipelineBuilder()
+            .add_source(Rows(work), continuous=True)
+            .pipe(spdl_fetch, executor=pool, concurrency=half, output_order="input")
+            .add_sink(half)
+        )
+        pipeline = builder.build(num_threads=1)
+        with pipeline.auto_stop():
+            yield functools.partial(work.measure, pipeline)
 
 
 def spdl_threads(work: Work) -> Rounds:

@@ -21,14 +21,9 @@ from harness.report import as_json, as_markdown, commit, machine, section
 from harness.runner import environment, run_case
 
 RESULTS = Path(__file__).parent / "results"
-CHARTED = (
-    "small_processes",
-    "small_threads",
-    "large_uint8",
-    "dict_113",
-    "start",
-    "permutation_1e7",
-)
+PICTURE = "picture_"  # the cases that are drawn, and what they are compared with
+BASE = "torch DataLoader"
+TITLE = "Times as fast as torch's DataLoader"
 
 
 def main() -> int:
@@ -53,12 +48,17 @@ def main() -> int:
         results = run_case(case, contenders, options.rounds)
         report["cases"].append(as_json(case, results, load))
         print(section(report["cases"][-1]), flush=True)
-        write(report, options.output, "partial" if options.cases or options.only else "latest")
+        write(report, options.output, options.name or named(options))
     contenders = [one for case in report["cases"] for one in case["contenders"]]
     failed = [one for one in contenders if one["error"] and not one["before"]]
     for one in failed:
         print(f"\n{one['name']} failed: {one['error']}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def named(options: argparse.Namespace) -> str:
+    """Name the files of the results."""
+    return "partial" if options.cases or options.only else "latest"
 
 
 def check_checkout(checkout: Path | None) -> None:
@@ -102,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
         type=checkout_at,
         help="another built checkout of cseq: run ours with it as well",
     )
+    result.add_argument("--name", default="", help="name of the files; latest, or partial")
     result.add_argument("--list", action="store_true", help="name the cases")
     return result
 
@@ -153,14 +154,17 @@ def write(report: dict[str, Any], folder: Path, name: str) -> None:
     """Write what there is so far."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"json": json.dumps(report, indent=1) + "\n", "md": as_markdown(report)}
-    charted = [
-        case
-        for case in report["cases"]
-        if case["name"] in CHARTED and any("median" in one for one in case["contenders"])
-    ]
-    if charted:
+    drawn = [case for case in report["cases"] if case["name"].startswith(PICTURE)]
+    if drawn:
         about = report["machine"]
-        files["svg"] = as_svg(charted, f"{about['cpu']}, {about['cores']} cores, {about['date']}")
+        versions = ", ".join(
+            f"{name.removesuffix('-core')} {about['versions'][name]}"
+            for name in ("torch", "spdl-core", "grain")
+            if name in about["versions"]
+        )
+        files["svg"] = as_svg(
+            drawn, BASE, TITLE, f"{about['cores']} cores; {versions}; {about['date'][:10]}"
+        )
     for suffix, content in files.items():
         (folder / f"{name}.{suffix}").write_text(content, encoding="utf-8")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from math import isfinite
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from conftest import import_path
@@ -17,7 +18,12 @@ import cseq
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}
-GROUPS_OF_PEERS = {"adapters", "dataloader", "keys"}  # without a contender that needs nothing
+GROUPS_OF_PEERS = {
+    "adapters",
+    "dataloader",
+    "keys",
+    "picture",
+}  # without a contender that needs nothing
 
 pytestmark = pytest.mark.needs("Linux")
 
@@ -97,6 +103,22 @@ def test_a_checkout_without_a_built_cseq_is_refused(tmp_path):
     done = run("--beside", tmp_path, "test_mode")
     assert done.returncode != 0
     assert "build it there" in done.stderr
+
+
+def test_the_picture_is_drawn(tmp_path):
+    """A run of its cases compares them with torch's DataLoader, on light and dark pages."""
+    pytest.importorskip("torch", reason="what is drawn is compared with torch's DataLoader")
+    arguments = ("--tiny", "--rounds", "1", "--only", "DataLoader", "--name", "drawn")
+    done = run(*arguments, "--output", tmp_path, "picture_dicts")
+    assert done.returncode == 0, done.stderr
+    [case] = json.loads((tmp_path / "drawn.json").read_text(encoding="utf-8"))["cases"]
+    mine, torchs = (one["median"] for one in case["contenders"])
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    texts = [element.text for element in ET.fromstring(drawn).iter() if element.text]
+    rate = torchs / mine
+    assert {case["title"], "cseq.DataLoader"} <= set(texts)
+    assert (f"{rate:.0f}×" if rate >= 9.95 else f"{rate:.1f}×") in texts
+    assert "prefers-color-scheme:dark" in drawn
 
 
 def test_an_unknown_case_is_refused():

@@ -23,6 +23,7 @@ MODULES = (
     "adapters",
     "keys",
     "dataloader",
+    "picture",
 )
 
 

@@ -1,82 +1,75 @@
-"""The chart: a panel a case, a bar a contender, in SVG."""
+"""The picture: times as fast as one contender, a group of bars for each case."""
 
 from __future__ import annotations
 
 from typing import Any
-from xml.sax.saxutils import escape
 
-from harness.report import short
+from harness.figures import LogAxis, bar, drawing, line, text
 
-WIDTH = 880
-COLUMNS = 2
-PANEL = WIDTH // COLUMNS
-LABEL = 206  # width of the names
-BAR = 140  # width of the longest bar
-LINE = 20
-HEAD = 48  # height of a panel's title and unit
-
-COLOURS = {"ours": "#1a7f5a", "peer": "#8c96a3", "limit": "#d5dae0"}
-STYLE = (
-    "text{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:#24292f}"
-    ".title{font-weight:600;font-size:13px}.unit,.value{fill:#57606a}"
-)
+WIDTH = 600
+MARGIN = 16
+NAMES = 158  # where the names of contenders end
+VALUES = 66  # room for a figure at the right
+LANE = 22
+BAR = 15
+HEAD = 98  # title, subtitle, and the numbers of the axis
+GROUP = 30  # a case's title
 
 
-def as_svg(cases: list[dict[str, Any]], footer: str) -> str:
-    """Draw the cases, two panels a row."""
-    rows = [cases[start : start + COLUMNS] for start in range(0, len(cases), COLUMNS)]
-    parts = []
-    y = 8
-    for row in rows:
-        parts += [panel(case, 16 + column * PANEL, y) for column, case in enumerate(row)]
-        y += max(map(height, row))
-    parts.append(text(16, y + 14, footer, "unit"))
-    y += 30
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" '
-        f'width="{WIDTH}" height="{y}" role="img">\n<style>{STYLE}</style>\n'
-        f'<rect width="{WIDTH}" height="{y}" fill="#ffffff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> str:
+    """Draw the cases that have a figure of `base`, one below the other."""
+    cases = [case for case in cases if base in medians(case)]
+    rates = {case["name"]: ratios(case, base) for case in cases}
+    values = [value for found in rates.values() for value in found.values()]
+    axis = LogAxis.around(values, NAMES + 10, WIDTH - VALUES)
+    parts: list[str] = []
+    y = float(HEAD)
+    for case in cases:
+        parts += group(case, rates[case["name"]], axis, y)
+        y += GROUP + LANE * len(rates[case["name"]])
+    bottom = y + 6
+    for tick in axis.ticks:
+        parts.insert(0, line(axis.place(tick), HEAD - 6, bottom))
+        parts.append(text(axis.place(tick), HEAD - 14, f"{tick:g}×", "faint middle"))
+    parts.append(text(MARGIN, 32, title, "large"))
+    parts.append(text(MARGIN, 56, "logarithmic; two workers each, all spawned", "faint"))
+    parts.append(text(MARGIN, bottom + 22, footer, "faint"))
+    return drawing(WIDTH, bottom + 36, parts, title)
 
 
-def height(case: dict[str, Any]) -> int:
-    """How much room a panel takes."""
-    return HEAD + LINE * len(drawn(case)) + 20
-
-
-def drawn(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The contenders of a case that have figures."""
-    return [one for one in case["contenders"] if "median" in one]
-
-
-def panel(case: dict[str, Any], x: int, y: int) -> str:
-    """Draw one case."""
-    better = "more" if case["more_is_better"] else "less"
-    longest = max(one["median"] for one in drawn(case))
-    parts = [
-        text(x, y + 16, case["title"], "title"),
-        text(x, y + 34, f"{case['unit']}, {better} is better", "unit"),
-    ]
-    for number, one in enumerate(drawn(case)):
-        parts.append(bar(one, case, x, y + HEAD + LINE * number, one["median"] / longest))
-    return "\n".join(parts)
-
-
-def bar(one: dict[str, Any], case: dict[str, Any], x: int, y: int, share: float) -> str:
-    """Draw one contender."""
-    kind = "ours" if one["ours"] else "limit" if one["name"] == case["limit"] else "peer"
-    length = max(1.5, BAR * share)
-    shape = f'x="{x + LABEL}" y="{y}" width="{length:.1f}" height="14" rx="2"'
-    return "\n".join(
-        [
-            text(x, y + 11, one["name"]),
-            f'<rect {shape} fill="{COLOURS[kind]}"/>',
-            text(x + LABEL + length + 6, y + 11, short(one["median"]), "value"),
+def group(case: dict[str, Any], rates: dict[str, float], axis: LogAxis, y: float) -> list[str]:
+    """Draw a case: its title, then a bar for each contender, ours first."""
+    parts = [text(MARGIN, y + 18, case["title"], "strong")]
+    mine = [one["name"] for one in case["contenders"] if one["ours"]]
+    for number, (name, rate) in enumerate(rates.items()):
+        top = y + GROUP + LANE * number
+        colour = ("first", "second")[mine.index(name) % 2] if name in mine else "other"
+        end = axis.place(rate)
+        parts += [
+            text(NAMES, top + 12, name, "end" if name in mine else "end faint"),
+            bar(axis.place(1), end, top - 1, BAR, colour, f"{name}: {shown(rate)}"),
+            text(max(end, axis.place(1)) + 7, top + 12, shown(rate), "strong" * (name in mine)),
         ]
-    )
+    return parts
 
 
-def text(x: float, y: float, content: str, style: str = "") -> str:
-    """Write a line."""
-    attribute = f' class="{style}"' if style else ""
-    return f'<text x="{x:.1f}" y="{y}"{attribute}>{escape(content)}</text>'
+def medians(case: dict[str, Any]) -> dict[str, float]:
+    """The figures of a case, by contender, without those of another checkout."""
+    shown = (one for one in case["contenders"] if "median" in one and not one.get("before"))
+    return {one["name"]: one["median"] for one in shown}
+
+
+def ratios(case: dict[str, Any], base: str) -> dict[str, float]:
+    """How many times as fast as `base` the others are."""
+    found = medians(case)
+    more = case["more_is_better"]
+    return {
+        name: figure / found[base] if more else found[base] / figure
+        for name, figure in found.items()
+        if name != base
+    }
+
+
+def shown(rate: float) -> str:
+    """Two digits, three from 100 on."""
+    return f"{rate:.0f}×" if rate >= 9.95 else f"{rate:.1f}×"
