@@ -1,3 +1,4 @@
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, SupportsIndex, final
 
@@ -12,6 +13,7 @@ from cseq._run import RunState
 from cseq._slots import Slots
 
 FIELDS: Final[int]
+MOST_SKIPPED: Final[int]
 ALGORITHM: Final[str]
 PARK_NS: Final[int]
 INPUT: Final[int]
@@ -147,7 +149,8 @@ class Consumer:
     ring: Final[Ring]
     prompt: bool
     alone: Final[bool]
-    skipped: Final[list[Any]]
+    skipped: Final[deque[Any]]
+    skips: Final[int]
     ticket: Final[int]
     posted: Final[int]
     begins: Final[int]
@@ -215,7 +218,8 @@ class InlineRunner:
     done: Final[int]
     batches: int
     made: Final[int]
-    skipped: Final[list[Any]]
+    skipped: Final[deque[Any]]
+    skips: Final[int]
     ended: Final[bool]
     def __new__(
         cls,

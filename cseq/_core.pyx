@@ -23,12 +23,15 @@ from cseq._objects cimport ObjectTable
 from cseq._slots cimport NO_SLOT, Slots
 
 import os
+from collections import deque
 
 import numpy
 
 from cseq._memory import HAS_GIL
 
 cnp.import_array()
+
+MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 
 cdef extern from *:
     """
@@ -1021,7 +1024,7 @@ cdef class Consumer:
         Batches of this epoch.
     done : int
         The same as `taken`, but a batch that raised counts only once the loop has gone on.
-    skipped : list
+    skipped : deque
         The entries of `describe` for the batches left out.
     begins : int
         How often an epoch was begun or ended: whether a signal handler has done so meanwhile.
@@ -1052,7 +1055,8 @@ cdef class Consumer:
     cdef list leaves      # converters of `latest`
     cdef bint passes          # batches are objects that are handed over as they are
     cdef readonly bint alone  # nothing converts batches as a whole: `step` can take them
-    cdef readonly list skipped
+    cdef readonly object skipped
+    cdef readonly uint64_t skips
     cdef uint64_t interrupts
     cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
     cdef readonly uint64_t ticket  # number of the next one
@@ -1087,7 +1091,7 @@ cdef class Consumer:
         self.converters = {}
         self.alone = convert is None or leaf_for is not None
         self.passes = objects is not None and slots is None and convert is None
-        self.skipped = []
+        self.skipped = deque(maxlen=MOST_SKIPPED)
         self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
         self.next_indices = self.next_memory.view(
             0, numpy.dtype(numpy.int64), (ring.r.batch_size,))
@@ -1487,6 +1491,7 @@ cdef class Consumer:
             skip = error is not None and self.skip_errors and isinstance(error, Exception)
             if skip:
                 self.skipped.append(entry)
+                self.skips += 1
             self.commit(<uint32_t>k, error is None or skip)
             if error is None:
                 return batch
@@ -1629,7 +1634,7 @@ cdef class InlineRunner:
         Batches of this epoch.
     made : int
         Batches, over all epochs.
-    skipped : list
+    skipped : deque
         The entries of the batches left out, over all epochs.
     ended : bool
         The caller was told that the epoch is over.
@@ -1644,14 +1649,15 @@ cdef class InlineRunner:
     cdef readonly bint making
     cdef public uint64_t batches
     cdef readonly uint64_t epoch, begins
-    cdef readonly list skipped
+    cdef readonly object skipped
+    cdef readonly uint64_t skips
     # Which any thread reads: see `cseq_count_u64`.
     cdef uint64_t at_count, done_count, made_count, is_over
 
     def __cinit__(self, sampler, batch_context, here, ticket, convert, refuse):
         self.sampler, self.order, self.convert = sampler, sampler.order, convert
         self.batch_context, self.here, self.ticket, self.refuse = batch_context, here, ticket, refuse
-        self.skipped = []
+        self.skipped = deque(maxlen=MOST_SKIPPED)
 
     def begin(self, uint64_t epoch, cut, since=None):
         """Begin an epoch, and its order, in one step of C. See `Consumer.begin`."""
@@ -1724,6 +1730,7 @@ cdef class InlineRunner:
         if entry is not None:
             cseq_store_rlx_u64(&self.done_count, at + 1)
             self.skipped.append(entry)
+            self.skips += 1
         return True
 
     cdef object seeded(self, indices):

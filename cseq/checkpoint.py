@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._core import ALGORITHM
 from cseq.check import count
+from cseq.sampler import MOST_SEED
 
 if TYPE_CHECKING:
     from cseq.sampler import Sampler
@@ -43,9 +44,10 @@ def check(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[i
     Raises
     ------
     TypeError
-        The state is no dict.
+        The state is no dict, or a number in it is none.
     ValueError
-        The state is of another order, or of another seed, unless `any_seed`.
+        The state is of another order, or of another seed, unless `any_seed`; or a number in it is
+        too large or too small.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
@@ -61,7 +63,8 @@ def check(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[i
                 f"the state has {name}={state[name]!r}, this manager has {name}={value!r}; "
                 "make it with the same, or do not load this state"
             )
-    epoch = count("epoch", state["epoch"], least=0)
+    count("seed", state["seed"], 0, MOST_SEED)
+    epoch = count("epoch", state["epoch"], 0, MOST_SEED)
     consumed = count("consumed", state["consumed"], least=0)
     if consumed > sampler.dset_size:
         raise ValueError(f"the state has consumed={consumed} of {sampler.dset_size} samples")

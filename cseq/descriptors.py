@@ -59,6 +59,9 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             try:
                 return Descriptor(os.memfd_create, name, flags | extra), True
             except OSError as error:
+                if error.errno == errno.EMFILE:
+                    text = f"{error.strerror}: each worker takes three here; raise ulimit -n"
+                    raise OSError(error.errno, text) from error
                 if error.errno not in REFUSALS:
                     raise
     tempfile = imported("tempfile")  # slow to import, hardly ever needed

@@ -119,7 +119,7 @@ class Feed:
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that were left out for an error: epoch, batch, what was raised."""
-        return self.consumer.skipped
+        return list(self.consumer.skipped)
 
     @property
     def ended(self) -> bool:
@@ -244,7 +244,7 @@ class Feed:
             batches=ring.taken_batches,
             samples=ring.taken_samples,
             nbytes=ring.taken_bytes,
-            skips=len(self.skipped),
+            skips=self.consumer.skips,
             depths=ring.depths(),
             start_waited=self._clock.start_waited,
             elapsed=times.elapsed,

@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
 from cseq._memory import Descriptor, section
@@ -77,18 +78,18 @@ class Segment:
             If it cannot even have the smallest one.
         """
         sizes = reserved(tickets) if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
-        for width, slots in sizes[:-1]:
-            with contextlib.suppress(OSError):
+        for width, slots in sizes:
+            try:
                 return cls.create(width, slots)
-        width, slots = sizes[-1]
-        try:
-            return cls.create(width, slots)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"no sparse file of {width * slots >> 30} GiB for shared memory: "
-                f"{error.strerror}; is the size of files limited (ulimit -f)?",
-            ) from error
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # of any size
+                    raise
+                last = error
+        raise OSError(
+            last.errno,
+            f"no sparse file of {width * slots >> 30} GiB for shared memory: "
+            f"{last.strerror}; is the size of files limited (ulimit -f)?",
+        ) from last
 
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""
@@ -104,4 +105,6 @@ def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
 def _seal(fd: int) -> None:
     """Fix the size, so that no process can cut the file under a mapping (that would be SIGBUS)."""
     fcntl = imported("fcntl")
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with contextlib.suppress(OSError):  # a sandbox may refuse it; no process of ours cuts the file
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)

@@ -747,9 +747,12 @@ class MSequence(Generic[B_co]):
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error."""
+        """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error.
+
+        The latest 1000 of them; `stats` counts all.
+        """
         with self._lock.hold():
-            return list(self._skipped if self._run is None else self._run.pool.skipped)
+            return list(self._skipped) if self._run is None else self._run.pool.skipped
 
 
 class _Kind(MSequence[B_co]):

@@ -35,7 +35,14 @@ def test_a_state_of_another_order(other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("version", 2), ("algorithm", "other"), ("consumed", 101), ("epoch", -1)]
+    ("name", "value"),
+    [
+        ("version", 2),
+        ("algorithm", "other"),
+        ("consumed", 101),
+        ("epoch", -1),
+        ("epoch", 1 << 64),
+    ],
 )
 def test_a_bad_state(name: str, value: Any) -> None:
     """A value that no state can have is an error that names it, and so is a missing one."""
@@ -44,4 +51,12 @@ def test_a_bad_state(name: str, value: Any) -> None:
         checkpoint.check(state | {name: value}, sampler(), any_seed=False)
     del state[name]
     with pytest.raises(ValueError, match=f"lacks.*{name}"):
+        checkpoint.check(state, sampler(), any_seed=True)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64])
+def test_a_seed_that_no_manager_has(seed: int) -> None:
+    """It is refused before anything is loaded, also where a seed was drawn."""
+    state = checkpoint.make(sampler(), 1, 0, 0) | {"seed": seed}
+    with pytest.raises(ValueError, match="seed="):
         checkpoint.check(state, sampler(), any_seed=True)

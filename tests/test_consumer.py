@@ -200,7 +200,7 @@ def test_skipped() -> None:
     counter.work(Failed(), status=1)
     counter.work("second")
     assert counter.consumer.next() == "second"
-    assert (counter.consumer.skipped, counter.consumer.done) == ([100], 2)
+    assert (list(counter.consumer.skipped), counter.consumer.done) == ([100], 2)
 
 
 def test_raised() -> None:

@@ -219,6 +219,20 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(
     child.sock.close()
 
 
+def test_a_working_directory_that_is_gone(
+    make: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers start where it was deleted, also if ``sys.path`` leads to it."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    folder.rmdir()
+    child = make().launch(0)
+    assert ask(child, "sys.path")[0] == ""
+    child.sock.close()
+
+
 def test_standard_input_is_empty(launch: Callable[..., Child]) -> None:
     """A worker reads end of file from its standard input, by descriptor and by object."""
     reader, writer = os.pipe()
@@ -906,6 +920,35 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     assert child.ended.wait(0)
     assert child.code is None
     child.sock.close()
+
+
+SUBREAPER = """
+import ctypes, os, signal
+import numpy as np, cseq
+from cseq import testing
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+manager = cseq.MPSequence(
+    np.arange(40), 40, 2, batch_size=1, out_type="null", start_method="forkserver", shuffle=False
+)
+with manager.start() as batches:
+    for number, batch in enumerate(batches):
+        if number == 10:
+            testing.await_workers(manager)
+            with open(f"/proc/{testing.pids(manager)[0]}/stat") as file:
+                os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            testing.kill(manager, 0)
+try:
+    print(number, os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print(number, "no children")
+"""
+
+
+@linux
+def test_a_subreaper_has_no_zombies(run_script: RunScript) -> None:
+    """Workers that it has adopted, since their server was killed, are reaped."""
+    done = run_script(SUBREAPER)
+    assert done.stdout == "39 no children\n", done.stdout + done.stderr
 
 
 @linux

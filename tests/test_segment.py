@@ -112,3 +112,30 @@ def test_no_file_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(27, "too large")))
     with pytest.raises(OSError, match="too large"):
         Segment.for_slots()
+
+
+@pytest.mark.needs("Linux")
+def test_too_many_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, and names their limit instead of that of a file's size."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(OSError, match=r"Too many open files.*ulimit -n") as caught:
+        Segment.for_slots()
+    assert "ulimit -f" not in str(caught.value)
+
+
+@pytest.mark.needs("Linux")
+def test_a_sandbox_that_refuses_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be sealed does as well."""
+    import fcntl
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "no seals")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    segment = Segment.for_slots()
+    assert os.fstat(segment.fd).st_size == segment.width * segment.slots
+    segment.close()

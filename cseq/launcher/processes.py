@@ -251,7 +251,9 @@ def _search_path() -> list[str]:
     """Return sys.path, with the folder of this very cseq if it is not there (any more)."""
     path = [os.fsdecode(place) for place in sys.path if isinstance(place, (str, bytes))]
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return path if home in map(os.path.abspath, path) else [*path, home]
+    # Relative ones stay as they are: the working directory may have been deleted.
+    known = [os.path.normpath(place) for place in path if os.path.isabs(place)]
+    return path if home in known else [*path, home]
 
 
 def executable_of(os_name: str) -> tuple[str, dict[str, str]]:

@@ -148,7 +148,8 @@ class _ServedChild:
         lost = self._server.lost  # first: what a server has reported is read before it is lost
         ended = pidfd.ended(seconds) if pidfd is not None else lost and hung_up(self.sock)
         if ended and lost and os.getpid() == self._owner:
-            self._end(None)
+            self._server.await_end()  # only then are its children another's
+            self._end(None if pidfd is None else pidfd.reap())
         return ended
 
 
@@ -248,6 +249,11 @@ class ForkServer:
         child.learn(record)
         if child.exited:
             del self._children[record.serial]
+
+    def await_end(self) -> None:
+        """Wait a moment for the process to end."""
+        if self._process is not None:
+            self._process.wait(LAST)
 
     def kill(self) -> None:
         """Kill the process; `close` reaps it."""

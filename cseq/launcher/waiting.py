@@ -65,6 +65,17 @@ class PidFd:
         """Wait for the process to end, and say whether it has."""
         return readable(self._descriptor.fd, seconds)
 
+    def reap(self) -> int | None:
+        """Reap the process, and return its exit code, if it is a child of this one and has ended.
+
+        A subreaper, or the first process of a container, adopts those whose parents have ended.
+        """
+        with contextlib.suppress(AttributeError, OSError):
+            ended = os.waitid(os.P_PIDFD, self._descriptor.fd, os.WEXITED | os.WNOHANG)
+            if ended is not None:
+                return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return None
+
     def send_signal(self, number: int) -> None:
         """Send the process a signal."""
         with contextlib.suppress(ProcessLookupError):

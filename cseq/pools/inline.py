@@ -48,7 +48,7 @@ class InlinePool:
     @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that were left out for an error: epoch, batch, what was raised."""
-        return self._runner.skipped
+        return list(self._runner.skipped)
 
     @property
     def epoch(self) -> int:
@@ -148,7 +148,7 @@ class InlinePool:
 
     def stats(self) -> Stats:
         """Count what was delivered."""
-        return Stats(batches=self._runner.made, skips=len(self.skipped))
+        return Stats(batches=self._runner.made, skips=self._runner.skips)
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""

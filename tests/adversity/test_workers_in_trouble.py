@@ -211,6 +211,26 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
     assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
 
 
+class Never:
+    """Every batch raises."""
+
+    def __getitem__(self, indices: np.ndarray) -> Any:
+        raise LookupError(f"no {indices[0]}")
+
+
+@pytest.mark.parametrize("kind", ["thread", "test"])
+def test_the_list_of_skipped_batches_is_bounded(kind: str) -> None:
+    """All are counted, and the latest 1000 are listed."""
+    m = cseq.MTSequence(
+        Never, 1100, 1, batch_size=1, shuffle=False, out_type="null", on_error="skip"
+    )
+    with m.start_test() if kind == "test" else m.start():
+        assert list(m) == []
+        assert m.stats().skips == 1100
+        assert [batch for _, batch, _ in m.skipped] == list(range(100, 1100))
+    assert (m.stats().skips, len(m.skipped)) == (1100, 1000)
+
+
 class Nameless(Exception):
     """Its name cannot be had."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cseq import failure
+from cseq._core import MOST_SKIPPED
 from cseq.adapters.torch.snapshot import VERSION, in_turn, is_of_torchdata, translate
 from cseq.adapters.torch.stateful import left_by
+from cseq.check import count
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ __all__ = ["VERSION", "Progress", "Resume", "read"]
 
 log = logging.getLogger("cseq")
 
+NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
+MOST = 2**63 - 1
 NEEDED = (
     "kind", "num_workers", "base_seed", "_num_yielded", "_sampler_iter_yielded",
     "_iterator_finished", "sampler", "counts", "ended", "turn", "workers",
@@ -102,8 +107,8 @@ class Progress:
         The same from the epochs before, of workers that persist.
     inline : DatasetState, optional
         Of the data set, where the trainer makes the batches.
-    skipped : list of tuple
-        Batches of this epoch that were left out: number, error.
+    skipped : deque of tuple
+        The latest batches of this epoch that were left out: number, error.
     generator : torch.Generator, optional
         The loader's own one, from which the seeds of its epochs are drawn.
     before : torch.Tensor, optional
@@ -130,7 +135,7 @@ class Progress:
         self.base_seed = base_seed
         self.yielded = resume.yielded if resume else 0
         self.finished = False
-        self.skipped: list[tuple[int, str]] = []
+        self.skipped: deque[tuple[int, str]] = deque(maxlen=MOST_SKIPPED)
         self.order: Order | Kept | None = None
         self.inline: DatasetState | None = None
         self.counts = list(resume.counts) if resume and resume.counts else [0] * several
@@ -152,7 +157,9 @@ class Progress:
         if not isinstance(error, Exception):
             return False
         entry = self.yielded, failure.line_of(error)
-        if entry not in self.skipped[-1:]:  # a signal handler may have raised behind this
+        if (
+            not self.skipped or entry != self.skipped[-1]
+        ):  # a signal handler may have raised behind this
             self.skipped.append(entry)
             log.error("skipped %s: %s", place, entry[1])
         return True
@@ -280,7 +287,9 @@ def read(
         raise ValueError(
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
         )
-    yielded = min(state["_num_yielded"], state["_sampler_iter_yielded"])
+    yielded = min(count(name, state[name], 0, MOST) for name in NUMBERS)
+    if state["base_seed"] is not None:
+        count("base_seed", state["base_seed"], -MOST - 1, MOST)
     # Between epochs: that is over, or none has begun.
     finished = state["_iterator_finished"] or state["base_seed"] is None
     workers, sampler = state["workers"], state["sampler"]
