@@ -70,6 +70,20 @@ class Structured(Images):
         return {"images": self.images[rows]} | {name: one[rows] for name, one in targets}
 
 
+class Features(Images):
+    """19 MB of images and their labels, as tensors, in a dict or an object such as a UserDict."""
+
+    def __init__(self, container: type) -> None:
+        super().__init__("float32")
+        self.container = container
+
+    def __getitem__(self, indices):
+        import torch
+
+        images = torch.from_numpy(super().__getitem__(indices))
+        return self.container({"images": images, "labels": torch.as_tensor(indices)})
+
+
 class Parts:
     """So many arrays of 32 floats that lie ready: alone, a pair, or a dict."""
 

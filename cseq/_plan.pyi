@@ -31,6 +31,7 @@ class Plan:
         cast: np.dtype[Any] | None = None,
         sources: list[np.dtype[Any]] | None = None,
     ) -> Self: ...
+    def is_plain(self, value: object) -> bool: ...
     def converters(
         self,
         leaf_for: Callable[[np.dtype[Any] | None], Any],

@@ -225,6 +225,10 @@ cdef class Plan:
                         return False
         return True
 
+    def is_plain(self, value):
+        """Whether a value is numbers and texts, in not too many containers inside one another."""
+        return self.is_object(value, MOST_SEARCHED, True)
+
     cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.ndarray array

@@ -2,7 +2,8 @@
 
 A batch is any nesting of tuple, list, dict, named tuple and dataclass. Of its leaves, arrays, CPU
 tensors, torch's storages, numpy's scalars and long bytes are copied into the slot; all other leaves
-are pickled. So is a batch as a whole that contains itself, or is nested too deep to be opened.
+are pickled, except the bytes of arrays and CPU tensors in them, which are copied as well. So is a
+batch as a whole that contains itself, or is nested too deep to be opened.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
@@ -42,7 +43,7 @@ from numpy import ndarray
 from cseq._plan import LONG, Plan, Reader
 from cseq._tensors import TensorMaker
 from cseq.importable import named_here
-from cseq.pickling import dumps
+from cseq.pickling import dumps, storage_on
 from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
@@ -450,11 +451,6 @@ def _storage_bytes(storage: Any) -> Array:
     return array
 
 
-def _as_storage(array: Array) -> Any:
-    """Make a storage that shares an array's memory."""
-    return _torch().from_numpy(array).untyped_storage()
-
-
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     """Write a batch into a slot.
 
@@ -540,7 +536,7 @@ def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
         return bytes, _bytes_array, ndarray.tobytes, False
     torch = _torch()
     if token == STORAGE:
-        return torch.UntypedStorage, _storage_bytes, _as_storage, False
+        return torch.UntypedStorage, _storage_bytes, storage_on, False
     _, name, grad = token
     if name is None and not grad:
         # `numpy` refuses what is not strided, not on the CPU, or lazily conjugated or negated.
@@ -557,7 +553,8 @@ def _pickled(batch: Any, value: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle a part of a batch: return the pickle, and the large buffers that are not in it."""
     buffers: list[memoryview] = []
     try:
-        return dumps(value, buffers), buffers
+        tensors = not all(map(OBJECT_ALONE.is_plain, value))
+        return dumps(value, buffers, tensors=tensors), buffers
     except MemoryError:
         raise
     except Exception as error:

@@ -5,13 +5,14 @@ by value with cloudpickle, which is imported only then. `dumps` is for a process
 between a worker and the trainer: both have the same modules, and each its own copy of the user's
 classes. So what has a name goes by reference, and the rest by value.
 
-Large arrays stay out of the pickle, as buffers: `codec` writes both. A data set of gigabytes is
-therefore in memory once, whatever the number of workers.
+Large arrays and tensors stay out of the pickle, as buffers: `codec` writes both. A data set of
+gigabytes is therefore in memory once, whatever the number of workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import importlib
 import io
@@ -117,21 +118,35 @@ def reducing(reduce: Callable[[object], Reduced]) -> Iterator[None]:
         _thread.reduce = before
 
 
-def dumps(obj: object, buffers: list[memoryview] | None = None) -> bytes:
+def dumps(obj: object, buffers: list[memoryview] | None = None, *, tensors: bool = True) -> bytes:
     """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
 
-    Large buffers are appended to `buffers`, if that is given. Raises what pickling raises.
+    Large buffers are appended to `buffers`, if that is given: those of arrays and CPU tensors, in
+    whatever objects these are. `tensors`: False if there is surely no tensor, which is quicker.
+    Raises what pickling raises.
     """
     keep = None if buffers is None else _keep_in(buffers)
+    tables = _tensor_tables() if tensors and buffers is not None else {}
     try:
-        return pickle.dumps(obj, protocol=5, buffer_callback=keep)
+        if not tables:
+            return pickle.dumps(obj, protocol=5, buffer_callback=keep)
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, protocol=5, buffer_callback=keep)
+        pickler.dispatch_table = copyreg.dispatch_table | tables
+        pickler.dump(obj)
+        return file.getvalue()
     except NAMELESS:
         if not _has_cloudpickle():
             raise
     if buffers is not None:
         buffers.clear()
     file = io.BytesIO()
-    by_value_pickler()(file, keep, named_here, lambda _: NotImplemented).dump(obj)
+
+    def reduce(part: object) -> Reduced:
+        reducer = tables.get(type(part))
+        return NotImplemented if reducer is None else reducer(part)
+
+    by_value_pickler()(file, keep, named_here, reduce).dump(obj)
     return file.getvalue()
 
 
@@ -148,6 +163,51 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
         return False
 
     return is_in_band
+
+
+# -- tensors, out of band ------------------------------------------------------------------------
+# torch pickles a tensor as a function of its storage, and a storage as a file of torch.save within
+# the pickle. In `dumps`, the storage's bytes are a buffer. Storages keep their identity, so tensors
+# that share one do so in the other process, too.
+
+
+def _tensor_tables() -> dict[type, Callable[[Any], Reduced]]:
+    """Return how torch's storages are pickled, by their types; empty where torch is not loaded."""
+    torch = sys.modules.get("torch")
+    storage = getattr(torch, "UntypedStorage", None)
+    typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
+    if storage is None or typed is None:  # or torch is being imported by another thread
+        return {}
+    return {storage: _reduce_storage, typed: _reduce_typed}
+
+
+def _reduce_storage(storage: Any) -> Reduced:
+    """Reduce a storage to its bytes, not copied."""
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return storage.__reduce__()
+    torch = sys.modules["torch"]
+    data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return storage_on, (pickle.PickleBuffer(data),)
+
+
+def _reduce_typed(storage: Any) -> Reduced:
+    """Reduce a storage of a type: to one without, and the type."""
+    untyped = storage._untyped_storage
+    if untyped.device.type != "cpu" or not untyped.nbytes():
+        return storage.__reduce__()
+    return _typed, (untyped, storage.dtype)
+
+
+def storage_on(buffer: Any) -> Any:
+    """Make a storage on a buffer, which is neither copied nor read."""
+    torch = importlib.import_module("torch")
+    return torch.from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
+
+
+def _typed(storage: Any, dtype: Any) -> Any:
+    """Make a storage of a type."""
+    torch = importlib.import_module("torch")
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 # -- for a new process; without a list of buffers: to test whether something can be pickled --------

@@ -43,7 +43,7 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
 SELECTED = {
     "small": ("small_processes_touched", "small_threads", "large_buffer", "test_mode"),
     "large": ("large_uint8_touched", "large_float32_touched"),
-    "structure": ("dict_113_touched", "parts_null_2"),
+    "structure": ("dict_113_touched", "objects", "parts_null_2"),
     "computing": ("computing_uneven",),
     "epochs": ("epoch_boundary_slow", "first_batch", "resume"),
     "permutation": ("permutation_1e5", "permutation_1e8"),

@@ -1123,6 +1123,90 @@ def test_tensors_lie_in_the_slot(torch: Any, writer: Writer) -> None:
     read[1][0] = 5
 
 
+class Feature(collections.UserDict[str, Any]):
+    """An object of a class, with anything in it."""
+
+
+def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: Writer) -> None:
+    """Of any object, the bytes of arrays and tensors are not pickled, and are read in place."""
+    base = torch.arange(30_000.0)
+    sparse = torch.zeros(3000).index_fill(0, torch.arange(0, 3000, 2), 1.0).to_sparse()
+    feature = Feature(
+        base=base,
+        again=base,
+        part=base[100:200],
+        parameter=torch.nn.Parameter(base + 1),
+        half=base.to(torch.bfloat16),
+        turned=base.view(100, 300).T,
+        sparse=sparse,
+        array=np.arange(5000),
+        small=torch.ones(3),
+        none=torch.ones(0, 2),
+        text="text",
+    )
+    for batch in (feature, [feature, np.zeros(2)], {"x": torch.ones(2), "f": feature}):
+        writer.used = 0
+        record = encode(batch, writer)
+        assert record.objects < 5000
+        read: Any = decode(writer.memory, record)
+        got = read if batch is feature else read[0] if type(read) is list else read["f"]
+        assert type(got) is Feature
+        assert list(got) == list(feature)
+        start = writer.memory.address
+        for name in ("base", "parameter", "half", "turned", "part"):
+            value, sent = got[name], feature[name]
+            assert type(value) is type(sent)
+            assert (value.dtype, value.stride()) == (sent.dtype, sent.stride())
+            assert torch.equal(value, sent)
+            assert value.requires_grad == sent.requires_grad
+            assert start <= value.data_ptr() < start + writer.used
+        assert start <= got["array"].ctypes.data < start + writer.used
+        assert np.array_equal(got["array"], feature["array"])
+        assert torch.equal(got["sparse"].to_dense(), sparse.to_dense())
+        assert (got["small"].tolist(), got["none"].shape) == ([1, 1, 1], (0, 2))
+        # What is one stays one, and what shares memory shares it.
+        assert got["again"] is got["base"]
+        got["base"][150] = -1
+        assert got["part"][50] == -1
+        got["array"][0] = -1
+        got["small"][0] = -1
+        assert base[150] == 150
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of quantised and nested tensors and of storages
+def test_odd_tensors_in_objects(torch: Any) -> None:
+    """Quantised, nested and conjugated tensors, and storages, arrive in objects as they were."""
+    base = torch.arange(2000.0)
+    feature = Feature(
+        quantised=torch.quantize_per_tensor(base, 8.0, 0, torch.quint8),
+        nested=torch.nested.nested_tensor([base[:500], base[:40]]),
+        conjugated=base.to(torch.complex64).conj(),
+        storage=base.untyped_storage(),
+        typed=torch.FloatStorage([1.0] * 500),
+    )
+    got = copied(feature)
+    assert torch.equal(got["quantised"].int_repr(), feature["quantised"].int_repr())
+    for one, other in zip(got["nested"].unbind(), feature["nested"].unbind(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(got["conjugated"], feature["conjugated"])
+    assert got["storage"].tolist() == feature["storage"].tolist()
+    assert type(got["typed"]) is type(feature["typed"])
+    assert got["typed"].tolist() == [1.0] * 500
+
+
+def test_tensors_in_objects_of_a_local_class(torch: Any, writer: Writer) -> None:
+    """Also where the class goes by value."""
+
+    class Local:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    record = encode(Local(torch.arange(20_000.0)), writer)
+    assert record.objects < 10_000
+    got: Any = decode(writer.memory, record)
+    assert torch.equal(got.x, torch.arange(20_000.0))
+
+
 def test_tensors_are_cast(torch: Any) -> None:
     """Tensors of numbers are cast as torch does it; complex ones are not."""
     batch = [

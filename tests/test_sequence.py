@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import importlib
 import inspect
 import pickle
 import platform
@@ -661,6 +663,27 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return torch
+
+
+class Features:
+    """Makes batches that are objects of a class, with tensors in them."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        torch = importlib.import_module("torch")
+        return collections.UserDict(x=torch.full((len(indices), 5000), int(indices[0])), n=3)
+
+
+@every_kind
+def test_tensors_in_objects(no_cuda: Any, kind: Kind) -> None:
+    """They keep their type and stay intact as long as they are held; they may be written to."""
+    with kind.start(Features, 40, batch_size=2, shuffle=False, out_type="cpu", buffer=3) as m:
+        held = list(m)
+    for k, batch in enumerate(held):
+        x = batch["x"]
+        assert type(batch) is collections.UserDict
+        assert (x.dtype, x.shape, batch["n"]) == (no_cuda.int64, (2, 5000), 3)
+        assert (x == 2 * k).all()
+        x += 1
 
 
 @pytest.mark.parametrize(("out_type", "dtype", "want"), torch_cases)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import replace
 from functools import partial
 
 import loaders
 from cases.tensors import CALL, from_numpy
 from harness.case import Case, Contender, Goal, scaled
-from work import Parts, Structured, Work, microseconds
+from work import Features, Parts, Structured, Work, microseconds, milliseconds
 
 OURS, LIMIT, TORCH = "cseq, 2 workers", "bare loop", "torch DataLoader"
 
@@ -80,6 +81,47 @@ def parts(out_type: str, num_workers: int) -> Case:
     )
 
 
+DICT, TORCH_DICT = "cseq, a dict", "torch DataLoader, a dict"
+OBJECT, TORCH_OBJECT = "cseq, a UserDict", "torch DataLoader, a UserDict"
+
+
+def objects() -> Case:
+    """Declare the case of batches that are objects of a class, with large tensors in them."""
+    works = [
+        Work(partial(Features, container), scaled(100, 6), milliseconds)
+        for container in (dict, UserDict)
+    ]
+    ours = zip((DICT, OBJECT), works, strict=True)
+    theirs = zip((TORCH_DICT, TORCH_OBJECT), works, strict=True)
+    return Case(
+        "objects",
+        "19 MB of tensors in a dict, and in an object of a class",
+        "ms/batch",
+        (
+            *(
+                Contender(
+                    name,
+                    partial(loaders.cseq_processes, work, out_type="null"),
+                    needs=("torch",),
+                    ours=True,
+                )
+                for name, work in ours
+            ),
+            *(
+                Contender(name, partial(loaders.torch_dataloader, work), needs=("torch",))
+                for name, work in theirs
+            ),
+        ),
+        goals=(
+            Goal(
+                "a UserDict: part of the DataLoader's time",
+                lambda f: f[OBJECT] / f[TORCH_OBJECT],
+                1,
+            ),
+        ),
+    )
+
+
 WORK = Work(Structured, scaled(1000, 12), microseconds)
 
 CASES = (
@@ -89,5 +131,6 @@ CASES = (
         "A dict of a 4.8 MB array and 112 small ones, touched",
         replace(WORK, touch=True),
     ),
+    objects(),
     *(parts(out_type, num_workers) for out_type in ("null", "cpu") for num_workers in (1, 2)),
 )
