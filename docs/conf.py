@@ -123,7 +123,7 @@ html_title = "cseq"
 html_static_path = ["_static"]
 html_css_files = ["cseq.css"]
 html_show_sourcelink = False
-html_baseurl = URLS["Documentation"]
+html_baseurl = f"{URLS['Documentation'].rstrip('/')}/{docs_version}/"
 html_theme_options = {
     "logo": {"text": "cseq"},
     "github_url": URLS["Source"],

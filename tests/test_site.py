@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_the_readme_links_to_what_is_there(kind: str) -> None:
             if kind == "Source":
                 found.append((ROOT / path).exists())
             else:
-                page = path.removesuffix(".html") or "index"
+                page = path.removeprefix("stable/").removesuffix(".html") or "index"
                 found.append(any((DOCS / f"{page}{end}").exists() for end in (".md", ".rst")))
     assert len(found) > 3
     assert all(found)
@@ -117,6 +118,32 @@ def test_the_api_has_each_public_name() -> None:
     wanted = {*cseq.__all__, "DataLoader", "StatefulDataLoader"}
     assert wanted <= set(listed)
     assert len(listed) == len(set(listed))
+
+
+def test_the_messages_on_the_page_of_errors_are_in_the_sources() -> None:
+    """Each message that errors.md quotes is a text of cseq, so that a search for it succeeds."""
+    package = Path(cseq.__file__).parent
+    code = "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.py")))
+    code += "".join(path.read_text("utf-8") for path in sorted(package.glob("*.pyx")))
+    code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a text on several lines is one text
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([`*].*?) \| .* \| .* \|$", page.partition("## Find")[2], re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall("`([^`]+)`", row)]
+    assert len(quoted) > 40
+    assert [text for text in quoted if text not in code] == []
+
+
+@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="not a checkout")
+def test_the_versions_of_the_site(tmp_path: Path) -> None:
+    """The switcher lists main, the newest release as the stable one, and all releases."""
+    for name in ("latest", "stable", "0.2", "0.10"):
+        (tmp_path / name).mkdir()
+    subprocess.run([sys.executable, ROOT / ".ci" / "switcher.py", tmp_path], check=True)
+    found = json.loads((tmp_path / "switcher.json").read_text(encoding="utf-8"))
+    assert [one["version"] for one in found] == ["latest", "stable", "0.10", "0.2"]
+    assert found[1]["name"] == "0.10 (stable)"
+    assert all(one["url"].startswith(urls()["Documentation"]) for one in found)
+    assert "url=stable/" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 def test_the_configuration_asks_no_network() -> None:
