@@ -154,7 +154,7 @@ llms_txt_summary = (
     "processes or threads and delivers them in order. cseq.DataLoader replaces torch's DataLoader."
 )
 
-LINK = re.compile(r"(\]\()((?:\.\./)+[\w][^)\s#]*)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?\[[^\]]*\]\()((?:\.\./)+[\w][^)\s#]*)(#[^)\s]*)?\)")
 
 
 def link_to_files(app: Sphinx, name: str, source: list[str]) -> None:
@@ -163,7 +163,7 @@ def link_to_files(app: Sphinx, name: str, source: list[str]) -> None:
 
     def resolve(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(folder, match[2]))
-        if path.startswith("docs/"):
+        if path.startswith("docs/") or match[1].startswith("!"):
             return match[0]
         if not (ROOT / path).exists():
             log.warning("%s links to %s, which is not there", name, path)

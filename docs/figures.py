@@ -127,7 +127,7 @@ def of_processes_and_threads() -> str:
         ratio = threads / processes if threads and processes else None
         rows.append((title, ratio))
     most = max(1.0, *(abs(math.log2(ratio)) for _, ratio in rows if ratio))
-    middle, half, label = 450, 120, 318
+    middle, half, label = 470, 105, 308
     parts = [
         f'<line x1="{middle}" y1="22" x2="{middle}" y2="{ROW * len(rows) + 26}" class="axis"/>',
         text(middle - 8, 14, "◄ processes faster", "value", "end"),
