@@ -106,6 +106,12 @@ def permutation(n, seed, epoch=0):
         An argument is not an integer, or out of range.
     MemoryError
         There is no room for the array.
+
+    Examples
+    --------
+    >>> order = cseq.permutation(5, seed=1)
+    >>> sorted(order.tolist()), bool((order == cseq.permutation(5, seed=1)).all())
+    ([0, 1, 2, 3, 4], True)
     """
     cdef uint64_t size = natural(n, "n", <uint64_t>1 << 48)
     cdef uint64_t state[4]

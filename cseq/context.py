@@ -157,6 +157,19 @@ def rng() -> np.random.Generator:
     ------
     RuntimeError
         Called outside of an indexer's ``__getitem__``.
+
+    Examples
+    --------
+    >>> class Noise:
+    ...     def __getitem__(self, indices):
+    ...         return cseq.rng().integers(100, size=len(indices))
+    >>> manager = cseq.MPSequence(Noise, 4, batch_size=4, seed=1, out_type="null")
+    >>> with manager.start() as one:
+    ...     [batch] = one
+    >>> with manager.start_test() as other:
+    ...     manager.set_epoch(0)
+    ...     print(np.array_equal(batch, next(iter(other))))
+    True
     """
     batch_context = here.batch_context
     if batch_context is None:
@@ -191,6 +204,17 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
         The shape is not of integers, or negative; in a worker process also: the type has objects.
     MemoryError
         There is no room for the array.
+
+    Examples
+    --------
+    >>> images = np.zeros((100, 3, 8, 8), "uint8")
+    >>> class Images:
+    ...     def __getitem__(self, indices):
+    ...         batch = cseq.empty((len(indices), 3, 8, 8), "uint8")
+    ...         return np.take(images, indices, axis=0, out=batch, mode="clip")
+    >>> with cseq.MPSequence(Images, 100, batch_size=50, out_type="null").start() as batches:
+    ...     print(*(batch.shape for batch in batches))
+    (50, 3, 8, 8) (50, 3, 8, 8)
     """
     batch_context = here.batch_context
     dims = dimensions(shape)
@@ -200,7 +224,24 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
 
 
 def worker_info() -> WorkerInfo | None:
-    """Return which worker makes which batch, or None outside of an indexer."""
+    """Return which worker makes which batch.
+
+    Returns
+    -------
+    WorkerInfo or None
+        None outside of an indexer.
+
+    Examples
+    --------
+    >>> cseq.worker_info() is None
+    True
+    >>> class Number:
+    ...     def __getitem__(self, indices):
+    ...         return cseq.worker_info().batch
+    >>> with cseq.MPSequence(Number, 6, batch_size=2, out_type="null").start() as batches:
+    ...     print(*batches)
+    0 1 2
+    """
     batch_context = here.batch_context
     if batch_context is None:
         return None

@@ -54,6 +54,17 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     ------
     TypeError
         `dataset` lacks one of the methods, or `collate` cannot be called.
+
+    Examples
+    --------
+    >>> samples = [(np.full(2, number), number) for number in range(4)]
+    >>> manager = cseq.MPSequence(cseq.from_dataset(samples), batch_size=2, shuffle=False,
+    ...                           out_type="null")
+    >>> with manager.start() as batches:
+    ...     for arrays, numbers in batches:
+    ...         print(arrays.tolist(), numbers)
+    [[0, 0], [1, 1]] [0 1]
+    [[2, 2], [3, 3]] [2 3]
     """
     kind = type(dataset)
     if isinstance(dataset, type):

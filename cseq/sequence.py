@@ -176,6 +176,15 @@ class MSequence(Generic[B_co]):
     ------
     TypeError, ValueError
         An argument is wrong; the message names it, its value, and what to do.
+
+    Examples
+    --------
+    >>> manager = cseq.MPSequence(np.arange(6), batch_size=4, shuffle=False, out_type="null")
+    >>> with manager.start() as batches:
+    ...     for batch in batches:
+    ...         print(batch)
+    [0 1 2 3]
+    [4 5]
     """
 
     @overload
@@ -495,6 +504,12 @@ class MSequence(Generic[B_co]):
         compat : bool, optional
             Convert for CUDA in threads instead of processes. None: on Windows.
 
+        Returns
+        -------
+        MSequence
+            The manager: iterate over it, or use it in a ``with``, whose end calls `finish`. An
+            exception of an indexer, `WorkerDied` and `WorkerTimeout` come out of the loop.
+
         Raises
         ------
         TypeError
@@ -524,6 +539,13 @@ class MSequence(Generic[B_co]):
             Inside the manager's own ``with``.
         ValueError
             `test_mode` is unknown.
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(6), batch_size=4, shuffle=False, out_type="null")
+        >>> with manager.start_test() as batches:
+        ...     print(*batches)
+        [0 1 2 3] [4 5]
         """
         output = outputs.for_test(self._job.output, test_mode)
         return self._start("start_test", output, "inline", None)
@@ -689,12 +711,20 @@ class MSequence(Generic[B_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop is, after the last batch delivered to it.
 
-        A dict of a few JSON values, the same on every rank, of constant size, in constant time.
+        Returns
+        -------
+        dict
+            A few JSON values, the same on every rank, of constant size, in constant time. Batches
+            that are ready but were not delivered are not counted: they come after a resume.
 
         Raises
         ------
         ValueError
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
+
+        Examples
+        --------
+        See `load_state_dict`.
         """
         with self._lock.hold():
             place = self._place
@@ -716,12 +746,36 @@ class MSequence(Generic[B_co]):
         Number and kind of workers, `batch_size` and the number of ranks may be others: the rest of
         the epoch is divided among the present ones. The state's seed replaces one that was drawn.
 
+        Parameters
+        ----------
+        state : dict
+            What `state_dict` returned, in this program or in another one, as it is or after a way
+            through JSON or `torch.save`. It is not kept.
+
         Raises
         ------
+        TypeError
+            It is no state.
         ValueError
             The state is of another data set size, seed, order or version; both are named.
         OSError
             Inside the manager's own ``with``, if the state's seed replaces another one.
+
+        Examples
+        --------
+        >>> def manager(workers):
+        ...     return cseq.MPSequence(np.arange(8), num_workers=workers, batch_size=2,
+        ...                            shuffle=False, out_type="null")
+        >>> first = manager(1)
+        >>> with first.start_test() as batches:
+        ...     print(next(iter(batches)))
+        ...     state = first.state_dict()
+        [0 1]
+        >>> second = manager(2)
+        >>> second.load_state_dict(state)
+        >>> with second.start_test() as batches:
+        ...     print(*batches)
+        [2 3] [4 5] [6 7]
         """
         with self._lock.hold():
             place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
@@ -741,7 +795,21 @@ class MSequence(Generic[B_co]):
     # -- what it did
 
     def stats(self) -> Stats:
-        """Return counts and times since the last start; see `Stats`, and its `bottleneck`."""
+        """Return counts and times since the last start.
+
+        Returns
+        -------
+        Stats
+            A snapshot: numbers of batches, seconds, and what limits the rate (`Stats.bottleneck`).
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null")
+        >>> with manager.start_test() as batches:
+        ...     count = sum(1 for _ in batches)
+        ...     manager.stats().batches
+        4
+        """
         with self._lock.hold():
             return self._stats if self._run is None else self._run.pool.stats()
 
@@ -812,6 +880,13 @@ class MPSequence(_Kind[B_co]):
     """An `MSequence` of worker processes: for indexers that compute in Python.
 
     Takes the parameters of `MSequence` but ``thread_type``.
+
+    Examples
+    --------
+    >>> manager = cseq.MPSequence(np.arange(6), batch_size=3, shuffle=False, out_type="null")
+    >>> with manager.start() as batches:
+    ...     print(*batches)
+    [0 1 2] [3 4 5]
     """
 
     _thread_type = "proc"
@@ -821,6 +896,13 @@ class MTSequence(_Kind[B_co]):
     """An `MSequence` of threads: for indexers that read, wait, or compute without the GIL.
 
     Takes the parameters of `MSequence` but ``thread_type``.
+
+    Examples
+    --------
+    >>> manager = cseq.MTSequence(np.arange(6), batch_size=3, shuffle=False, out_type="null")
+    >>> with manager.start() as batches:
+    ...     print(*batches)
+    [0 1 2] [3 4 5]
     """
 
     _thread_type = "thread"

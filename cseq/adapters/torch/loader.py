@@ -53,13 +53,24 @@ class DataLoader(Torchs[T_co]):
     """torch's DataLoader, with cseq's worker processes.
 
     All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
-    for the same seed and number of workers, batches are the same, bit for bit. What differs is in
-    docs/how-to/from-dataloader.md.
+    for the same seed and number of workers, batches are the same, bit for bit. What you may notice:
+
+    - A worker that dies is replaced, and its batches are made again. With ``rng='worker'`` the
+      replacement draws numbers again that the dead one had drawn; ``rng='batch'`` draws the same as
+      without the death.
+    - `state_dict` and `load_state_dict` resume in the middle of an epoch.
+    - Where a loader cannot be run by cseq, it is run by torch's workers, and a log line of the
+      logger ``cseq`` says why.
+
+    The page "from DataLoader" of the documentation lists each difference.
 
     Parameters
     ----------
     *args, **kwargs
-        Of torch's DataLoader.
+        Of torch's DataLoader: `dataset`, `batch_size`, `shuffle`, `sampler`, `batch_sampler`,
+        `num_workers`, `collate_fn`, `pin_memory`, `drop_last`, `timeout` (seconds that a batch may
+        take), `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor` (batches
+        for each worker), `persistent_workers`, `pin_memory_device`, `in_order`.
     rng : {None, 'worker', 'batch'}
         What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
         is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
@@ -67,7 +78,8 @@ class DataLoader(Torchs[T_co]):
         None: `defaults.rng`, which is 'worker'.
     on_error : {None, 'raise', 'skip'}
         What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop,
-        'skip' logs it and leaves out its batch. None: `defaults.on_error`, which is 'raise'.
+        'skip' logs it and leaves out its batch, which `skipped` then lists. None:
+        `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int
         How often an IterableDataset that has a state is asked for it: behind every so many batches
         of a worker. Batches between that and the last one delivered are made again at a resume. A
@@ -76,6 +88,26 @@ class DataLoader(Torchs[T_co]):
         Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
         generators of a replacement begin from its seed, so numbers are drawn again, which the log
         says; with 0, `WorkerDied` is raised in the loop.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong. Those of torch's have torch's messages.
+    WorkerDied
+        In the loop: more workers than `max_restarts` died; a RuntimeError, as torch's is.
+
+    See Also
+    --------
+    cseq.from_dataset : the same data set for `MPSequence`, whose stream needs no torch.
+
+    Examples
+    --------
+    >>> from cseq import DataLoader
+    >>> loader = DataLoader(list(range(6)), batch_size=4, num_workers=2)
+    >>> for batch in loader:
+    ...     print(batch)
+    tensor([0, 1, 2, 3])
+    tensor([4, 5])
     """
 
     # Of the class, too: some loaders are made of another one's `__dict__`.
@@ -255,9 +287,21 @@ class DataLoader(Torchs[T_co]):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest epoch is, behind the last batch that was delivered.
+        """Return where the latest epoch is, after the last batch that was delivered.
 
-        Nothing is started for it. With torch's own samplers it is of the same size at any place.
+        Nothing is started for it.
+
+        Returns
+        -------
+        dict
+            For `load_state_dict`, of numbers, texts, tensors of generators' states, and the states
+            of the sampler and of the data set where these have any. With torch's own samplers it is
+            of the same size at any place. Its keys are no interface; an empty one is that of a
+            loader that torch's own iterator serves.
+
+        Examples
+        --------
+        See `load_state_dict`.
         """
         if self._loaded is not None or names.REASON is not None:  # torch's own iterator has none
             return dict(self._loaded or {})
@@ -289,6 +333,12 @@ class DataLoader(Torchs[T_co]):
 
         A state of a finished epoch makes the next one begin anew, and so does an empty one.
 
+        Parameters
+        ----------
+        state_dict : dict
+            What `state_dict` returned, of a loader with the same data, batches and sampler; the
+            number of workers of a map-style data set may be another one. It is copied.
+
         Raises
         ------
         TypeError
@@ -296,6 +346,20 @@ class DataLoader(Torchs[T_co]):
         ValueError
             The state does not fit this loader: its epoch had other batches, for example. The one
             that was loaded before stays.
+
+        Examples
+        --------
+        >>> from cseq import DataLoader
+        >>> loader = DataLoader(list(range(6)), batch_size=2, num_workers=1)
+        >>> batches = iter(loader)
+        >>> next(batches)
+        tensor([0, 1])
+        >>> state = loader.state_dict()
+        >>> del batches
+        >>> again = DataLoader(list(range(6)), batch_size=2, num_workers=2)
+        >>> again.load_state_dict(state)
+        >>> print(*again)
+        tensor([2, 3]) tensor([4, 5])
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")

@@ -1,0 +1,62 @@
+"""The examples in the docstrings of the public names, run as they are shown."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cseq
+
+LOADERS = ("DataLoader", "StatefulDataLoader")
+NAMES = [*cseq.__all__, *LOADERS]
+# What a program is given: errors, records, a protocol.
+GIVEN = {
+    *("CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerTimeout"),
+    *("Indexer", "Stats", "WorkerInfo"),
+}
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
+    """Find the examples of a public name and of its methods."""
+    if name in LOADERS:
+        pytest.importorskip("torch", reason="it is torch's")
+    thing = getattr(cseq, name)
+    members = vars(thing) if isinstance(thing, type) else {}
+    documented: dict[str, Any] = {name: thing} | {
+        f"{name}.{key}": member for key, member in members.items() if not key.startswith("_")
+    }
+    shared = {"cseq": cseq, "np": np}
+    parse = doctest.DocTestParser().get_doctest
+    return [
+        parse(inspect.getdoc(one) or "", dict(shared), title, None, 0)
+        for title, one in documented.items()
+    ]
+
+
+@pytest.mark.needs("worker processes")
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_print_what_they_show(name: str) -> None:
+    """Each example of a public name runs and prints what stands below it."""
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed = [test.name for test in examples_of(name) if runner.run(test, out=printed.append)[0]]
+    assert not failed, "".join(printed)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - GIVEN))
+def test_each_public_name_has_an_example(name: str) -> None:
+    """What a program calls is shown in use."""
+    assert examples_of(name)[0].examples
+
+
+def test_states_are_explained_with_their_parameters() -> None:
+    """`load_state_dict` of each class says what it takes, what it raises, and shows it."""
+    pytest.importorskip("torch", reason="one of them is torch's")
+    for kind in (cseq.MSequence, cseq.DataLoader):
+        said = inspect.getdoc(kind.load_state_dict) or ""
+        for part in ("Parameters", "Raises", "Examples"):
+            assert f"{part}\n---" in said
