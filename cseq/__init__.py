@@ -45,6 +45,7 @@ The modules; imports point down::
     ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
     ├── failure.py      an exception, packed in a worker and raised in the loop
+    ├── spawning.py     objects of multiprocessing, pickled for new processes
     ├── pickling.py     objects as bytes: by reference, or by value for new processes
     ├── importable.py   what a new process can import
     ├── unpicklable.py  which part of an object cannot be pickled

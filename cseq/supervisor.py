@@ -18,6 +18,7 @@ import contextvars
 import logging
 import math
 import selectors
+import sys
 import threading
 import time
 from collections import deque
@@ -35,7 +36,7 @@ from cseq.launcher.forks import pair
 from cseq.pickling import dump
 from cseq.segment import Segment
 from cseq.stage import START_SHARE, overdue, spin_ns
-from cseq.threads import Latch, Threads, await_told, tell
+from cseq.threads import Latch, Threads, await_told, imported, tell
 from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
 
@@ -212,7 +213,11 @@ class Supervisor:
         if launcher.takes_objects:
             self._local = worker
         else:  # pickled once, into a file that every worker reads
-            pickled = dump(worker, name=name)
+            if "multiprocessing" in sys.modules:  # else there are no objects of it
+                with imported("cseq.spawning").spawning():
+                    pickled = dump(worker, name=name)
+            else:
+                pickled = dump(worker, name=name)
             self._write(pickled, name)
             if preload is not False:
                 modules = [*needs, *pickled.modules, *(preload or ())]

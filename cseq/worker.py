@@ -33,6 +33,7 @@ from cseq._core import Ring, exit_on_hangup, now_ns
 from cseq._encoder import arm_fault
 from cseq._memory import Descriptor, Mapping, keep_freed
 from cseq.launcher import reading
+from cseq.launcher.child import introduce
 from cseq.threads import Latch
 from cseq.writer import Writer
 
@@ -105,6 +106,7 @@ class Entered(NamedTuple):
         (fd,) = self.object_fd
         with reading():
             worker = codec.decode_pickled(Mapping(fd, 0, record.used, own=True), record)
+        introduce()
         send_state(self.sock, LOADED)
         return worker
 

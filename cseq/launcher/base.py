@@ -44,6 +44,7 @@ SHIELDED = tuple(
 )
 
 Start: TypeAlias = dict[str, Any]  # what a new interpreter gets first
+Identity: TypeAlias = tuple[str, int]  # of the trainer: its name for multiprocessing, its number
 
 
 class Child(Protocol):

@@ -40,7 +40,7 @@ from cseq.launcher.waiting import PidFd, hung_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq.launcher.base import Start
+    from cseq.launcher.base import Identity, Start
     from cseq.launcher.record import Record
 
 
@@ -56,13 +56,18 @@ def begin(start: Start) -> NoReturn:
     sys.argv[:] = start["argv"]
     sock = _own_socket(start["socket"])
     if start["role"] == "server":
-        _Forker(sock, start["entry"]).serve()
+        _Forker(sock, start["entry"], start["trainer"]).serve()
     gc.enable()
-    _work(sock, start["number"], start["entry"])
+    _work(sock, start["number"], start["entry"], start["trainer"])
 
 
 def begin_as_copy(
-    sock: socket.socket, number: int, entry: str, local: object, threads: int | None
+    sock: socket.socket,
+    number: int,
+    entry: str,
+    local: object,
+    threads: int | None,
+    trainer: Identity,
 ) -> NoReturn:
     """Run a worker in a forked copy of the trainer."""
     try:
@@ -77,7 +82,7 @@ def begin_as_copy(
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old has read ahead
     except BaseException:  # noqa: BLE001 - it must not go back into the user's code
         _leave(_report(number), number)
-    _work(sock, number, entry, local)
+    _work(sock, number, entry, trainer, local)
 
 
 def _own_socket(handle: int | bytes) -> socket.socket:
@@ -156,12 +161,15 @@ def set_name(name: str) -> None:
         file.write(name)
 
 
-def _work(sock: socket.socket, number: int, entry: str, local: object = None) -> NoReturn:
+def _work(
+    sock: socket.socket, number: int, entry: str, trainer: Identity, local: object = None
+) -> NoReturn:
     """Run a worker's entry, and end the process; one that user code has forked off it, too."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
+        _adopt(number, trainer)
         set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
@@ -173,6 +181,29 @@ def _work(sock: socket.socket, number: int, entry: str, local: object = None) ->
             end_copy(error)
         code = _code_after(error, sock, number)
     _leave(code, number)
+
+
+_unknown: tuple[int, Identity] | None = None  # to multiprocessing, which was not there yet
+
+
+def _adopt(number: int, trainer: Identity) -> None:
+    """Tell multiprocessing that this is a process of its own; if it comes later: `introduce`."""
+    global _unknown
+    if "multiprocessing.process" in sys.modules:
+        identity = importlib.import_module("cseq.launcher.identity")
+        identity.adopt(number, trainer, is_copy=True)
+    else:
+        _unknown = number, trainer
+
+
+def introduce() -> None:
+    """Tell multiprocessing, if it was imported since this worker began, what process this is."""
+    global _unknown
+    if _unknown is not None and "multiprocessing.process" in sys.modules:
+        number, trainer = _unknown
+        _unknown = None
+        identity = importlib.import_module("cseq.launcher.identity")
+        identity.adopt(number, trainer, is_copy=False)
 
 
 def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
@@ -195,6 +226,8 @@ def _report(number: int) -> int:
 def _leave(code: int, number: int) -> NoReturn:
     """End the process, without waiting for its threads."""
     try:
+        if "concurrent.futures.process" in sys.modules:
+            importlib.import_module("cseq.launcher.identity").close_pools()
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - no caller above handles it
         _report(number)
@@ -208,10 +241,11 @@ class _Forker:
     It ends when the trainer closes its socket, or dies. Each worker has its own socket.
     """
 
-    def __init__(self, sock: socket.socket, entry: str) -> None:
+    def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
         close_in_forks(sock)
         self._sock = sock
         self._entry = entry
+        self._trainer = trainer
         self._serials: dict[int, int] = {}  # of living children, by process number
         self._woken, self._wake = socket.socketpair()
 
@@ -305,7 +339,7 @@ class _Forker:
             sock = socket.socket(fileno=fd)
         except BaseException:  # noqa: BLE001 - it must not go back to serving
             _leave(_report(number), number)
-        _work(sock, number, self._entry)
+        _work(sock, number, self._entry, self._trainer)
 
     def _reap(self) -> None:
         """Reap every child that has ended, and say how."""

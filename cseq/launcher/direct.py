@@ -21,7 +21,13 @@ from cseq.launcher.base import (
 )
 from cseq.launcher.child import begin_as_copy
 from cseq.launcher.forks import handing_over, pair
-from cseq.launcher.processes import PosixProcess, describe_start, signals_blocked, spawn
+from cseq.launcher.processes import (
+    PosixProcess,
+    describe_start,
+    signals_blocked,
+    spawn,
+    trainer_identity,
+)
 from cseq.threads import await_told
 
 if TYPE_CHECKING:
@@ -137,10 +143,11 @@ class ForkLauncher(_DirectLauncher):
         await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
         if self._threads is not None:
             compute.find_openblas()
+        trainer = trainer_identity()
         with handing_over(theirs):
             pid = fork()
             if pid == 0:
-                setting = number, self._entry, local, self._threads
+                setting = number, self._entry, local, self._threads, trainer
                 context.run(begin_as_copy, theirs, *setting)
             theirs.close()
         return PosixProcess(pid)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
 
-    from cseq.launcher.base import Start
+    from cseq.launcher.base import Identity, Start
 
 
 class Process(Protocol):
@@ -241,10 +241,19 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
     return PosixProcess(popen.pid)
 
 
+def trainer_identity() -> Identity:
+    """Return this process's."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    name = "MainProcess" if process is None else process.current_process().name
+    return name, os.getpid()
+
+
 def describe_start(role: str, entry: str, **more: Any) -> Start:
     """Describe to a new interpreter what it is."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
-    return {"role": role, "entry": entry, "path": _search_path(), "argv": words, **more}
+    return {"role": role, "entry": entry, "path": _search_path(), "argv": words, **more} | {
+        "trainer": trainer_identity()
+    }
 
 
 def _search_path() -> list[str]:

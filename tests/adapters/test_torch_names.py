@@ -169,9 +169,10 @@ def test_datapipes() -> None:
 
 def test_multiprocessings_own() -> None:
     """What `worker` calls of multiprocessing, in a new process, and what `spawning` changes."""
-    from cseq.adapters.torch.spawning import CONTEXT, PICKLER
-    from cseq.adapters.torch.worker import PROCESS, UTIL
+    from cseq.launcher.identity import PROCESS
+    from cseq.spawning import CONTEXT, PICKLER
 
+    util: Any = multiprocessing.util
     parent = PROCESS._ParentProcess("trainer", 7, None)
     assert (parent.name, parent.pid, parent._sentinel) == ("trainer", 7, None)
     assert PROCESS._parent_process is PROCESS.parent_process()
@@ -182,9 +183,9 @@ def test_multiprocessings_own() -> None:
     assert callable(PICKLER._extra_reducers[Connection])
     assert PROCESS._current_process is PROCESS.current_process()
     assert isinstance(PROCESS._children, set)
-    assert callable(UTIL._run_after_forkers)
-    assert callable(UTIL._exit_function)
-    assert hasattr(UTIL._finalizer_registry, "clear")
+    assert callable(util._run_after_forkers)
+    assert callable(util._exit_function)
+    assert hasattr(util._finalizer_registry, "clear")
 
 
 # ── another torch ──────────────────────────────────────────────────────────────────────────

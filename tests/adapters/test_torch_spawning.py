@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 
 import cseq  # noqa: E402
 from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
-from cseq.adapters.torch.spawning import Descriptor, Workers, spawning  # noqa: E402
 from cseq.pickling import dump  # noqa: E402
+from cseq.spawning import Descriptor, Workers, spawning  # noqa: E402
 from cseq.unpicklable import UnpicklableError  # noqa: E402
 
 if TYPE_CHECKING:

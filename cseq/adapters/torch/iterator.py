@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
 import signal
 import weakref
 from collections import deque
@@ -17,7 +15,6 @@ from cseq import failure
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import leaves_no_trace, noted, order_of
 from cseq.adapters.torch.processes import WorkerProcess
-from cseq.adapters.torch.spawning import spawning
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.adapters.torch.taking import Taking
@@ -118,26 +115,23 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             loader.worker_init_fn,
             rng == "batch",
             worker.Modes.here() if is_forked else None,
-            (multiprocessing.current_process().name, os.getpid()),
         )
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
-        pickling = contextlib.nullcontext() if is_forked else spawning()
-        with pickling:
-            self._streams = Streams(
-                producer,
-                self._num_workers,
-                prefetch=self._prefetch_factor,
-                key_size=min(1 + (loader.batch_size or 512), LONGEST),
-                start_method=method,
-                max_restarts=max_restarts,
-                timeout=float(self._timeout) or None,
-                timed_from="wait",
-                errors="return",
-                unit="batch",
-                show=worker.unnumbered if rng == "batch" else None,
-                lost="" if rng == "batch" else DRAWN_AGAIN,
-                launch="begin" if keys_first else "now",
-            )
+        self._streams = Streams(
+            producer,
+            self._num_workers,
+            prefetch=self._prefetch_factor,
+            key_size=min(1 + (loader.batch_size or 512), LONGEST),
+            start_method=method,
+            max_restarts=max_restarts,
+            timeout=float(self._timeout) or None,
+            timed_from="wait",
+            errors="return",
+            unit="batch",
+            show=worker.unnumbered if rng == "batch" else None,
+            lost="" if rng == "batch" else DRAWN_AGAIN,
+            launch="begin" if keys_first else "now",
+        )
         self._shutdown = False
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
         self._items: Any

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
-import multiprocessing.util
+import multiprocessing
 import os
 import pickle
 import reprlib
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered", "unnumbered"]
 
 END = object()
-
-# What `multiprocessing.Process` does in a new process has no public name.
-UTIL: Any = multiprocessing.util
-PROCESS: Any = multiprocessing.process
 
 
 class Raised(NamedTuple):
@@ -135,7 +129,6 @@ class Worker(NamedTuple):
     init_fn: Callable[[int], Any] | None
     batch_seeds: bool
     modes: Modes | None  # in the trainer, if the worker is forked
-    trainer: tuple[str, int]  # its process's name for multiprocessing, and number
 
     def __call__(self, number: int, num_workers: int) -> Batches:
         """Make it."""
@@ -234,11 +227,6 @@ class Batches:
             yield item
             del item  # or it would be there while the next one is made
 
-    def close(self) -> None:
-        """End what multiprocessing has begun here."""
-        if self._is_set_up:
-            UTIL._exit_function()
-
     # -- getting ready
 
     def _get_ready(self) -> None:
@@ -270,7 +258,7 @@ class Batches:
     def _set_up(self, epoch: Epoch) -> None:
         """Do what torch does at the beginning of a worker."""
         worker = self._worker
-        _adopt(self._number, Trainer(*worker.trainer))
+        multiprocessing.current_process().name = f"DataLoader-{self._number}"
         torch.set_num_threads(1)
         if worker.modes is not None:
             worker.modes.enter()
@@ -371,28 +359,3 @@ def _packed(error: BaseException) -> bytes:
     ended = RuntimeError(text).with_traceback(error.__traceback__)
     ended.__cause__ = error
     return failure.pack(ended)
-
-
-class Trainer(PROCESS._ParentProcess):  # type: ignore[misc]
-    """The trainer's process, for `multiprocessing.parent_process`: no worker outlives it."""
-
-    def __init__(self, name: str, pid: int) -> None:
-        super().__init__(name, pid, None)
-        del self._sentinel
-
-    @cached_property
-    def _sentinel(self) -> Any:
-        """What its end is waited for with: nothing comes here."""
-        self._ends = multiprocessing.Pipe(duplex=False)
-        return self._ends[0]
-
-
-def _adopt(number: int, trainer: Trainer) -> None:
-    """Tell multiprocessing that this is a process of its own: queues and proxies begin anew."""
-    process: Any = multiprocessing.Process(name=f"DataLoader-{number}")
-    process._identity = (number + 1,)  # in the trainer they are counted; each worker has begun anew
-    PROCESS._current_process = process
-    PROCESS._parent_process = trainer
-    PROCESS._children = set()
-    UTIL._finalizer_registry.clear()
-    UTIL._run_after_forkers()

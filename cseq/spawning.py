@@ -1,4 +1,4 @@
-"""Objects of multiprocessing in a data set, for workers that are not forked.
+"""Objects of multiprocessing, pickled for workers that are not forked.
 
 A lock, an event, a value or a queue is pickled only for a child that multiprocessing itself starts:
 it asks the child's `Popen`, which is known to the thread meanwhile, to take descriptors there.
@@ -45,7 +45,7 @@ class Descriptor(NamedTuple):
 
 
 class Workers:
-    """Stands for the `Popen` of all workers of a loader."""
+    """Stands for the `Popen` of all workers of a manager."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:

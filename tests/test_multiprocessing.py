@@ -1,0 +1,87 @@
+"""multiprocessing and process pools in workers: every worker is a process of its own for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cseq.launcher import start_methods
+
+if TYPE_CHECKING:
+    from conftest import RunScript
+
+SHARING = """
+import multiprocessing
+import sys
+import numpy as np
+import cseq
+
+class Sharing:
+    def __init__(self, method):
+        shared = multiprocessing.get_context(method)
+        self.value, self.lock, self.queue = shared.Value("i"), shared.Lock(), shared.Queue()
+    def __getitem__(self, indices):
+        with self.lock:
+            self.value.value += len(indices)
+        me, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+        self.queue.put((me.name, parent.pid, len(indices)))
+        return indices
+
+def main(method):
+    import os
+    sharing = Sharing("fork" if method == "fork" else "spawn")
+    sharing.queue.put("used")  # its thread runs in this process, and in no other
+    assert sharing.queue.get() == "used"
+    m = cseq.MPSequence(
+        sharing, 40, 2, batch_size=4, out_type="null", start_method=method, shuffle=False
+    )
+    with m.start() as batches:
+        assert np.concatenate(list(batches)).tolist() == list(range(40))
+    got = [sharing.queue.get(timeout=60) for _ in range(10)]
+    assert {name for name, _, _ in got} <= {"cseq-w0", "cseq-w1"}, got
+    assert {(parent, count) for _, parent, count in got} == {(os.getpid(), 4)}, got
+    print(sharing.value.value)
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+POOLED = """
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+import numpy as np
+import cseq
+
+class Pooled:
+    def __init__(self):
+        context = multiprocessing.get_context("fork")
+        self.pool = concurrent.futures.ProcessPoolExecutor(2, mp_context=context)
+    def __getitem__(self, indices):
+        return np.array([(index, self.pool.submit(os.getpid).result()) for index in indices])
+
+if __name__ == "__main__":
+    m = cseq.MPSequence(Pooled, 40, 2, batch_size=4, out_type="null", start_method=sys.argv[1])
+    with m.start() as batches:
+        pids = {int(pid) for batch in batches for pid in batch[:, 1]}
+    print(1 <= len(pids) <= 4, [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
+"""
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", start_methods())
+def test_what_multiprocessing_shares(run_script: RunScript, method: str) -> None:
+    """Values, locks and queues reach the workers; what these put into a used queue arrives."""
+    done = run_script(SHARING, method)
+    assert done.stdout == "40\n", done.stderr
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("method", start_methods())
+def test_a_process_pool_ends_with_its_worker(run_script: RunScript, method: str) -> None:
+    """No worker has to be killed for it, and none of its processes is left."""
+    done = run_script(POOLED, method)
+    assert (done.stdout, done.stderr) == ("True []\n", "")
