@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -84,6 +85,33 @@ def plain_queue(work: Work) -> Rounds:
         inputs.put(None)
     for thread in threads:
         thread.join()
+
+
+def pipe(work: Work) -> Rounds:
+    """A process that sends the bytes of the batches through a pipe, at most `buffer` ahead."""
+    context = multiprocessing.get_context("fork")
+
+    class Sent:
+        """The batches of an epoch, of a process of its own."""
+
+        def __iter__(self) -> Iterator[Any]:
+            reader, writer = context.Pipe(duplex=False)
+            room = context.Semaphore(work.buffer)
+
+            def send() -> None:
+                indexer = work.indexer()
+                for indices in Rows(work):
+                    room.acquire()
+                    writer.send_bytes(indexer[indices])
+
+            process = context.Process(target=send)
+            process.start()
+            for _ in range(work.batches):
+                yield reader.recv_bytes()
+                room.release()
+            process.join()
+
+    yield functools.partial(work.measure, Sent())
 
 
 class InOrder:

@@ -296,7 +296,8 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
             r[k], at[k] = ring.r, cells[k]
         before = cseq_now_ns()
         with nogil:
-            cseq_ring_wait_any(r, at, count, seen, park)
+            if not cseq_ring_expect(r, at, count, at[0], seen):
+                cseq_ring_wait_any(r, at, count, seen, park)
         cseq_count_u64(&ring.waited, cseq_now_ns() - before)
     finally:
         PyMem_RawFree(r)
@@ -407,12 +408,20 @@ cdef class Ring:
 
     @property
     def spin(self):
-        """Nanoseconds that an idle runner spins before it sleeps."""
-        return self.r.spin
+        """Nanoseconds that a runner or the trainer spins before it sleeps: at least, and at most, if
+        that is worth it. 0: they do not. For a ring between processes."""
+        return self.r.spin, self.r.spin_most
 
     @spin.setter
-    def spin(self, uint32_t ns):
-        cseq_ring_set_spin(self.r, ns)
+    def spin(self, tuple ns):
+        cseq_ring_set_spin(self.r, ns[0], ns[1])
+
+    @property
+    def wake_ns(self):
+        """Nanoseconds that a wake-up of the trainer takes the one that wakes it, and until it is awake:
+        running medians; 0: none was measured."""
+        cdef cseq_gate* g = cseq_ring_output(self.r)
+        return cseq_load_rlx_u64(&g.call_ns), cseq_load_rlx_u64(&g.wake_ns)
 
     @property
     def gil_spin(self):
@@ -660,7 +669,10 @@ cdef class Ring:
         if self.unwoken and not cseq_gil_is_served(&self.gil, self.r):
             self.wake()
         with nogil:
-            ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen)
+            if self.r.gate[0].shared:
+                ready = cseq_ring_expect(&self.r, &cell, 1, last, seen)
+            else:
+                ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen)
         self.expected = not ready
         cseq_count_u64(&self.waited, cseq_now_ns() - before)
         return ready

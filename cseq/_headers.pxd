@@ -70,7 +70,9 @@ cdef extern from "cseq_ring.h" nogil:
         CSEQ_CLOSED
 
     ctypedef struct cseq_gate:
-        pass
+        uint32_t shared
+        uint64_t call_ns
+        uint64_t wake_ns
 
     ctypedef struct cseq_runner:
         uint64_t batches
@@ -98,7 +100,8 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t runners
         uint32_t calls       # cells of a queue that are not in its round
         uint32_t closed
-        uint32_t spin        # ns that a runner spins before it sleeps
+        uint32_t spin        # ns that a party spins before it sleeps, at least
+        uint32_t spin_most   # at most
         int64_t output       # bytes from the ring to the gate that the trainer sleeps at
         cseq_gate* gate
 
@@ -117,7 +120,9 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_closed(const cseq_ring* r) noexcept
-    void cseq_ring_set_spin(cseq_ring* r, uint32_t ns) noexcept
+    void cseq_ring_set_spin(cseq_ring* r, uint32_t ns, uint32_t most) noexcept
+    int cseq_ring_expect(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t last,
+                         uint32_t seen) noexcept
     int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_retract(cseq_ring* r, uint32_t cell) noexcept

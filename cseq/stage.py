@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
     from cseq._core import Runner
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "cores", "overdue", "run", "spin_ns"]
+__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "cores", "overdue", "run", "spin_ns", "spins"]
 
 INDEXER, CONVERTER = 0, 1  # the stages
 BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
 
 IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
 SPIN_NS = 20_000  # about the cost of a sleep and its wake-up
+MOST_SPIN_NS = 200_000  # whatever a wake-up costs
 
 START_SHARE = 10  # times `timeout` that a worker may take to get ready
 
@@ -53,9 +54,19 @@ def overdue(
             yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
 
 
-def spin_ns(most: int = SPIN_NS) -> int:
-    """Return for how many ns a runner spins before it sleeps: `most`; on one core, 0."""
-    return most if cores() > 1 else 0
+def spin_ns(ns: int = SPIN_NS) -> int:
+    """Return for how many ns a runner spins before it sleeps: `ns`; on one core, 0."""
+    return ns if cores() > 1 else 0
+
+
+def spins(runners: int) -> tuple[int, int]:
+    """Return for how many ns runners and trainer spin before they sleep, at least and at most.
+
+    Where they are more than there are cores, no longer than the shortest time that is of use: one
+    that spins would keep another one from its work.
+    """
+    least = spin_ns()
+    return least, MOST_SPIN_NS if least and runners < cores() else least
 
 
 def run(

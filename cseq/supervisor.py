@@ -35,7 +35,7 @@ from cseq.launcher.base import FOREVER, KILL, KILLED
 from cseq.launcher.forks import pair
 from cseq.pickling import dump
 from cseq.segment import Segment
-from cseq.stage import START_SHARE, overdue, spin_ns
+from cseq.stage import START_SHARE, overdue, spins
 from cseq.threads import Latch, Threads, await_told, imported, tell
 from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
@@ -135,7 +135,7 @@ class Supervisor:
             offset = k * self._segment.width
             commit(self._segment.fd, offset, size)
             self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
-            self.rings[k].spin = spin_ns()
+            self.rings[k].spin = spins(owners)
         self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
         for ring in self.rings:
             ring.arena = self.arena.slots

@@ -903,9 +903,9 @@ def test_a_ring_keeps_its_memory() -> None:
 def test_the_spin_can_be_set() -> None:
     """How long an idle runner looks at the ring before it sleeps is shared by all."""
     ring = make_ring()
-    assert ring.spin == 0
-    ring.spin = 12
-    assert Ring(ring.memory).spin == 12
+    assert ring.spin == (0, 0)
+    ring.spin = 12, 34
+    assert Ring(ring.memory).spin == (12, 34)
     assert Runner(ring, 0, 1, last=True).claim() is False
 
 
@@ -952,6 +952,20 @@ def test_threads_take_turns_awake(apart: int) -> None:
         alternate(ring, 50)
         assert ring.idle_ns() == [0]
         assert ring.notices() == 0
+
+
+def test_processes_wait_for_each_other_awake() -> None:
+    """Trainer and runner spin where a sleep would follow; else what a wake-up takes is measured."""
+    for spin in (LONG, 1000, 0):
+        with file_of(PAGE) as fd:
+            ring = Ring(Mapping(fd, 0, PAGE), 4, 2, 1)
+        ring.spin = spin, spin
+        with serving(ring):
+            alternate(ring, 50)
+            awake = ring.idle_ns() == [0] and ring.notices() == 0 and ring.wake_ns == (0, 0)
+            assert awake or spin != LONG
+            if not spin:
+                assert min(ring.wake_ns) > 0
 
 
 def test_a_turn_begins_when_the_other_one_waits() -> None:

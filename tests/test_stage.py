@@ -10,7 +10,7 @@ import pytest
 
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
-from cseq.stage import CONVERTER, INDEXER, SPIN_NS, run, spin_ns
+from cseq.stage import CONVERTER, INDEXER, MOST_SPIN_NS, SPIN_NS, run, spin_ns, spins
 
 
 def make_ring(cells: int = 4, runners: int = 2) -> Ring:
@@ -103,3 +103,5 @@ def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: i
     """Who looks at the ring before it sleeps needs a core that the others do not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     assert spin_ns() == (SPIN_NS if cores > 1 else 0)
+    assert spins(1) == {1: (0, 0)}.get(cores, (SPIN_NS, MOST_SPIN_NS))
+    assert spins(2) == {1: (0, 0), 2: (SPIN_NS, SPIN_NS)}.get(cores, (SPIN_NS, MOST_SPIN_NS))

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 MODULES = (
     "small",
+    "brief",
     "large",
     "structure",
     "tensors",

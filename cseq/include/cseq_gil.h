@@ -16,8 +16,6 @@
  *              `parked`
  *   a runner   claims once there is a ticket `apart` - 1 behind the first, or one and the trainer `waits`
  *
- * The trainer of processes spins in this way, too; their runners do not use this file.
- *
  * No result depends on it: a thread that has spun for `ns` sleeps as without this file
  * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
  *
@@ -35,38 +33,16 @@
 
 #include "cseq_ring.h"
 
-/* Whether to spin: after spinning in vain, the next times are skipped, up to 256 of them. So where
- * spinning is of no use (long batches, more threads than cores), it costs little. */
-typedef struct {
-    uint32_t doubt, rest;
-} cseq_trust;
-
-CSEQ_INLINE int cseq_trust_ask(cseq_trust *t) {
-    if (!t->rest) return 1;
-    t->rest--;
-    return 0;
-}
-
-/* Spinning once in vain outweighs two times that were worth it. */
-CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
-    if (worth) {
-        t->doubt -= t->doubt > 0;
-    } else {
-        t->doubt = t->doubt < 6 ? t->doubt + 2 : 8;
-        t->rest = 1u << t->doubt;
-    }
-}
-
 typedef struct {
     uint32_t ns;    /* to spin at most; 0: not at all */
     uint32_t apart; /* batches or tickets that a thread goes on for; 0: both sides take turns */
     char pad[CSEQ_LINE - 8];
     uint32_t parked, spinner;
     cseq_trust runners;
-    char pad1[CSEQ_LINE - 16];
+    char pad1[CSEQ_LINE - 24];
     uint32_t waits;
     cseq_trust trainer;
-    char pad2[CSEQ_LINE - 12];
+    char pad2[CSEQ_LINE - 24];
 } cseq_gil;
 
 /* Whether there are tickets that a runner goes on for while the trainer works. */
@@ -110,7 +86,7 @@ CSEQ_INLINE int cseq_gil_await(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
  * the trainer sleeps, it wakes them. */
 CSEQ_INLINE int cseq_gil_is_served(const cseq_gil *t, const cseq_ring *r) {
     return cseq_load_rlx_u32(&t->spinner) != 0 ||
-           (t->apart && !r->gate[0].shared && !t->trainer.doubt &&
+           (t->apart && !t->trainer.doubt &&
             cseq_load_rlx_u32(&t->parked) < r->runners);
 }
 

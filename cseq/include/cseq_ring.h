@@ -42,7 +42,8 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 3u
+#define CSEQ_LAYOUT 4u
+#define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
 
 /* States. */
@@ -65,6 +66,12 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
+/* Whether to spin: after spinning in vain, the next times are skipped, up to 256 of them. So where
+ * spinning is of no use (long batches, more threads than cores), it costs little. */
+typedef struct {
+    uint64_t doubt, rest;
+} cseq_trust;
+
 /* A word to sleep on, and who may be asleep there. */
 typedef struct {
     uint32_t event;  /* +1 at every wake-up; the word slept on */
@@ -72,7 +79,13 @@ typedef struct {
                         which costs one needless wake-up */
     uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
     uint32_t shared; /* 1: parties are processes, 0: threads of one. Written before there are any */
-    char pad[CSEQ_LINE - 16];
+    uint64_t woken_ns; /* when sleepers were woken last; written by who wakes them */
+    uint64_t call_ns;  /* what that took, a running median; written by who wakes them */
+    char pad[CSEQ_LINE / 2 - 32];
+    uint64_t wake_ns;  /* from there to their being awake, a running median; written by those who sleep
+                          here */
+    cseq_trust trust;  /* of the one that spins before it sleeps here */
+    char pad1[CSEQ_LINE / 2 - 24];
 } cseq_gate;
 
 /* Statistics of a runner; written by that runner alone. */
@@ -116,8 +129,9 @@ typedef struct {
                        or of another one in the same memory, so that it can wait for several */
     char pad[CSEQ_LINE - 40];
     uint32_t closed; /* written by the trainer, once */
-    uint32_t spin;   /* ns that a runner spins before it sleeps */
-    char pad1[CSEQ_LINE - 8];
+    uint32_t spin;   /* ns that a party spins at least before it sleeps; 0: it does not */
+    uint32_t spin_most; /* and at most, if it is worth it: see cseq_gate_spin_ns */
+    char pad1[CSEQ_LINE - 12];
     uint32_t spinner[2]; /* per stage: the owner that spins now, or 0. One is enough to catch the next
                             ticket, more would only take the trainer's core. Advisory */
     char pad4[CSEQ_LINE - 8];
@@ -189,9 +203,19 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     return seen;
 }
 
+/* Add a time, since `since`, to a running median: a step towards it, of an eighth. Several parties may
+ * do so at once: a lost step is as good. */
+CSEQ_INLINE void cseq_gate_learn(uint64_t *median, uint64_t since) {
+    const uint64_t now = cseq_now_ns(), known = cseq_load_rlx_u64(median);
+    const uint64_t step = known / 8 + 100;
+    if (now > since + known) cseq_store_rlx_u64(median, known + step);
+    else cseq_store_rlx_u64(median, known > step ? known - step : 1);
+}
+
 /* Wake all sleepers, also those about to sleep. */
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
+    cseq_store_rlx_u64(&g->woken_ns, cseq_now_ns());
     cseq_add_sc_u32(&g->event, 1);
     cseq_wake(&g->event, (int)g->shared);
 }
@@ -203,9 +227,52 @@ CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
 CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
         CSEQ_POINT("notify");
+        const uint64_t begun = cseq_now_ns();
+        cseq_store_rlx_u64(&g->woken_ns, begun);
         cseq_add_sc_u32(&g->event, 1);
         cseq_wake(&g->event, (int)g->shared);
+        cseq_gate_learn(&g->call_ns, begun);
     }
+}
+
+/* Sleep while `event` is `seen`, up to `ns`, after gate_enter. */
+CSEQ_INLINE void cseq_gate_sleep(cseq_gate *g, uint32_t seen, uint64_t ns) {
+    const uint64_t before = cseq_load_rlx_u64(&g->woken_ns);
+    cseq_wait(&g->event, seen, ns, (int)g->shared);
+    const uint64_t woken = cseq_load_rlx_u64(&g->woken_ns);
+    if (woken != before) cseq_gate_learn(&g->wake_ns, woken);
+}
+
+/* ── spinning before a sleep: words that any party may find old, which costs time only ────────── */
+
+CSEQ_INLINE int cseq_trust_ask(cseq_trust *t) {
+    const uint64_t rest = cseq_load_rlx_u64(&t->rest);
+    if (rest) cseq_store_rlx_u64(&t->rest, rest - 1);
+    return rest == 0;
+}
+
+/* Spinning once in vain outweighs two times that were worth it. */
+CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
+    uint64_t doubt = cseq_load_rlx_u64(&t->doubt);
+    if (worth) {
+        if (doubt) cseq_store_rlx_u64(&t->doubt, doubt - 1);
+    } else {
+        doubt = doubt < 6 ? doubt + 2 : 8;
+        cseq_store_rlx_u64(&t->doubt, doubt);
+        cseq_store_rlx_u64(&t->rest, (uint64_t)1 << doubt);
+    }
+}
+
+/* How long to spin before a sleep at a gate, if that is worth it.
+ * To spin for as long as a wake-up takes both sides is 2-competitive with the better of spinning and
+ * sleeping. It may take CSEQ_WORTH times as long, since a wake-up keeps the party that wakes from its
+ * work, while the core of the one that spins would be idle; and since spinning in vain is remembered.
+ * `spin_most` is `spin` where there are more parties than cores. */
+CSEQ_INLINE uint64_t cseq_gate_spin_ns(const cseq_ring *r, const cseq_gate *g) {
+    const uint64_t least = cseq_load_rlx_u32(&r->spin), most = cseq_load_rlx_u32(&r->spin_most);
+    const uint64_t ns =
+        CSEQ_WORTH * (cseq_load_rlx_u64(&g->wake_ns) + cseq_load_rlx_u64(&g->call_ns));
+    return ns < least ? least : ns < most ? ns : most;
 }
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
@@ -252,20 +319,28 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Claim again and again, for `spin` ns at most: a cell, or CSEQ_NONE.
- * A sleep and its wake-up cost both sides some microseconds; spinning for about as long is
- * 2-competitive with the better of spinning and sleeping. */
+/* Claim again and again, for a while: a cell, or CSEQ_NONE.
+ * One that was kept from running meanwhile for `spin` ns has taken a core from others: no more of it. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
-    const uint32_t limit = cseq_load_rlx_u32(&r->spin);
+    const uint64_t least = cseq_load_rlx_u32(&r->spin);
     uint32_t *spinner = &r->spinner[stage];
+    cseq_trust *trust = &r->gate[stage].trust;
     int cell = CSEQ_NONE;
-    if (!limit || cseq_load_rlx_u32(spinner)) return cell;
+    if (!least || cseq_load_rlx_u32(spinner)) return cell;
     cseq_store_rlx_u32(spinner, owner);
+    const int trusted = cseq_trust_ask(trust);
+    const uint64_t limit = trusted ? cseq_gate_spin_ns(r, &r->gate[stage]) : least;
     const uint64_t begun = cseq_now_ns();
-    while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < limit) {
+    uint64_t now = begun, before = begun;
+    int alone = 1;
+    while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && now - begun < limit) {
         cseq_pause();
         cell = cseq_ring_claim(r, stage, owner);
+        before = now;
+        now = cseq_now_ns();
+        alone &= now - before < least;
     }
+    if (trusted) cseq_trust_tell(trust, cell >= 0 && alone);
     cseq_store_rlx_u32(spinner, 0);
     return cell;
 }
@@ -280,7 +355,7 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     if (cell >= 0) return cell;
     if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
     uint64_t before = cseq_now_ns();
-    cseq_wait(&g->event, seen, ns, (int)g->shared);
+    cseq_gate_sleep(g, seen, ns);
     cseq_runner *me = cseq_ring_runner(r, owner);
     cseq_count_u64(&me->idle_ns, cseq_now_ns() - before);
     return cseq_ring_claim(r, stage, owner);
@@ -327,8 +402,9 @@ CSEQ_INLINE int cseq_ring_closed(const cseq_ring *r) {
     return (int)cseq_load_acq_u32(&r->closed);
 }
 
-CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns) {
+CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns, uint32_t most) {
     cseq_store_rlx_u32(&r->spin, ns);
+    cseq_store_rlx_u32(&r->spin_most, most);
 }
 
 CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
@@ -418,8 +494,32 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     } else {
         for (uint32_t c = 0; c < r->capacity && !ready; c++) ready = cseq_ring_ready(r, c);
     }
-    if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
+    if (!ready) cseq_gate_sleep(g, seen, ns);
     cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
+}
+
+/* The trainer looks at some cells, each of a ring of its own or (`rings` of one, `count` 1) of one
+ * ring, before it sleeps: 1 if one is ready. If `last` is another cell than that, it waits up to `spin`
+ * ns for that one, too: it then goes through several batches at once, while the runners are half a
+ * buffer ahead of it. */
+CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
+                                 uint32_t last, uint32_t seen) {
+    cseq_gate *g = cseq_ring_output(rings[0]);
+    const uint64_t least = cseq_load_rlx_u32(&rings[0]->spin);
+    if (!least || !cseq_trust_ask(&g->trust)) return 0;
+    const uint64_t limit = cseq_gate_spin_ns(rings[0], g), begun = cseq_now_ns();
+    uint64_t now = begun, before = begun;
+    int ready = 0, alone = 1;
+    do {
+        cseq_pause();
+        for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
+        before = now;
+        now = cseq_now_ns();
+        alone &= now - before < least;
+    } while (!(ready && (now - begun >= least || cseq_ring_ready(rings[0], last))) &&
+             now - begun < limit && cseq_ring_notices(rings[0]) == seen);
+    cseq_trust_tell(&g->trust, ready && alone);
+    return ready;
 }
 
 /* Sleep up to `ns` until one of some cells may be ready, each of a ring of its own; the rings have
@@ -432,7 +532,7 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
         cseq_swap_sc_u32(&rings[k]->gate[2].wanted, cells[k] + 1);
     (void)cseq_gate_enter(g);
     for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
-    if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
+    if (!ready) cseq_gate_sleep(g, seen, ns);
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 

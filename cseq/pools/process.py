@@ -27,7 +27,7 @@ from cseq.launcher import make_launcher
 from cseq.launcher.forks import in_forked_children
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
-from cseq.stage import CONVERTER, INDEXER, run, spin_ns
+from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
 from cseq.threads import imported
 from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
@@ -188,7 +188,7 @@ class ProcessPool(Feed):
         )
         (ring,), self._arena = supervisor.rings, supervisor.arena
         ring.wake_at = wake_at(job.buffer, job.num_workers)
-        ring.gil_spin, ring.apart = spin_ns(), apart(job.buffer)
+        ring.apart = apart(job.buffer)
         self._group = ThreadGroup(ring)
         self._reader = SlotReader(self._arena)
         self._receiver: Receiver | None = None

@@ -267,18 +267,18 @@ static int trainer_take(trainer *t) {
 static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
     int cell = -1;
     if (t->ordered && t->outstanding) cell = (int)t->order[t->first];
-    if (t->turn) {
-        uint32_t most = t->turn->apart ? t->turn->apart : 1, behind = t->outstanding;
-        if (behind > most) behind = most;
-        if (cell >= 0 && cseq_gil_expect(t->turn, t->ring, (uint32_t)cell,
-                                         t->order[(t->first + behind - 1) % t->ring->capacity], seen,
-                                         &t->unwoken))
+    if (cell >= 0) {
+        uint32_t at = (uint32_t)cell, most = t->turn && t->turn->apart ? t->turn->apart : 1;
+        uint32_t behind = t->outstanding < most ? t->outstanding : most;
+        uint32_t last = t->order[(t->first + behind - 1) % t->ring->capacity];
+        if (t->unwoken && !(t->turn && cseq_gil_is_served(t->turn, t->ring))) trainer_wake(t);
+        if (t->turn ? cseq_gil_expect(t->turn, t->ring, at, last, seen)
+                    : t->ring->spin && cseq_ring_expect(&t->ring, &at, 1, last, seen))
             return;
-        cseq_gil_wait_ready(t->turn, t->ring, cell, seen, ns, &t->unwoken);
-        return;
     }
     if (t->unwoken) trainer_wake(t);
-    cseq_ring_wait_ready(t->ring, cell, seen, ns);
+    if (t->turn) cseq_gil_wait_ready(t->turn, t->ring, cell, seen, ns);
+    else cseq_ring_wait_ready(t->ring, cell, seen, ns);
 }
 
 CSEQ_INLINE int trainer_finished(const trainer *t) {

@@ -174,7 +174,7 @@ static void make_plan(void) {
     REQUIRE(ring != 0, "no memory");
     memset(ring, 0, bytes);
     cseq_ring_init(ring, capacity, BATCH, plan.runners, calls, 0);
-    cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000));
+    cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000), below(rng, 200000));
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 300), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
     boss.wake_at = 1 + below(rng, capacity);

@@ -1,0 +1,75 @@
+"""Batches of some microseconds of work: what it costs to wait for each other, asleep or awake."""
+
+from __future__ import annotations
+
+import resource
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import loaders
+from harness.case import Case, Contender, Goal, scaled
+from work import Brief, Work, microseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+BATCHES = scaled(3000, 40)
+
+ONE, TWO = "cseq, 1 worker", "cseq, 2 workers"
+PIPE, SPDL, LIMIT = "pipe, 1 process", "SPDL subprocess, 1 worker", "bare loop"
+
+
+def usage_of(work: Work, loader: Iterable[Any], of: Callable[[Any], float]) -> float:
+    """Go through the epochs; what the trainer has used for a batch."""
+    before = of(resource.getrusage(resource.RUSAGE_SELF))
+    microseconds(work, loader)
+    return (of(resource.getrusage(resource.RUSAGE_SELF)) - before) / work.batches
+
+
+def processor(work: Work, loader: Iterable[Any]) -> float:
+    """Microseconds of the trainer's processor time."""
+    return usage_of(work, loader, lambda used: (used.ru_utime + used.ru_stime) * 1e6)
+
+
+def sleeps(work: Work, loader: Iterable[Any]) -> float:
+    """Percent of the batches for which the trainer has slept."""
+    return 100 * usage_of(work, loader, lambda used: used.ru_nvcsw)
+
+
+def case(us: int, name: str, unit: str, figure: Any, goals: tuple[Goal, ...] = ()) -> Case:
+    """Declare the case of batches of `us` microseconds."""
+    work = Work(partial(Brief, us), BATCHES, figure)
+    contenders = (
+        Contender(ONE, partial(loaders.cseq_processes, work, num_workers=1), ours=True),
+        Contender(TWO, partial(loaders.cseq_processes, work), ours=True),
+        Contender(PIPE, partial(loaders.pipe, work)),
+        Contender(SPDL, partial(loaders.spdl_process, work), needs=("spdl-core",)),
+        Contender(LIMIT, partial(loaders.bare, work)),
+    )
+    title = f"Batches of {us} µs of work: {unit}"
+    return Case(f"brief_{us}{name}", title, unit, contenders, limit=LIMIT, goals=goals)
+
+
+def beyond(f: Any, name: str) -> float:
+    """Return what a contender takes beyond the work."""
+    return f[name] - f[LIMIT]
+
+
+GOALS = (
+    Goal("1 worker: part of the pipe's time", lambda f: f[ONE] / f[PIPE], at_most=1),
+    Goal(
+        "1 worker: part of what the pipe takes beyond the work",
+        lambda f: beyond(f, ONE) / beyond(f, PIPE),
+        at_most=0.5,
+    ),
+)
+
+CASES = tuple(
+    one
+    for us in (0, 5, 10, 20, 40, 80, 160)
+    for one in (
+        case(us, "", "µs/batch", microseconds, GOALS),
+        case(us, "_cpu", "µs of the trainer's processor/batch", processor),
+        case(us, "_sleeps", "% of batches slept for", sleeps),
+    )
+)
