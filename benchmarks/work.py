@@ -5,6 +5,7 @@ Workers import this file, so it imports nothing large but numpy and cseq.
 
 from __future__ import annotations
 
+import importlib
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,15 @@ class Floats:
 
     def __getitem__(self, indices):
         return self.table[indices]
+
+
+class FloatsBesideTorch(Floats):
+    """The same in a process that imports what most workers do: torch, random, numpy.random."""
+
+    def __init__(self, samples: int) -> None:
+        for name in ("random", "numpy.random", "torch"):
+            importlib.import_module(name)
+        super().__init__(samples)
 
 
 class Images:

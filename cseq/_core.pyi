@@ -210,8 +210,6 @@ class BatchIterator:
 class InlineRunner:
     indexer: Any
     seeds: Any
-    loaded: list[Any]
-    making: Final[bool]
     epoch: Final[int]
     begins: Final[int]
     at: Final[int]

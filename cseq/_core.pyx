@@ -1636,10 +1636,6 @@ cdef class InlineRunner:
     indexer : object
     seeds : Seeds or None
         Seeds the global generators for each batch, and restores them after it.
-    loaded : list
-        Generators to be seeded: `seeds.loaded`.
-    making : bool
-        The indexer is making a batch.
     epoch : int
         The present epoch.
     begins : int
@@ -1663,8 +1659,6 @@ cdef class InlineRunner:
     cdef uint64_t full, start, stride, size
     cdef public object indexer
     cdef public object seeds
-    cdef public list loaded
-    cdef readonly bint making
     cdef public uint64_t batches
     cdef readonly uint64_t epoch, begins
     cdef readonly object skipped
@@ -1752,18 +1746,28 @@ cdef class InlineRunner:
         return True
 
     cdef object seeded(self, indices):
-        """Call the indexer with the global generators seeded; restore them."""
-        cdef bint making = self.making  # another batch, in whose middle a signal handler takes this one
-        saved = self.seeds.saved
-        self.making = True
+        """Call the indexer with the global generators seeded; restore them.
+
+        As `BatchMaker.make_batch`: once more if it has drawn from generators that it imported just now.
+        """
+        saved = self.seeds.saved  # of another batch, in whose middle a signal handler takes this one
+        given = indices.copy() if self.seeds.missing else indices
         try:
-            if self.loaded:
-                self.seeds.begin()
-            return self.indexer[indices]
+            self.seeds.begin()
+            try:
+                batch = self.indexer[indices]
+                if not (self.seeds.missing and self.seeds.has_drawn()):
+                    return batch
+            except Exception:
+                if not (self.seeds.missing and self.seeds.has_drawn()):
+                    raise
+            batch = None
+            self.seeds.restore()
+            self.batch_context.set(self.ticket)
+            self.seeds.begin()
+            return self.indexer[given]
         finally:
-            self.making = making
-            if self.loaded:  # now: an import may have added one
-                self.seeds.restore()
+            self.seeds.restore()
             self.seeds.saved = saved
 
     def next(self):

@@ -154,6 +154,7 @@ cdef extern from "cseq_gil.h" nogil:
 cdef extern from "cseq_shuffle.h" nogil:
     enum:
         CSEQ_PURPOSE_SHUFFLE
+        CSEQ_TWISTER
 
     ctypedef struct cseq_order:
         uint64_t n           # samples
@@ -161,6 +162,7 @@ cdef extern from "cseq_shuffle.h" nogil:
         uint64_t generation
 
     void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
+    void cseq_twister(const uint64_t* s, uint32_t* key) noexcept
     uint32_t cseq_table_width(uint64_t n) noexcept
     uint64_t cseq_table_pages(uint64_t n, uint32_t width) noexcept
     void cseq_order_init(cseq_order* order, uint64_t n, uint32_t width, void* table, uint32_t* tags) noexcept

@@ -1,5 +1,7 @@
 """The work of a runner: making batches, and publishing them."""
 
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+
 cimport cython
 
 from cseq._core cimport Runner
@@ -21,12 +23,63 @@ cdef class ObjectWriter(TicketWriter):
     cdef ObjectTable objects
 
 
+cdef class Generator:
+    cdef int seed(self, const uint64_t* words) except -1
+    cpdef object save(self)
+    cpdef int restore(self, state) except -1
+
+
+cdef class Twister(Generator):
+    cdef object owner
+    cdef uint32_t* key
+    cdef int32_t* position
+    cdef void fill(self, const uint64_t* words) noexcept
+    cdef bytes copy(self)
+    cdef int paste(self, bytes copied) except -1
+
+
+@cython.final
+cdef class PythonGenerator(Twister):
+    pass
+
+
+@cython.final
+cdef class NumpyGenerator(Twister):
+    cdef object current, bit_generator, acquire, release
+    cdef int* has_gauss
+    cdef double* gauss
+    cdef bint is_here(self) except -1
+
+
+@cython.final
+cdef class TorchGenerator(Generator):
+    cdef object generator, manual_seed
+
+
+cdef class Generators:
+    cdef readonly list present
+    cdef readonly dict missing
+    cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1
+    cdef bint is_due(self) except -1
+
+
+cdef class BatchSeeds(Generators):
+    cdef BatchState batch_state
+    cdef uint64_t seed_word, epoch, key
+    cdef bint has_key
+    cdef public list saved
+    cdef int paste(self) except -1
+    cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1
+
+
 cdef class BatchMaker:
     cdef public object indexer
     cdef readonly object batch_writer
     cdef BatchState batch_state
     cdef TicketWriter writer
-    cdef object convert, seeds
-    cdef list loaded
+    cdef object convert
+    cdef BatchSeeds seeds
     cdef long depth  # of forks; another one: this process is a copy, made by the user's code
+    cdef bint is_to_repeat(self) except -1
+    cdef object make_batch(self, Runner runner)
     cdef int make(self, Runner runner) except -1

@@ -1,5 +1,5 @@
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
 from typing_extensions import Self, disjoint_base
 
@@ -21,6 +21,56 @@ class ObjectWriter(TicketWriter):
     def __new__(cls, objects: ObjectTable) -> Self: ...
 
 @disjoint_base
+class Generator:
+    def save(self) -> Any: ...
+    def restore(self, state: Any) -> int: ...
+    def seed_with(self, words: Sequence[int]) -> None: ...
+
+@disjoint_base
+class Twister(Generator):
+    @property
+    def in_place(self) -> bool: ...
+
+@final
+class PythonGenerator(Twister):
+    def __new__(cls, owner: Any, key: int = 0, position: int = 0) -> Self: ...
+    def is_fresh(self) -> bool: ...
+
+@final
+class NumpyGenerator(Twister):
+    def __new__(
+        cls,
+        owner: Any,
+        current: Callable[[], Any],
+        bit_generator: Any,
+        key: int = 0,
+        position: int = 0,
+        has_gauss: int = 0,
+        gauss: int = 0,
+    ) -> Self: ...
+    def is_fresh(self) -> bool: ...
+
+@final
+class TorchGenerator(Generator):
+    def __new__(cls, generator: Any) -> Self: ...
+    def is_fresh(self) -> bool: ...
+
+@disjoint_base
+class Generators:
+    present: Final[list[Any]]
+    missing: Final[dict[str, Callable[[], Any]]]
+    def __new__(cls, *_: Any) -> Self: ...
+    def seed(self, key: int, place: int) -> None: ...
+
+@disjoint_base
+class BatchSeeds(Generators):
+    def __new__(cls, batch_context: Any) -> Self: ...
+    saved: list[tuple[Generator, Any]]
+    def seed_present(self) -> None: ...
+    def begin(self) -> None: ...
+    def restore(self) -> None: ...
+
+@disjoint_base
 class BatchMaker:
     indexer: Any
     @property
@@ -31,7 +81,7 @@ class BatchMaker:
         batch_state: BatchState,
         batch_writer: Any,
         convert: Callable[[Any], Any] | None = None,
-        seeds: Any = None,
+        seeds: BatchSeeds | None = None,
     ) -> Self: ...
     def work(self, runner: Runner) -> None: ...
     def serve(self, runner: Runner) -> None: ...

@@ -1,7 +1,11 @@
-# cython: language_level=3, freethreading_compatible=True
-"""The work of a runner: making batches, and publishing them."""
+"""The work of a runner: making batches, publishing them; the global generators."""
+"""The work of a runner: making batches, and publishing them; the global generators for that."""
 
-from libc.stdint cimport uint64_t
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.dict cimport PyDict_Contains
+from cpython.ref cimport PyObject
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 cimport cython
 
@@ -10,6 +14,17 @@ from cseq._headers cimport *
 from cseq._memory cimport forks_here
 from cseq._objects cimport ObjectTable
 
+cdef extern from "Python.h":
+    PyObject* PyImport_GetModuleDict()  # borrowed
+
+
+cdef enum:
+    WORDS = 9           # that the states of all generators come from
+    PURPOSE_BATCH = 4   # for each batch: docs/inside/shuffle.md
+    PURPOSE_MAKING = 5  # while an indexer is made
+
+
+cdef object FRESH = 1 << 31  # first word of a twister that was seeded, and not drawn from
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
 
@@ -67,6 +82,298 @@ cdef class ObjectWriter(TicketWriter):
         return True
 
 
+@cython.auto_pickle(False)
+cdef class Generator:
+    """One of the process's global generators."""
+
+    cdef int seed(self, const uint64_t* words) except -1:
+        """Set the state that belongs to nine words: docs/inside/shuffle.md."""
+        raise NotImplementedError
+
+    cpdef object save(self):
+        """Return the state."""
+        raise NotImplementedError
+
+    cpdef int restore(self, state) except -1:
+        """Set a saved state."""
+        raise NotImplementedError
+
+    def seed_with(self, words):
+        """Set the state that belongs to nine words."""
+        cdef uint64_t[WORDS] plain
+        for k in range(WORDS):
+            plain[k] = words[k]
+        self.seed(plain)
+
+
+cdef class Twister(Generator):
+    """A Mersenne Twister.
+
+    Parameters
+    ----------
+    owner : object
+        Has the state, in its memory, and methods that set and return it.
+    key, position : int
+        Addresses: of the 624 words and of the position in them. 0: the methods are called.
+    """
+
+    @property
+    def in_place(self):
+        """Whether states are written into the memory."""
+        return self.key is not NULL
+
+    cdef void fill(self, const uint64_t* words) noexcept:
+        """Write the state of four words into the memory."""
+        cseq_twister(words, self.key)
+        self.position[0] = 0
+
+    cdef bytes copy(self):
+        """Copy the state."""
+        copied = PyBytes_FromStringAndSize(NULL, sizeof(int32_t) + CSEQ_TWISTER * 4)
+        cdef char* data = copied
+        memcpy(data, self.position, sizeof(int32_t))
+        memcpy(data + sizeof(int32_t), self.key, CSEQ_TWISTER * 4)
+        return copied
+
+    cdef int paste(self, bytes copied) except -1:
+        """Write a copy into the memory."""
+        cdef const char* data = copied
+        memcpy(self.position, data, sizeof(int32_t))
+        memcpy(self.key, data + sizeof(int32_t), CSEQ_TWISTER * 4)
+        return 0
+
+
+cdef list twister(const uint64_t* words):
+    """Return the 624 words of the state that belongs to four words."""
+    cdef uint32_t[CSEQ_TWISTER] key
+    cseq_twister(words, key)
+    return [key[k] for k in range(CSEQ_TWISTER)]
+
+
+@cython.final
+cdef class PythonGenerator(Twister):
+    """That of `random`: `owner` is a `random.Random`."""
+
+    def __cinit__(self, owner, size_t key=0, size_t position=0):
+        self.owner = owner
+        self.key, self.position = <uint32_t*>key, <int32_t*>position
+
+    cdef int seed(self, const uint64_t* words) except -1:
+        """Set the state of words 0 to 3."""
+        if self.key is NULL:
+            self.owner.setstate((3, (*twister(words), 0), None))
+        else:
+            self.fill(words)
+            self.owner.gauss_next = None
+        return 0
+
+    cpdef object save(self):
+        """Return the state."""
+        return self.owner.getstate() if self.key is NULL else (self.copy(), self.owner.gauss_next)
+
+    cpdef int restore(self, state) except -1:
+        """Set a saved state."""
+        if self.key is NULL:
+            self.owner.setstate(state)
+        else:
+            self.paste(state[0])
+            self.owner.gauss_next = state[1]
+        return 0
+
+    def is_fresh(self):
+        """Whether nothing was drawn since it was seeded from the system's entropy, or by `seed`."""
+        words = self.owner.getstate()[1]
+        return words[0] == FRESH and words[CSEQ_TWISTER] == CSEQ_TWISTER
+
+
+@cython.final
+cdef class NumpyGenerator(Twister):
+    """That of numpy.random: `owner` is that module, or a `RandomState`.
+
+    Parameters
+    ----------
+    current : callable
+        Returns the bit generator in use, which `numpy.random.set_bit_generator` can change.
+    bit_generator : object
+        The one that has the memory, an MT19937. While another one is in use, its `seed` is called.
+    has_gauss, gauss : int
+        Addresses: of the flag that the second Gaussian number of a pair is kept, and of that number.
+    """
+
+    def __cinit__(self, owner, current, bit_generator, size_t key=0, size_t position=0,
+                  size_t has_gauss=0, size_t gauss=0):
+        self.owner, self.current, self.bit_generator = owner, current, bit_generator
+        self.key, self.position = <uint32_t*>key, <int32_t*>position
+        self.has_gauss, self.gauss = <int*>has_gauss, <double*>gauss
+        lock = bit_generator.lock
+        self.acquire, self.release = lock.acquire, lock.release
+
+    cdef bint is_here(self) except -1:
+        """Whether the memory is that of the bit generator in use."""
+        return self.key is not NULL and self.current() is self.bit_generator
+
+    cdef int seed(self, const uint64_t* words) except -1:
+        """Set the state of words 4 to 7."""
+        if self.is_here():
+            self.acquire()  # other threads may draw without the GIL
+            self.fill(words + 4)
+            self.has_gauss[0], self.gauss[0] = 0, 0.0
+            self.release()
+        elif self.current() is self.bit_generator:
+            self.owner.set_state(("MT19937", twister(words + 4), 0, 0, 0.0))
+        else:
+            self.owner.seed(words[4] & 0xFFFFFFFF)
+        return 0
+
+    cpdef object save(self):
+        """Return the state."""
+        if not self.is_here():
+            return self.owner.get_state(legacy=False)
+        self.acquire()
+        state = self.copy(), self.has_gauss[0], self.gauss[0]
+        self.release()
+        return state
+
+    cpdef int restore(self, state) except -1:
+        """Set a saved state."""
+        if not isinstance(state, tuple):
+            self.owner.set_state(state)
+            return 0
+        self.acquire()
+        self.paste(state[0])
+        self.has_gauss[0], self.gauss[0] = state[1], state[2]
+        self.release()
+        return 0
+
+    def is_fresh(self):
+        """Whether nothing was drawn since its module was imported."""
+        state = self.bit_generator.state["state"]
+        return state["key"][0] == FRESH and state["pos"] == CSEQ_TWISTER - 1
+
+
+@cython.final
+cdef class TorchGenerator(Generator):
+    """That of torch for the CPU; its methods are called."""
+
+    def __cinit__(self, generator):
+        self.generator, self.manual_seed = generator, generator.manual_seed
+
+    cdef int seed(self, const uint64_t* words) except -1:
+        """Seed it with word 8."""
+        self.manual_seed(words[8])
+        return 0
+
+    cpdef object save(self):
+        """Return the state."""
+        return self.generator.get_state()
+
+    cpdef int restore(self, state) except -1:
+        """Set a saved state."""
+        self.generator.set_state(state)
+        return 0
+
+    def is_fresh(self):
+        """Whether nothing was drawn since it was seeded."""
+        same = type(self.generator)().manual_seed(self.generator.initial_seed())
+        return same.get_state().equal(self.generator.get_state())
+
+
+cdef class Generators:
+    """The global generators whose modules are imported: the part of `seeding.Imported` in C.
+
+    Attributes
+    ----------
+    present : list of Generator
+    missing : dict of str to callable
+        By the name of a module that is not imported: what finds its generator then.
+    """
+
+    def __cinit__(self, *_):
+        self.present, self.missing = [], {}
+
+    cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
+        """Set the states that belong to (seed, epoch, purpose)."""
+        cdef uint64_t[WORDS] words
+        cdef Generator generator
+        if self.is_due():
+            self.look()
+        if self.present:
+            cseq_derive(seed, epoch, purpose, words, WORDS)
+            for generator in self.present:
+                generator.seed(words)
+        return 0
+
+    cdef bint is_due(self) except -1:
+        """Whether the import of a missing module has begun."""
+        if self.missing:
+            modules = <object>PyImport_GetModuleDict()
+            for name in self.missing:
+                if PyDict_Contains(modules, name):
+                    return True
+        return False
+
+    def seed(self, uint64_t key, uint64_t place):
+        """Set the states of the batch, or sequence, at this place in the epoch that has this key."""
+        self.write(key, place, PURPOSE_BATCH)
+
+
+cdef class BatchSeeds(Generators):
+    """The seeds of one batch after another: the part of `seeding.Seeds` that is in C.
+
+    Parameters
+    ----------
+    batch_context : BatchContext
+        Has the seed and the present batch.
+
+    Attributes
+    ----------
+    saved : list of tuple
+        What `restore` restores: generators, and their states.
+    """
+
+    def __cinit__(self, batch_context):
+        self.batch_state, self.seed_word = batch_context, batch_context.seed
+        self.saved = []
+
+    cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1:
+        """Set the states of the batch that begins at this position of an epoch."""
+        if epoch != self.epoch or not self.has_key:
+            cseq_derive(self.seed_word, epoch, PURPOSE_BATCH, &self.key, 1)
+            self.epoch, self.has_key = epoch, True
+        return self.write(self.key, start, PURPOSE_BATCH)
+
+    def seed_present(self):
+        """Set the states of the present batch, or of an indexer that is being made."""
+        ticket = self.batch_state.ticket
+        if ticket is None:
+            self.write(self.seed_word, 0, PURPOSE_MAKING)
+        else:
+            self.seed_batch(ticket.epoch, ticket.start)
+
+    def begin(self):
+        """Save the states of the trainer's generators, and set those of the present batch."""
+        cdef Generator generator
+        if self.is_due():
+            self.look()
+        self.saved = [(generator, generator.save()) for generator in self.present]
+        self.seed_present()
+
+    def restore(self):
+        """Restore the states of the trainer's generators."""
+        try:
+            self.paste()
+        except BaseException:  # a signal handler has raised in the middle
+            self.paste()
+            raise
+        self.saved = []
+
+    cdef int paste(self) except -1:
+        cdef Generator generator
+        for generator, state in self.saved:
+            generator.restore(state)
+        return 0
+
+
 cdef class BatchMaker:
     """Makes and publishes batches: the part of `indexer.Indexing` that is in C.
 
@@ -83,12 +390,33 @@ cdef class BatchMaker:
     """
 
     def __cinit__(self, indexer, BatchState batch_state not None, batch_writer, convert=None,
-                  seeds=None):
+                  BatchSeeds seeds=None):
         self.indexer, self.batch_state, self.batch_writer = indexer, batch_state, batch_writer
         self.writer = batch_writer.ticket_writer
         self.convert, self.seeds = convert, seeds
-        self.loaded = [] if seeds is None else seeds.loaded
         self.depth = forks_here[0]
+
+    cdef bint is_to_repeat(self) except -1:
+        """Whether this batch has drawn from a generator whose module it was the first to import."""
+        return self.seeds.is_due() and forks_here[0] == self.depth and self.seeds.has_drawn()
+
+    cdef object make_batch(self, Runner runner):
+        """Call the indexer; once more if it has drawn from generators that it imported just now."""
+        indexer = self.indexer  # the first call changes it
+        if self.seeds is None:
+            return indexer[runner.indices()]
+        self.seeds.seed_batch(runner.held().epoch, runner.held().start)
+        try:
+            batch = indexer[runner.indices()]
+            if not self.is_to_repeat():
+                return batch
+        except Exception:
+            if not self.is_to_repeat():
+                raise
+        batch = None
+        self.batch_state.drawn = None
+        self.seeds.seed_batch(runner.held().epoch, runner.held().start)
+        return self.indexer[runner.indices()]
 
     cdef int make(self, Runner runner) except -1:
         """Make the present ticket's batch and publish it; `fail` publishes an exception.
@@ -99,11 +427,8 @@ cdef class BatchMaker:
         try:
             if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
                 self.batch_state.drawn, self.batch_state.ticket = None, runner
-            if self.loaded:
-                self.seeds.seed()
             self.writer.open_ticket(runner)
-            indexer = self.indexer  # the first call changes it
-            batch = indexer[runner.indices()]
+            batch = self.make_batch(runner)
             if self.convert is not None:
                 batch = self.convert(batch)
             if forks_here[0] != self.depth:

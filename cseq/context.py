@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
-# What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle.
+# What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5
+# are in _work.pyx.
 PURPOSE_RNG = 2  # `rng`
 PURPOSE_ITEM = 3  # generators that adapters seed, for each item
-PURPOSE_BATCH = 4  # the global generators, for each batch
-PURPOSE_MAKING = 5  # the same, while an indexer is made
 
 
 class Ticket(Protocol):

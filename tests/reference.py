@@ -1,6 +1,7 @@
-"""fisher-yates-v1 in plain Python: docs/inside/shuffle.md as a program.
+"""fisher-yates-v1 and generator-states-v1 in plain Python: docs/inside/shuffle.md as a program.
 
-``python tests/reference.py > tests/golden/shuffle.json`` writes the file that is there.
+``python tests/reference.py shuffle > tests/golden/shuffle.json`` writes the file that is there, and
+``states`` in place of ``shuffle`` the other one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 WORD = 2**64 - 1
 IV = int.from_bytes(b"cseq-v1\0", "big")
 GOLDEN = 0x9E3779B97F4A7C15
-SHUFFLE, INDEXER = 1, 2
+SHUFFLE, INDEXER, BATCH, MAKING = 1, 2, 4, 5
 
 
 def mix(v: int) -> int:
@@ -61,7 +62,22 @@ def order(n: int, seed: int, epoch: int) -> Iterator[int]:
         moved[j] = here
 
 
-# ── the golden file ───────────────────────────────────────────────────────────────────────────
+def twister(state: Iterable[int]) -> list[int]:
+    return [
+        half for word in itertools.islice(words(state), 312) for half in (word % 2**32, word >> 32)
+    ]
+
+
+def states(seed: int, epoch: int, start: int | None) -> tuple[list[int], list[int], int]:
+    """Return the words of Python's and numpy's generator, and torch's seed; no start: MAKING."""
+    if start is None:
+        drawn = derive(seed, 0, MAKING, 9)
+    else:
+        drawn = derive(derive(seed, epoch, BATCH, 1)[0], start, BATCH, 9)
+    return twister(drawn[:4]), twister(drawn[4:8]), drawn[8]
+
+
+# ── the golden files ──────────────────────────────────────────────────────────────────────────
 
 SIZES = (0, 1, 2, 3, 10, 1000, 65535, 65536, 65537, 1_000_000)
 EPOCHS = ((0, 0), (0, 1), (1, 0), (2024, 7), (WORD, WORD))
@@ -79,12 +95,28 @@ def _derived(seed: int, epoch: int, purpose: int) -> dict[str, Any]:
 
 
 def golden() -> dict[str, Any]:
-    """Return all that is in the golden file."""
+    """Return all that is in the golden file of the shuffle."""
     return {
         "algorithm": "fisher-yates-v1",
         "derive": [_derived(*where, p) for where in EPOCHS for p in (SHUFFLE, INDEXER)],
         "permutation": [_permutation(n, *where) for n, where in itertools.product(SIZES, EPOCHS)],
     }
+
+
+def _states(seed: int, epoch: int, start: int | None) -> dict[str, Any]:
+    record: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start}
+    *keys, torch = states(seed, epoch, start)
+    for name, key in zip(("random", "numpy.random"), keys, strict=True):
+        digest = hashlib.sha256(struct.pack("<624I", *key)).hexdigest()
+        record[name] = {"first": key[:3], "sha256": digest}
+    return record | {"torch": torch}
+
+
+def golden_states() -> dict[str, Any]:
+    """Return all that is in the golden file of the generators' states."""
+    places = [(seed, epoch, start) for seed, epoch in EPOCHS for start in (0, 32, WORD)]
+    making = [(seed, 0, None) for seed in (0, 1, 2024, WORD)]
+    return {"algorithm": "generator-states-v1", "states": [_states(*p) for p in places + making]}
 
 
 def _write(content: dict[str, Any]) -> None:
@@ -98,4 +130,4 @@ def _write(content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _write(golden())
+    _write({"shuffle": golden, "states": golden_states}[sys.argv[1]]())

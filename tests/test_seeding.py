@@ -4,24 +4,26 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import hashlib
+import json
 import random
+import re
+import struct
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from indexers import Killing
 from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
+from reference import golden_states
 
 import cseq
 from cseq import context, seeding
-from cseq._core import derive
+from cseq._work import NumpyGenerator, PythonGenerator
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import RunScript
 
 
@@ -154,7 +156,6 @@ before = sys.modules["torch"].get_rng_state().tolist()
 again = [run(1, None), run(2, methods[-1])]
 assert before == sys.modules["torch"].get_rng_state().tolist()
 print(all(other == inline for other in first + again))
-print(not any(type(finder).__module__ == "cseq.seeding" for finder in sys.meta_path))
 """
 
 
@@ -162,12 +163,12 @@ def test_modules_imported_by_a_batch(run_script: RunScript) -> None:
     """A batch that imports numpy.random or torch draws as if they had been there before.
 
     In workers that have imported them and in those that have not, also in test mode in a trainer
-    that has not: its own generators are as they were after their import.
+    that has not.
     """
     pytest.importorskip("torch")
     done = run_script(LAZY)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\nTrue\n"
+    assert done.stdout == "True\n"
 
 
 TORCH = """
@@ -289,83 +290,224 @@ def test_a_wrong_argument(value: Any) -> None:
         cseq.MPSequence(np.arange(3), 3, seed_globals=value)
 
 
-# -- the seeds themselves
+# -- the states themselves
 
 
-class Ticket:
-    epoch, batch, start = 2, 3, 12
+FILE = json.loads((Path(__file__).parent / "golden" / "states.json").read_text(encoding="ascii"))
 
 
-def test_the_seeds_are_those_of_the_documentation() -> None:
-    """docs/inside/shuffle.md says how to compute them."""
-    batch_context = context.BatchContext(0, 1, 9)
-    batch_context.set(Ticket())
+class Place:
+    """A batch."""
+
+    batch = 3
+
+    def __init__(self, epoch: int, start: int) -> None:
+        self.epoch, self.start = epoch, start
+
+
+@pytest.mark.parametrize(
+    "record", FILE["states"], ids=lambda one: f"{one['seed']}-{one['epoch']}-{one['start']}"
+)
+def test_golden_states(record: dict[str, Any]) -> None:
+    """The states of a batch, and of the making of an indexer, are the same for ever."""
+    seed, epoch, start = record["seed"], record["epoch"], record["start"]
+    batch_context = context.BatchContext(0, 1, seed)
+    if start is not None:
+        batch_context.set(Place(epoch, start))
     seeds = seeding.Seeds(batch_context)
+    torch = pytest.importorskip("torch") if record["start"] == 32 else sys.modules.get("torch")
+    np.random.randn()  # an odd number of Gaussian ones: the second of a pair is forgotten
+    random.gauss(0, 1)
     before = states()
+    seeds.begin()
     try:
-        seeds.open()
-        got = random.random(), np.random.rand()
-        [key] = derive(9, 2, 4, 1)
-        words = derive(key, 12, 4, 3)
-        random.seed(words[0])
-        np.random.seed(words[1] % 2**32)
-        assert got == (random.random(), np.random.rand())
-        seeds.close()
-        seeding.Imported().seed(words)
-        assert got == (random.random(), np.random.rand())
+        _, (*words, position), gauss = random.getstate()
+        kind, key, *rest = np.random.get_state()
+        drawn = None if torch is None else torch.default_generator.initial_seed()
     finally:
-        seeds.close()
-        random.setstate(before[0])
+        seeds.restore()
+    assert states() == before
+    assert (position, gauss, kind, rest) == (0, None, "MT19937", [0, 0, 0.0])
+    for name, found in (("random", words), ("numpy.random", key.tolist())):
+        assert found[:3] == record[name]["first"]
+        packed = struct.pack("<624I", *found)
+        assert hashlib.sha256(packed).hexdigest() == record[name]["sha256"]
+    assert drawn in (None, record["torch"])
 
 
-def test_an_import_that_fails_is_watched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_golden_file_is_the_references() -> None:
+    """What is in the golden file comes from the reference; some of it is on the page."""
+    assert golden_states() == FILE
+    page = (Path(__file__).parents[1] / "docs" / "inside" / "shuffle.md").read_text(
+        encoding="utf-8"
+    )
+    text = page.partition("Of `generator-states-v1`")[2].replace("2⁶⁴-1", str(2**64 - 1))
+    for row in re.findall(r"^\| (\d+) \| (\d+) \| (\w+) \| (.*) \| (.*) \| (\d+) \|$", text, re.M):
+        start = None if row[2] == "making" else int(row[2])
+        keys = (int(row[0]), int(row[1]), start)
+        [record] = [
+            one for one in FILE["states"] if (one["seed"], one["epoch"], one["start"]) == keys
+        ]
+        shown = [" ".join(map(str, record[name]["first"])) for name in ("random", "numpy.random")]
+        assert [*row[3:5], int(row[5])] == [*shown, record["torch"]]
+    assert text.count("\n| ") == 1 + 5
+
+
+WORDS = tuple(range(11, 20))
+
+
+def draws(generator: Any) -> list[float]:
+    """Return numbers for which its words are made anew: of Python's or of numpy's."""
+    gauss = generator.gauss if isinstance(generator, random.Random) else generator.normal
+    return [gauss(0, 1) for _ in range(501)] + [generator.uniform(0, 1) for _ in range(500)]
+
+
+def in_memory() -> bool:
+    """Whether states are to be written into memory here."""
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return sys.implementation.name == "cpython" and has_gil
+
+
+def test_the_methods_of_pythons_generator_set_the_same_state() -> None:
+    """Where its place in memory is not known, `setstate` does the same; both save and restore."""
+    before = random.getstate()
+    found = seeding.find_python()
+    assert found.in_place == in_memory()
+    other = random.Random(2)
+    plain = PythonGenerator(other)
+    assert not plain.in_place
+    try:
+        random.gauss(0, 1)
+        random.random()
+        saved, kept = found.save(), random.getstate()
+        found.seed_with(WORDS)
+        plain.seed_with(WORDS)
+        assert random.getstate() == other.getstate()
+        again = plain.save()
+        assert draws(random.random.__self__) == draws(other)  # type: ignore[attr-defined]
+        found.restore(saved)
+        assert random.getstate() == kept
+        want = draws(other)
+        plain.restore(again)
+        draws(other)
+        assert draws(other) == want
+    finally:
+        random.setstate(before)
+
+
+def test_the_methods_of_numpys_generator_set_the_same_state() -> None:
+    """The same of numpy's."""
+    before = states()
+    found = seeding.find_numpy()
+    assert found.in_place == in_memory()
+    bit_generator = np.random.MT19937(5)
+    other = np.random.RandomState(bit_generator)
+    plain = NumpyGenerator(other, lambda: bit_generator, bit_generator)
+    saved = found.save()
+    try:
+        np.random.randn()
+        kept = np.random.get_state(legacy=False)
+        inner = found.save()
+        found.seed_with(WORDS)
+        plain.seed_with(WORDS)
+        assert repr(np.random.get_state()) == repr(other.get_state())
+        assert draws(np.random) == draws(other)
+        again, want = plain.save(), draws(other)
+        plain.restore(again)
+        assert draws(other) == want
+        found.restore(inner)
+        assert repr(np.random.get_state(legacy=False)) == repr(kept)
+    finally:
+        found.restore(saved)
+    assert states() == before
+
+
+def test_a_bit_generator_of_the_users() -> None:
+    """While numpy.random has another bit generator, `numpy.random.seed` gets a word."""
+    np.random.seed(4)
+    found = seeding.find_numpy()
+    before = np.random.get_bit_generator()
+    kept = states()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        for generator in (found, seeding.find_numpy()):
+            saved = generator.save()
+            want = np.random.rand(3).tolist()
+            generator.seed_with(WORDS)
+            got = np.random.rand(3).tolist()
+            np.random.seed(WORDS[4])
+            assert np.random.rand(3).tolist() == got
+            generator.restore(saved)
+            assert np.random.rand(3).tolist() == want
+    finally:
+        np.random.set_bit_generator(before)
+    assert states() == kept
+
+
+AGAIN = """
+import sys
+import cseq
+from cseq.launcher import start_methods
+
+class Counting:
+    '''Imports a module in a batch, or when it is made, and draws from it, or does not.'''
+
+    def __init__(self, when, draws, fails):
+        self.when, self.draws, self.fails = when, draws, fails
+        self.calls = self.closed = 0
+        self.made = self.drawn() if when == "made" else 0.0
+
+    def drawn(self):
+        import numpy.random
+        return numpy.random.rand() if self.draws else 0.0
+
+    def __getitem__(self, indices):
+        self.calls += 1
+        first = float(cseq.rng().random())
+        drawn = 0.0 if self.when == "made" else self.drawn()
+        if self.fails and self.calls == 1:
+            raise ValueError("the first call")
+        return self.calls, first, drawn, self.made
+
+def run(method, *how):
+    from functools import partial
+    m = cseq.MPSequence(partial(Counting, *how), 8, num_workers=1, batch_size=2, out_type="null",
+                        seed=3, start_method=method)
+    with m.start() if method else m.start_test() as batches:
+        return [batch for batch in batches]
+
+assert "numpy.random" not in sys.modules
+method = start_methods()[0]
+got = {}
+drew = ("batch", True, False)
+for how in [drew, ("batch", False, False), ("batch", True, True), ("made", True, False)]:
+    got[how] = run(method, *how)
+    print(*how, [batch[0] for batch in got[how]])
+assert "numpy.random" not in sys.modules
+print([batch[0] for batch in run(None, *drew)])
+assert "numpy.random" in sys.modules
+plain = run(None, *drew)
+print([batch[0] for batch in plain])
+failed = got["batch", True, True]
+print([b[1:3] for b in got[drew]] == [b[1:3] for b in failed] == [b[1:3] for b in plain])
+print(run(None, "made", True, False) == got["made", True, False])
+"""
+
+
+@pytest.mark.needs("worker processes")
+def test_a_batch_is_made_again_only_if_it_drew_from_what_it_imported(
+    run_script: RunScript,
 ) -> None:
-    """A module that cannot be imported at first is seeded once it can be."""
-    arrived: list[Any] = []
-    generator: Any = type("Generator", (), {"name": "cseq_seeding_late"})()
-    watch = seeding.Watch({"cseq_seeding_late": generator}, arrived.append)
-    monkeypatch.setattr(sys, "meta_path", [watch, *sys.meta_path])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError):
-        __import__("cseq_seeding_late")
-    file = tmp_path / "cseq_seeding_late.py"
-    file.write_text("raise OSError('not yet')\n")
-    with pytest.raises(OSError, match="not yet"):
-        __import__("cseq_seeding_late")
-    assert arrived == []
-    file.write_text("import sys\nseen = __loader__, __spec__.loader\n")
-    sys.path_importer_cache.clear()
-    found = importlib.util.find_spec("cseq_seeding_late")  # a search is no import
-    assert found is not None
-    assert found.loader.get_filename("cseq_seeding_late") == str(file)  # type: ignore[union-attr]
-    assert arrived == []
-    module = __import__("cseq_seeding_late")
-    assert arrived == [generator]
-    assert module.seen[0] is module.seen[1] is module.__loader__
-    assert type(module.__loader__).__module__ != "cseq.seeding"
-    del sys.modules["cseq_seeding_late"]
-
-
-def test_many_managers_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other finders are asked once for each of them; all are told of an import."""
-    (tmp_path / "cseq_seeding_found.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    asked: list[str] = []
-
-    class Asked:
-        """Counts what it is asked."""
-
-        def find_spec(self, name: str, *_: Any) -> None:
-            asked.append(name)
-
-    missing, found = "cseq_seeding_missing", "cseq_seeding_found"
-    generators: dict[str, Any] = {missing: object(), found: object()}
-    arrived: list[Any] = []
-    watches = [seeding.Watch(dict(generators), arrived.append) for _ in range(6)]
-    monkeypatch.setattr(sys, "meta_path", [*watches, Asked(), *sys.meta_path])
-    assert importlib.util.find_spec(missing) is None
-    assert len(asked) == 7
-    importlib.import_module(found)
-    assert arrived == [generators[found]] * 6
-    del sys.modules[found]
+    """Once, also if it has failed; `cseq.rng` begins anew. So is an indexer that drew when made."""
+    done = run_script(AGAIN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "batch True False [2, 3, 4, 5]",
+        "batch False False [1, 2, 3, 4]",
+        "batch True True [2, 3, 4, 5]",
+        "made True False [1, 2, 3, 4]",
+        "[2, 3, 4, 5]",
+        "[1, 2, 3, 4]",
+        "True",
+        "True",
+    ]

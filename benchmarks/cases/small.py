@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import loaders
 from harness.case import Case, Contender, Goal, scaled
-from work import Floats, Work, microseconds
+from work import Floats, FloatsBesideTorch, Work, microseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BATCHES = scaled(100_000, 40)
 WORK = Work(partial(Floats, BATCHES * 32), BATCHES, microseconds)
 
 LIMIT = "bare loop"
-TWO, ONE = "cseq, 2 workers", "cseq, 1 worker"
+IMPORTED = ", torch imported"  # so that three global generators are seeded for each batch
+TWO, ONE, TEST = "cseq, 2 workers", "cseq, 1 worker", "cseq, start_test()"
 TORCH, SPDL, GRAIN = "torch DataLoader", "SPDL subprocess, 1 worker", "Grain mp_prefetch"
 QUEUE = "queue.Queue"
+
+
+def imported(work: Work) -> Work:
+    """Return the same work with an indexer that imports torch."""
+    return replace(work, indexer=partial(FloatsBesideTorch, work.samples))
+
+
+def ours(
+    name: str, loader: Callable[..., Any], work: Work, **options: Any
+) -> tuple[Contender, ...]:
+    """Return a loader of ours as users mostly have it, with torch imported, and bare."""
+    return (
+        Contender(
+            name + IMPORTED, partial(loader, imported(work), **options), needs=("torch",), ours=True
+        ),
+        Contender(name, partial(loader, work, **options), ours=True),
+    )
 
 
 def processes(name: str, title: str, work: Work, goals: tuple[Goal, ...] = ()) -> Case:
@@ -25,8 +47,8 @@ def processes(name: str, title: str, work: Work, goals: tuple[Goal, ...] = ()) -
         title,
         "µs/batch",
         (
-            Contender(TWO, partial(loaders.cseq_processes, work), ours=True),
-            Contender(ONE, partial(loaders.cseq_processes, work, num_workers=1), ours=True),
+            *ours(TWO, loaders.cseq_processes, work),
+            *ours(ONE, loaders.cseq_processes, work, num_workers=1),
             Contender(SPDL, partial(loaders.spdl_process, work.part(20)), needs=("spdl-core",)),
             Contender(GRAIN, partial(loaders.grain_processes, work.part(50)), needs=("grain",)),
             Contender(TORCH, partial(loaders.torch_dataloader, work.part(100)), needs=("torch",)),
@@ -45,6 +67,7 @@ CASES = (
         (
             Goal("2 workers: part of the DataLoader's time", lambda f: f[TWO] / f[TORCH], 1 / 150),
             Goal("1 worker: part of SPDL's time", lambda f: f[ONE] / f[SPDL], 1 / 25),
+            Goal("1 worker, torch imported: µs more", lambda f: f[ONE + IMPORTED] - f[ONE], 1.7),
         ),
     ),
     processes(
@@ -86,10 +109,10 @@ CASES = (
         "Small batches in test mode",
         "µs/batch",
         (
-            Contender("cseq, start_test()", partial(loaders.cseq_test_mode, WORK), ours=True),
+            *ours(TEST, loaders.cseq_test_mode, WORK),
             Contender(LIMIT, partial(loaders.bare, WORK)),
         ),
         limit=LIMIT,
-        goals=(Goal("times the bare loop", lambda f: f["cseq, start_test()"] / f[LIMIT], 3),),
+        goals=(Goal("times the bare loop", lambda f: f[TEST] / f[LIMIT], 3),),
     ),
 )

@@ -107,6 +107,19 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
     return word;
 }
 
+enum { CSEQ_TWISTER = 624 }; /* words of a Mersenne Twister's state */
+
+/* The state that docs/inside/shuffle.md gives a Mersenne Twister: the halves of the words of `s`. */
+static inline void cseq_twister(const uint64_t s[4], uint32_t *key)
+{
+    uint64_t state[4] = {s[0], s[1], s[2], s[3]};
+    for (size_t k = 0; k < CSEQ_TWISTER; k += 2) {
+        uint64_t word = cseq_next(state);
+        key[k] = (uint32_t)word;
+        key[k + 1] = (uint32_t)(word >> 32);
+    }
+}
+
 /* A number below `range` >= 1, without bias (Lemire 2019, https://arxiv.org/abs/1805.10941). */
 CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 {

@@ -37,8 +37,7 @@ class InlinePool:
             job.sampler, self._batch_context, here, self, convert, self._raised
         )
         if job.seed_globals:
-            self._runner.seeds = Seeds(self._batch_context, lambda: self._runner.making)
-            self._runner.loaded = self._runner.seeds.loaded
+            self._runner.seeds = Seeds(self._batch_context)
         self._made: Any = None  # the indexer
         self._hint = indexer.LabelHint(job.output, log.warning)
 
@@ -110,10 +109,15 @@ class InlinePool:
         seeds = self._runner.seeds
         if seeds is None:
             return indexer.build(self._job.worker)
-        seeds.open()
         try:
             seeds.begin()
-            return indexer.build(self._job.worker)
+            made = indexer.build(self._job.worker)
+            if seeds.has_drawn():
+                indexer.dispose(self._job.worker, made, copied=False)
+                seeds.restore()
+                seeds.begin()
+                made = indexer.build(self._job.worker)
+            return made
         finally:
             seeds.restore()
 
@@ -154,8 +158,6 @@ class InlinePool:
         """Close the indexer, if this pool made it."""
         made, self._made, self._runner.indexer = self._made, None, None
         self._runner.batches = 0
-        if self._runner.seeds is not None:
-            self._runner.seeds.close()
         self._batch_context.clear()
         left = context.enter(self._batch_context)
         try:

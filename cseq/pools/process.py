@@ -101,9 +101,15 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     seeds = Seeds(batch_context) if task.seed_globals else None
     try:
         if seeds is not None:
-            seeds.open()
+            seeds.seed_present()
         worker = entered.read(local)
+        if seeds is not None:
+            seeds.seed_present()  # what reading has drawn, and what it has imported
         made = indexer.build(worker)
+        if seeds is not None and seeds.has_drawn():  # from generators that it imported just now
+            indexer.dispose(worker, made, copied=True)
+            seeds.seed_present()
+            made = indexer.build(worker)
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return

@@ -32,7 +32,7 @@ class SequenceSeeds:
         self._batch_context = batch_context  # of `cseq.rng`
         self._epoch = 0
         self._key = 0  # of the epoch
-        self._words: tuple[int, ...] = (0, 0, 0, 0)  # of the sequence
+        self._word = 0  # of the sequence, for all but the global generators
         self._imported = Imported()
         self._setters: list[Callable[[int], object]] = []  # seed the dataset's own generators
         self._passed: list[Any] = []  # generators passed to the user's functions in this epoch
@@ -77,16 +77,16 @@ class SequenceSeeds:
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
         self._batch_context.set(_Place(self._epoch, number, place))
-        self._words = derive(self._key, place, PURPOSE_ITEM, 4)
-        self._imported.seed(self._words)
+        [self._word] = derive(self._key, place, PURPOSE_ITEM, 1)
+        self._imported.seed(self._key, place)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):
-            set_seed(self._words[3] % 2**32)
+            set_seed(self._word % 2**32)
 
     def add(self, generator: Any) -> None:
         """Seed a generator that a user function gets, now and for each later sequence."""
         if not any(generator is known for known in self._passed):
             self._passed.append(generator)
-            generator.seed(self._words[3] % 2**32)
+            generator.seed(self._word % 2**32)
 
 
 class _Place(NamedTuple):

@@ -78,14 +78,13 @@ class BatchSeeds:
     def begin(self, base_seed: int) -> None:
         """Begin an epoch, whose batches are seeded from this seed; nothing is seeded yet."""
         self._batch_context.seed = base_seed
-        self._seeds = Seeds(self._batch_context, _never)
-        self._seeds.open()
+        self._seeds = Seeds(self._batch_context)
 
     def seed(self, batch: int) -> int:
         """Seed for a batch; return torch's seed."""
         assert self._seeds is not None
         self._batch_context.set(Place(0, batch, batch))
-        self._seeds.seed()
+        self._seeds.seed_present()
         return torch.default_generator.initial_seed()
 
     def borrow(self, batch: int) -> None:
@@ -98,8 +97,3 @@ class BatchSeeds:
         """Restore the trainer's generators; twice is fine."""
         assert self._seeds is not None
         self._seeds.restore()
-
-
-def _never() -> bool:
-    """Seed nothing at the end of an import: this module has imported all that is seeded."""
-    return False
