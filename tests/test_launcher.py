@@ -1455,6 +1455,130 @@ def test_replaced_workers_need_not_import(run_script: RunScript, tmp_path: Path)
     assert done.stdout == f"{once}\n{once * 2}\n", done.stderr
 
 
+SHARED = """
+import os, signal
+import numpy as np, cseq
+from cseq import testing
+
+def server(manager):
+    testing.await_workers(manager)
+    with open(f"/proc/{testing.pids(manager)[0]}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+def manager(**options):
+    made = cseq.MPSequence(
+        np.arange(20), 20, 1, batch_size=2, out_type="null", start_method="forkserver",
+        shuffle=False, **({"preload": ["json"]} | options),
+    ).start()
+    return made, server(made)
+
+def right(*managers):
+    return all(np.concatenate(list(m)).tolist() == list(range(20)) for m in managers)
+
+def ended(*pids):
+    return [not os.path.exists(f"/proc/{pid}") for pid in pids]
+
+"""
+
+
+@linux
+@pytest.mark.parametrize(
+    ("more", "printed"),
+    [
+        ("b, q = manager(); print(p == q)", "True"),
+        ("os.environ['NEW'] = '1'; b, q = manager(); print(p == q)", "False"),
+        ("b, q = manager(threads=2); print(p == q)", "False"),
+        ("b, q = manager(preload=False); print(p == q)", "False"),
+        ("os.mkdir('d'); os.chdir('d'); b, q = manager(); print(p == q)", "False"),
+    ],
+)
+def test_managers_of_one_setting_share_a_fork_server(
+    run_script: RunScript, more: str, printed: str
+) -> None:
+    """It ends with the last of them, whichever that is; another setting has another server."""
+    ends = """
+print(right(a, b))
+a.finish()
+print(ended(p) == [p != q], right(b))
+b.finish()
+print(ended(p, q))
+"""
+    done = run_script(f"{SHARED}a, p = manager()\n{more}\n{ends}")
+    assert done.stdout.splitlines() == [printed, "True", "True True", "[True, True]"], done.stderr
+
+
+@linux
+def test_the_death_of_a_shared_fork_server(run_script: RunScript) -> None:
+    """Managers that are there go on, new workers of theirs share a new one."""
+    done = run_script(
+        SHARED
+        + """
+a, p = manager()
+b, _ = manager()
+os.kill(p, signal.SIGKILL)
+for m in (a, b):
+    testing.kill(m, 0)
+    print(right(m))
+q, r = server(a), server(b)
+print(q == r != p)
+a.finish(), b.finish()
+print(ended(p, q))
+"""
+    )
+    assert done.stdout.splitlines() == ["True", "True", "True", "[True, True]"], done.stderr
+
+
+@linux
+def test_a_forked_program_has_fork_servers_of_its_own(run_script: RunScript) -> None:
+    """Its parent's stays with the parent."""
+    done = run_script(
+        SHARED
+        + """
+a, p = manager()
+pid = os.fork()
+if pid == 0:
+    b, q = manager()
+    print(q != p, right(b), flush=True)
+    b.finish()
+    print(ended(q), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(right(a), server(a) == p)
+"""
+    )
+    assert done.stdout.splitlines() == ["True True", "[True]", "True True"], done.stderr
+
+
+@linux
+def test_a_module_that_was_changed_is_not_taken_from_a_shared_fork_server(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """A manager whose modules are newer than the server's has a new one."""
+    (tmp_path / "rows.py").write_text(ROWS.format(1))
+    (tmp_path / "later.py").write_text(ROWS.format(2))
+    done = run_script(
+        """
+import importlib, os, cseq, rows
+first = cseq.MPSequence(rows.Rows, 4, 1, out_type="null", start_method="forkserver").start()
+print(next(iter(first)))
+os.replace("later.py", "rows.py")
+os.utime("rows.py", (1, 1))
+importlib.reload(rows)
+second = cseq.MPSequence(rows.Rows, 4, 1, out_type="null", start_method="forkserver").start()
+print(next(iter(second)))
+first.finish(), second.finish()
+"""
+    )
+    assert done.stdout.splitlines() == ["[1]", "[2]"], done.stderr
+
+
+ROWS = """
+import numpy as np
+class Rows:
+    def __getitem__(self, indices): return np.array([{}])
+"""
+
+
 @pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"])
 def test_a_module_that_starts_workers_when_workers_import_it(
     run_script: RunScript, tmp_path: Path, method: str

@@ -78,6 +78,21 @@ def with_grain() -> Iterator[Callable[[], float]]:
     yield from first_batch(lambda: loaders.GrainEpochs(WORK))
 
 
+def nth_with_torch(number: int) -> Iterator[Callable[[], float]]:
+    """Start the `number`-th manager beside those before it; the workers of all have torch."""
+    make = partial(
+        loaders.cseq_manager, cseq.MPSequence, WORK, start_method="forkserver", preload=["torch"]
+    )
+    before = []
+    for _ in range(number - 1):
+        manager = make().start()
+        next(iter(manager))
+        before.append(manager)
+    yield from first_batch(lambda: make().start())
+    for manager in before:
+        manager.finish()
+
+
 def import_numpy() -> Iterator[Callable[[], float]]:
     """A new interpreter that imports numpy."""
 
@@ -105,6 +120,18 @@ CASES = (
         ),
         goals=(
             Goal("slowest over fastest", lambda f: max(f.values()) / min(f.values()), at_most=1.2),
+        ),
+        fresh=True,
+    ),
+    Case(
+        "start_three",
+        "Start to first batch of three managers with torch, one after another (forkserver)",
+        "ms",
+        tuple(
+            Contender(
+                f"cseq, manager {number}", partial(nth_with_torch, number), ("torch",), ours=True
+            )
+            for number in (1, 2, 3)
         ),
         fresh=True,
     ),

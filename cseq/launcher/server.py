@@ -7,9 +7,10 @@ import itertools
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cseq._lock import Lock
 from cseq._memory import Descriptor
@@ -24,8 +25,8 @@ from cseq.launcher.base import (
     describe_exit,
     no_objects,
 )
-from cseq.launcher.forks import pair
-from cseq.launcher.processes import describe_start, signals_blocked, spawn
+from cseq.launcher.forks import in_forked_children, pair
+from cseq.launcher.processes import describe_start, executable_of, signals_blocked, spawn
 from cseq.launcher.record import (
     BORN,
     EXIT,
@@ -51,10 +52,49 @@ if TYPE_CHECKING:
     from cseq.launcher.record import Record
 
 
+LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it is cancelled
 MOST_TRIES = 4  # servers that are started to find the modules that a server must not import
 
 # Modules that a server must not import, as this process has found, and why.
 _unfit: dict[str, str] = {}
+
+
+# The servers of this process that workers may be forked from: by `_setting`.
+_servers: dict[str, ForkServer] = {}
+_guard = threading.Lock()  # for `_servers`, and their users
+
+
+def _forget_servers() -> None:
+    """Forget the servers of the process that has forked this one."""
+    global _servers, _guard
+    _servers, _guard = {}, threading.Lock()
+
+
+in_forked_children(_forget_servers)
+
+
+def _setting(entry: str, threads: int | None) -> str:
+    """Return all that a new server, and so its workers, would inherit from this process now."""
+    inherited: list[Any] = [describe_start("server", entry), threads, executable_of(os.name)]
+    for each in (os.curdir, 1, 2):  # the working directory and the output streams
+        try:
+            inherited.append(os.stat(each)[:3])
+        except OSError:  # it is closed
+            inherited.append(None)
+    names = ("getresuid", "getresgid", "getgroups")
+    inherited += [getattr(os, name)() for name in names if hasattr(os, name)]
+    if hasattr(os, "sched_getaffinity"):
+        inherited.append(sorted(os.sched_getaffinity(0)))
+    return repr(inherited)
+
+
+def _stamp(module: str) -> int:
+    """Return when the file of a module, as this process has imported it, was changed."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return os.stat(file).st_mtime_ns if file else 0
+    except OSError:
+        return 0
 
 
 class _Cancelled(InterruptedError):
@@ -157,8 +197,11 @@ class ForkServer:
     """One fork server process, as the trainer sees it."""
 
     def __init__(self) -> None:
-        self.has = 0  # modules that it has imported for its workers
+        self.has: dict[str, int] = {}  # modules that it has imported, and their `_stamp` then
         self.lost = True  # it has died, was told to end, or was not started
+        self.is_open = True  # to more launchers
+        self.is_retired = False  # no worker is to be forked from it any more
+        self.users = 0  # launchers whose workers are its children; under `_guard`
         self._children: dict[int, _ServedChild | _Import] = {}
         self._serials = itertools.count()
         self._lock = threading.RLock()
@@ -177,12 +220,15 @@ class ForkServer:
             self._pid = self._process.pid
             self.lost = False
 
-    def import_(self, module: str, deadline: float) -> int | None:
-        """Import a module in the server; return the outcome, or None: it died, or was too slow."""
+    def import_(self, module: str, deadline: float, is_cancelled: Callable[[], bool]) -> int | None:
+        """Import a module in the server; return the outcome.
+
+        None: it died, was too slow, or the caller does not want it any more.
+        """
         name = module.encode()
         made = _Import(self)
         self.send(IMPORT, made.serial, len(name), data=name)
-        self.wait(lambda: made.exited, deadline)
+        self.wait(lambda: made.exited or is_cancelled(), deadline)
         return made.outcome
 
     def enrol(self, child: _ServedChild | _Import) -> int:
@@ -222,9 +268,9 @@ class ForkServer:
             while not done() and not self.lost:
                 left = deadline - time.monotonic()
                 if self._reading:
-                    if not self._changed.wait(max(0.0, left)):
+                    if not self._changed.wait(max(0.0, min(left, LOOK))) and left <= LOOK:
                         return
-                elif not self._read(left):
+                elif not self._read(min(left, LOOK)) and left <= LOOK:
                     return
 
     def _read(self, seconds: float) -> bool:
@@ -274,6 +320,8 @@ class ForkServer:
         process = self._process
         if process is None:
             return True, None
+        if any(isinstance(each, _Import) for each in self._children.values()):
+            process.send_signal(KILL)  # nothing else ends an import
         code = process.wait(deadline - time.monotonic())
         if not process.gone:
             process.send_signal(KILL)
@@ -292,11 +340,12 @@ class ForkServerLauncher:
         self._threads = threads
         self._modules: list[str] = []  # that a server imports before its first fork
         self._cancelled = False
+        self._alone = False  # shares no server
         self._seconds = FOREVER  # that these imports may take
         self._suspects: set[str] = set()  # modules during whose import a server has died
-        self._importer: ForkServer | None = None  # the server that is importing something
         self.importing = ""
         self._children = Children()
+        self._used: list[ForkServer] = []  # that have, or had, workers of this launcher
         self._server: ForkServer | None = None
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -312,14 +361,26 @@ class ForkServerLauncher:
         self._modules = [name for name in dict.fromkeys(modules) if name not in _unfit]
         self._seconds = seconds
         with contextlib.suppress(_Cancelled):
+            server = self._start()
+            if any(server.has.get(name, 0) not in (0, _stamp(name)) for name in self._modules):
+                self._give_up()  # another manager's, with modules that were changed since
+            elif not self._modules:
+                self._be_alone(server)
             self._serving()
 
+    def _be_alone(self, server: ForkServer) -> None:
+        """Share no server: these workers are to import everything by themselves."""
+        self._alone = True
+        with _guard:
+            is_own = server.users == 1 and not server.has
+            if is_own:
+                server.is_open = False
+        if not is_own:
+            self._drop()
+
     def cancel(self) -> None:
-        """End a server that is importing something, and start no other one."""
-        self._cancelled = True  # first: `_preload_into` sets `_importer` before it reads this
-        server = self._importer
-        if server is not None:
-            server.kill()
+        """Stop waiting for imports, and use no other server than the present one."""
+        self._cancelled = True
 
     def _serving(self) -> ForkServer:
         """Return a server that has imported its modules and is not known to be dead.
@@ -352,11 +413,19 @@ class ForkServerLauncher:
         return self._start()
 
     def _give_up(self) -> None:
-        """End the server; another one takes its place."""
+        """Retire the present server, for all launchers: another one takes its place."""
+        server = self._server
+        if server is not None:
+            server.is_retired, server.is_open = True, False
+        self._drop()
+
+    def _drop(self) -> None:
+        """Use the present server no more; it has no worker of this launcher yet."""
         with self._lock:
-            if self._server is not None:
-                self._server.kill()
-                self._server.lost = True
+            server, self._server = self._server, None
+            if server is not None:
+                self._used.remove(server)
+                self._leave(server, time.monotonic() + LAST)
 
     def _preload_into(self, server: ForkServer) -> tuple[str, str] | None:
         """Make a server import what it lacks; return a module that it must not import, and why.
@@ -364,17 +433,16 @@ class ForkServerLauncher:
         If the server dies meanwhile, another one is started and imports all of it.
         """
         deadline = time.monotonic() + self._seconds
-        while server.has < len(self._modules):
-            name = self._modules[server.has]
-            self.importing, self._importer = name, server
+        while lacking := [name for name in self._modules if name not in server.has]:
+            self.importing = name = lacking[0]
+            stamp = _stamp(name)
             try:
-                if self._cancelled:
-                    return None
-                outcome = server.import_(name, deadline)
+                outcome = server.import_(name, deadline, lambda: self._cancelled)
             finally:
-                self.importing, self._importer = "", None
+                self.importing = ""
             if outcome is None:
                 if self._cancelled:
+                    self._drop()
                     return None
                 if not server.lost:
                     return name, f"it takes more than {self._seconds:g} s"
@@ -391,22 +459,37 @@ class ForkServerLauncher:
                 )
             elif outcome != KEPT:
                 return name, REASONS[outcome]
-            server.has += 1
+            server.has[name] = stamp
         return None
 
     def _start(self) -> ForkServer:
         """Return a server that is not known to be dead; start one if there is none."""
         check_owner(self._owner)
         with self._lock:
-            if self._server is not None and self._server.lost:
-                self._server.close(time.monotonic() + LAST)
-                self._server = None
-            if self._server is None:
+            server = self._server
+            if server is not None and server.lost:
+                server.close(time.monotonic() + LAST)
+            if server is None or server.lost or server.is_retired:
                 if self._cancelled:
                     raise _Cancelled("no worker processes: they are being ended")
-                self._server = ForkServer()
-                self._server.start(self._entry, self._threads)
-            return self._server
+                self._server = server = self._share()
+            return server
+
+    def _share(self) -> ForkServer:
+        """Return the server of the present setting, which is started for its first launcher."""
+        setting = _setting(self._entry, self._threads)
+        with _guard:
+            server = None if self._alone else _servers.get(setting)
+            if server is None or server.lost or not (server.is_open and server.users):
+                server = ForkServer()
+                server.is_open = not self._alone
+                if server.is_open:
+                    _servers[setting] = server
+            server.users += 1
+            self._used.append(server)
+            if server.lost:
+                server.start(self._entry, self._threads)
+            return server
 
     def launch(
         self,
@@ -451,8 +534,16 @@ class ForkServerLauncher:
         if not self._lock.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False  # the thread that starts a server hangs
         try:
-            gone = self._server is None or self._server.close(deadline)[0]
-            self._server = None
+            ends = [self._leave(server, deadline) for server in self._used]
+            self._used, self._server = [], None
         finally:
             self._lock.release()
-        return gone and all(child.gone for child in children)
+        return all(ends) and all(child.gone for child in children)
+
+    def _leave(self, server: ForkServer, deadline: float) -> bool:
+        """End a server if no other launcher uses it; return whether it is gone, or used."""
+        with _guard:
+            server.users -= 1
+            if server.users:
+                return True
+        return server.close(deadline)[0]
