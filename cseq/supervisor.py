@@ -56,6 +56,7 @@ Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
 GRACE = 5.0  # seconds that workers get to end by themselves
+ENDING = 0.1  # for a process to end once its socket has
 LAST_GRACE = 2.0  # and to be gone after they were killed
 STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 
@@ -387,8 +388,10 @@ class Supervisor:
     def _reap(self, worker: WorkerProcess) -> None:
         """Ensure that a worker has ended, post its tickets again, and replace it."""
         child, owner = worker.child, worker.owner
-        child.kill()  # a process may close its socket and live on
-        exitcode = child.status(LAST_GRACE)
+        exitcode = child.status(ENDING)
+        if not child.gone:  # a process may close its socket and live on
+            child.kill()
+            exitcode = child.status(LAST_GRACE)
         if not child.gone:
             raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and has not ended")
         self._selector.unregister(child.sock)

@@ -204,7 +204,8 @@ class Children:
         with self._lock:
             children = list(self._children)
         for child in children:
-            child.kill()
+            if not child.gone:
+                child.kill()
         for child in children:
             child.status(max(LAST, deadline - time.monotonic()))
         return children

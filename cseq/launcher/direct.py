@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from contextvars import Context
@@ -28,7 +29,7 @@ from cseq.launcher.processes import (
     spawn,
     trainer_identity,
 )
-from cseq.threads import await_told
+from cseq.threads import await_told, tell
 
 if TYPE_CHECKING:
     import socket
@@ -58,7 +59,10 @@ class _DirectChild:
         return self._process.gone
 
     def kill(self) -> None:
-        self.send_signal(KILL)
+        try:
+            self.send_signal(KILL)
+        except PermissionError:  # the rights that it was started with have been given up
+            tell(logging.WARNING, "worker process %d cannot be killed: no permission", self.pid)
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)

@@ -163,7 +163,10 @@ class _ServedChild:
                 self._pidfd = None
 
     def kill(self) -> None:
-        self.send_signal(KILL)
+        try:
+            self.send_signal(KILL)
+        except PermissionError:  # this process has given up its rights; the server has its own
+            self._server.send(SIGNAL, self.serial, KILL)
 
     def send_signal(self, number: int) -> None:
         pidfd = self._pidfd

@@ -404,3 +404,37 @@ def test_a_hanging_constructor_is_called_again(tmp_path: Path) -> None:
     with manager(worker, num_workers=1, timeout=TIMEOUT, on_timeout="restart").start() as m:
         assert digest(m) == reference()
         assert m.stats().restarts >= 1
+
+
+LESSER = """
+import os
+import sys
+import numpy as np
+import cseq
+from cseq import testing
+
+m = cseq.MPSequence(
+    np.arange(1000), 1000, 2, batch_size=10, out_type="null", start_method=sys.argv[1]
+)
+m.start()
+batches = iter(m)
+next(batches)
+testing.await_workers(m)
+os.setgid(65534)
+os.setuid(65534)
+print(len(list(batches)))
+m.finish()
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("none is left")
+"""
+
+
+@pytest.mark.needs("POSIX")
+@pytest.mark.skipif(getattr(os, "getuid", int)() != 0 or os.name == "nt", reason="not root")
+@pytest.mark.parametrize("method", start_methods())
+def test_rights_that_are_given_up_after_the_start(run_script: RunScript, method: str) -> None:
+    """Workers that may not be killed any more end by themselves, and are reaped."""
+    done = run_script(LESSER, method)
+    assert (done.stdout, done.stderr) == ("99\nnone is left\n", "")
