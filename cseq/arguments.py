@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cseq import indexer
 from cseq.check import count
+from cseq.dataset import DatasetIndexer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     # Any string, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
-__all__ = ["batch_size_of", "converters_of", "samples_of"]
+__all__ = ["batch_size_of", "converters_of", "dtype_of", "samples_of"]
 
 MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
 
@@ -87,6 +88,13 @@ def converters_of(workers: int, converters: int | None) -> int:
             f"num_converters={number} exceeds num_workers={workers}; give at most as many, or None"
         )
     return number
+
+
+def dtype_of(worker: Any, dtype: Any) -> Any:
+    """Resolve 'auto': a data set's samples keep their types, as with a DataLoader."""
+    if not isinstance(dtype, str) or dtype != "auto":
+        return dtype
+    return None if isinstance(worker, DatasetIndexer) else "float32"
 
 
 def samples_of(worker: Any) -> int:

@@ -127,9 +127,10 @@ class MSequence(Generic[B_co]):
         indexer returned; a callable is applied to every array.
     seed : int, optional
         In [0, 2**64). None: one is drawn; see `seed`.
-    dtype : data type or None
+    dtype : data type, 'auto' or None
         What numeric arrays are converted to for ``'cpu'`` and ``'cuda'``; None keeps each array's
-        type. Integer labels need None.
+        type. Integer labels need None. 'auto': None if `worker` is what `from_dataset` returns,
+        else 'float32'.
     drop_last : bool
         Leave out the last batch if it is short.
     ordered : bool
@@ -240,7 +241,7 @@ class MSequence(Generic[B_co]):
         out_type: OutType = "cuda",
         seed: int | None = None,
         *,
-        dtype: Any = "float32",
+        dtype: Any = "auto",
         drop_last: bool = False,
         ordered: bool = True,
         start_method: StartMethod | None = None,
@@ -284,7 +285,7 @@ class MSequence(Generic[B_co]):
         self._job = Job(
             worker=worker,
             sampler=sampler,
-            output=outputs.parse(out_type, dtype),
+            output=outputs.parse(out_type, arguments.dtype_of(worker, dtype)),
             num_workers=workers,
             num_converters=arguments.converters_of(workers, num_converters),
             buffer=count("buffer", buffer, most=MOST_BUFFER),

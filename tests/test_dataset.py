@@ -404,3 +404,29 @@ def test_no_copies_where_none_are_needed(run_script: RunScript) -> None:
     done = run_script(PICKLED)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 True\n0\n"
+
+
+class Numbered:
+    """Samples of a number and its integer label."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return np.float64(index), index % 3
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_samples_keep_their_types(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """With `dtype` left out, labels stay integers, as with a DataLoader; other workers cast."""
+    torch = pytest.importorskip("torch")
+    worker = cseq.from_dataset(Numbered())
+    with kind.start(worker, None, batch_size=4, out_type="cpu") as m:
+        for x, label in m:
+            assert (x.dtype, label.dtype) == (torch.float64, torch.int64)
+            torch.nn.functional.cross_entropy(torch.zeros(4, 3), label)
+    assert "dtype" not in caplog.text
+    with kind.start(worker, None, batch_size=4, out_type="cpu", dtype="float32") as m:
+        assert {each.dtype for batch in m for each in batch} == {torch.float32}
+    with kind.start(np.arange(12), None, batch_size=4, out_type="cpu") as m:
+        assert {batch.dtype for batch in m} == {torch.float32}

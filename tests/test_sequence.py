@@ -64,7 +64,7 @@ POSITIONS = {
     "seed": None,
 }
 KEYWORDS = {
-    "dtype": "float32",
+    "dtype": "auto",
     "drop_last": False,
     "ordered": True,
     "start_method": None,

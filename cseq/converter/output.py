@@ -120,7 +120,9 @@ def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
     return np.dtype(found.type), None  # in native byte order
 
 
-_DTYPES = "give a type of numbers such as 'float32', 'int64' or 'bfloat16', or None to keep types"
+_DTYPES = (
+    "give a type of numbers such as 'float32', 'int64' or 'bfloat16', None to keep types, or 'auto'"
+)
 
 
 def _is_torch(value: object, name: str) -> bool:
