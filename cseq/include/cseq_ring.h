@@ -509,16 +509,18 @@ CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells,
     if (!least || !cseq_trust_ask(&g->trust)) return 0;
     const uint64_t limit = cseq_gate_spin_ns(rings[0], g), begun = cseq_now_ns();
     uint64_t now = begun, before = begun;
-    int ready = 0, alone = 1;
+    int ready = 0, enough = 0, alone = 1;
     do {
         cseq_pause();
         for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
+        enough = ready && cseq_ring_ready(rings[0], last);
         before = now;
         now = cseq_now_ns();
         alone &= now - before < least;
-    } while (!(ready && (now - begun >= least || cseq_ring_ready(rings[0], last))) &&
-             now - begun < limit && cseq_ring_notices(rings[0]) == seen);
-    cseq_trust_tell(&g->trust, ready && alone);
+    } while (!enough && !(ready && now - begun >= least) && now - begun < limit &&
+             cseq_ring_notices(rings[0]) == seen);
+    /* Without a core of its own, the trainer takes one from the runners: for several batches only. */
+    cseq_trust_tell(&g->trust, limit > least ? ready && alone : enough);
     return ready;
 }
 
