@@ -16,7 +16,7 @@ from typing import Any
 import cseq
 from cases import groups
 from harness.case import TINY, Case, Contender
-from harness.chart import as_svg
+from harness.chart import as_svg, medians
 from harness.report import as_json, as_markdown, commit, machine, section
 from harness.runner import environment, run_case
 
@@ -154,7 +154,11 @@ def write(report: dict[str, Any], folder: Path, name: str) -> None:
     """Write what there is so far."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"json": json.dumps(report, indent=1) + "\n", "md": as_markdown(report)}
-    drawn = [case for case in report["cases"] if case["name"].startswith(PICTURE)]
+    drawn = [
+        case
+        for case in report["cases"]
+        if case["name"].startswith(PICTURE) and BASE in medians(case)
+    ]
     if drawn:
         about = report["machine"]
         versions = ", ".join(

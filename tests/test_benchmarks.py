@@ -120,6 +120,9 @@ def test_the_picture_is_drawn(tmp_path):
     assert {case["title"], "cseq.DataLoader"} <= set(texts)
     assert (f"{rate:.0f}×" if rate >= 9.95 else f"{rate:.1f}×") in texts
     assert "prefers-color-scheme:dark" in drawn
+    done = run(*arguments[:3], "--only", "cseq.DataLoader", "--output", tmp_path, "picture_dicts")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "partial.svg").exists()  # there is nothing to compare with
 
 
 def test_an_unknown_case_is_refused():

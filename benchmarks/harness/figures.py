@@ -78,7 +78,7 @@ class LogAxis:
     @classmethod
     def around(cls, values: list[float], left: float, right: float) -> LogAxis:
         """Make one that has 1 and all values on it."""
-        return cls(min(1.0, *values), max(10.0, *values), left, right)
+        return cls(min([1.0, *values]), max([10.0, *values]), left, right)
 
     def place(self, value: float) -> float:
         """Where a value lies."""
