@@ -1541,6 +1541,8 @@ def test_the_log_says_if_numbers_are_drawn_again(
     got += iterator
     assert len(got) == 12
     again = len({str(batch["drawn"]) for batch in got}) < 12
+    while not any(": replaced" in each.message for each in caplog.records):
+        time.sleep(0.01)  # another thread writes the log
     [record] = [each for each in caplog.records if ": replaced" in each.message]
     assert again == ("numbers are drawn that were drawn before" in record.message)
     assert again == (rng == "worker")

@@ -30,6 +30,7 @@ import cseq  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 METHODS = multiprocessing.get_all_start_methods()
 
@@ -1352,3 +1353,68 @@ def test_a_state_does_not_count_a_samplers_batches() -> None:
     before = torch.get_rng_state()
     made.load_state_dict(made.state_dict())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Asked(data.IterableDataset[int]):
+    """Counts how often it is asked for its state, where the tests can read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 40:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        with self.path.open("a") as file:
+            file.write(f"{self.at}\n")
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def asked(self) -> list[int]:
+        return [int(line) for line in self.path.read_text().split()]
+
+
+def test_no_states_are_taken_before_one_is_asked_for(tmp_path: Path) -> None:
+    """The first one in mid-epoch is exact, too: earlier batches are made again."""
+    context = QUICKEST.start_method
+    options: Any = {"num_workers": 1, "batch_size": 2, "multiprocessing_context": context}
+    dataset = Asked(tmp_path / "asked")
+    dataset.path.touch()
+    made = cseq.DataLoader(dataset, **options)
+    assert len(list(made)) == 20
+    assert dataset.asked() == []
+
+    iterator = iter(made)
+    got = taken(iterator, 3)
+    assert dataset.asked() == []
+    first = made.state_dict()
+    got += taken(iterator, 10)
+    later = made.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    assert min(dataset.asked()) > 2 * 3
+    assert first["workers"] == [None]
+    assert later["workers"][0]["made"] == 13
+
+    for state, expected in ((first, 17), (later, 7)):
+        again = cseq.DataLoader(dataset, **options)
+        again.load_state_dict(state)
+        resumed = [batch.tolist() for batch in again]
+        assert len(resumed) == expected
+        assert resumed[-7:] == rest
+
+    dataset.path.write_text("")
+    iterator = iter(made)  # states are wanted by now
+    next(iterator)
+    assert 2 in dataset.asked()
+    for asks in (
+        cseq.StatefulDataLoader(dataset, **options),
+        cseq.DataLoader(dataset, snapshot_every_n_steps=1, **options),
+    ):
+        dataset.path.write_text("")
+        next(iter(asks))
+        assert 2 in dataset.asked()

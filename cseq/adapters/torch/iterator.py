@@ -325,6 +325,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         if not self._persistent_workers:
             self._shutdown_workers()
 
+    def send_states(self) -> None:
+        """Have workers that send no states send one with each batch from now on."""
+        if self._is_iterable and not self._snapshot_every and not self._ended:
+            self._streams.ask("send_states")
+            self._snapshot_every = 1
+
     # -- exceptions
 
     def _error_of(self, raised: worker.Raised) -> BaseException:

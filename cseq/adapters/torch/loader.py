@@ -80,10 +80,12 @@ class DataLoader(Torchs[T_co]):
         What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop,
         'skip' logs it and leaves out its batch, which `skipped` then lists. None:
         `defaults.on_error`, which is 'raise'.
-    snapshot_every_n_steps : int
-        How often an IterableDataset that has a state is asked for it: behind every so many batches
+    snapshot_every_n_steps : int, optional
+        How often an IterableDataset that has a state is asked for it: after every so many batches
         of a worker. Batches between that and the last one delivered are made again at a resume. A
-        map-style data set that has a state is asked behind every batch. 0: never.
+        map-style data set that has a state is asked after every batch. 0: never. None: 1, but for
+        an IterableDataset in workers that are not persistent only from the first `state_dict` or
+        `load_state_dict` on; what was made in the epoch before that is made again at a resume.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
         generators of a replacement begin from its seed, so numbers are drawn again, which the log
@@ -113,8 +115,9 @@ class DataLoader(Torchs[T_co]):
     # Of the class, too: some loaders are made of another one's `__dict__`.
     rng: str | None = None
     on_error: str | None = None
-    snapshot_every_n_steps: int = 1
+    snapshot_every_n_steps: int | None = None
     max_restarts: int = 100
+    _wants_states = False  # somebody has asked for one, or given one
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
 
@@ -142,7 +145,7 @@ class DataLoader(Torchs[T_co]):
             in_order: bool = True,
             rng: Literal["worker", "batch"] | None = None,
             on_error: Literal["raise", "skip"] | None = None,
-            snapshot_every_n_steps: int = 1,
+            snapshot_every_n_steps: int | None = None,
             max_restarts: int = 100,
         ) -> None: ...
 
@@ -153,16 +156,19 @@ class DataLoader(Torchs[T_co]):
             *args: Any,
             rng: str | None = None,
             on_error: str | None = None,
-            snapshot_every_n_steps: int = 1,
+            snapshot_every_n_steps: int | None = None,
             max_restarts: int = 100,
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, **kwargs)
             self.rng = choice("rng", rng, (None, *RNGS))
             self.on_error = choice("on_error", on_error, (None, *ON_ERRORS))
-            self.snapshot_every_n_steps = count(
-                "snapshot_every_n_steps", snapshot_every_n_steps, least=0
-            )
+            every = snapshot_every_n_steps
+            if every is None:
+                every = type(self).snapshot_every_n_steps
+            if every is not None:
+                every = count("snapshot_every_n_steps", every, least=0)
+            self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
 
     def _get_iterator(self) -> Any:
@@ -188,7 +194,7 @@ class DataLoader(Torchs[T_co]):
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
             resume=resume,
-            snapshot_every=self.snapshot_every_n_steps,
+            snapshot_every=self._snapshot_every,
             max_restarts=self.max_restarts,
         )
         self._progress = getattr(iterator, "progress", None)
@@ -204,6 +210,14 @@ class DataLoader(Torchs[T_co]):
                 iterator._reset(self)
         self._loaded = None
         return iterator
+
+    @property
+    def _snapshot_every(self) -> int:
+        """How often workers send a state: not before one is asked for, if they begin anew then."""
+        if self.snapshot_every_n_steps is not None:
+            return self.snapshot_every_n_steps
+        begins_anew = self._dataset_kind == names.ITERABLE and not self.persistent_workers
+        return 0 if begins_anew and not self._wants_states else 1
 
     def _pass(self, resume: Resume) -> Resume:
         """Draw the rest of the keys of an epoch that is over; return where the next begins."""
@@ -306,6 +320,11 @@ class DataLoader(Torchs[T_co]):
         if self._loaded is not None or names.REASON is not None:  # torch's own iterator has none
             return dict(self._loaded or {})
         progress = self._progress
+        if not self._wants_states:
+            self._wants_states = True
+            iterator = None if progress is None else progress.iterator()
+            if iterator is not None and self.snapshot_every_n_steps is None:
+                iterator.send_states()
         if progress is None:
             progress = Progress(
                 iterable=self._dataset_kind == names.ITERABLE,
@@ -363,6 +382,7 @@ class DataLoader(Torchs[T_co]):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
+        self._wants_states = True
         before, self._loaded = self._loaded, dict(state_dict) or None
         try:
             self._resume()
@@ -370,6 +390,18 @@ class DataLoader(Torchs[T_co]):
             self._loaded = before
             raise
         self._iterator = None
+
+
+if TYPE_CHECKING:
+    Ours = DataLoader
+else:
+    Ours = {T_co: names.as_generic(DataLoader)}
+
+
+class StatefulDataLoader(Ours[T_co]):
+    """A `DataLoader` that takes states from the first batch on, as torchdata's."""
+
+    snapshot_every_n_steps: int | None = 1
 
 
 def _signature() -> inspect.Signature:
@@ -386,5 +418,3 @@ if names.SEAM == "__iter__":
 
 # Frameworks make a loader again of those of its attributes that are arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
-
-StatefulDataLoader = DataLoader
