@@ -60,7 +60,8 @@ class Ring:
     taken_bytes: Final[int]
     abandoned_count: Final[int]
     wake_at: int
-    spin: int
+    spin: tuple[int, int]
+    wake_ns: Final[tuple[int, int]]
     gil_spin: int
     apart: int
     def __new__(

@@ -217,11 +217,13 @@ def told(error: BaseException) -> BaseException:
     """Return a worker process's exception with the traceback in its text, where torch has it.
 
     Type, arguments and attributes stay: its class becomes one that differs in `__str__` alone. If
-    the class does not allow for that, the exception is returned as it is.
+    the class does not allow for that, the exception is returned as it is. So is one with an
+    attribute `_cseq_where`: its worker has made it with the traceback in its text.
     """
     cls: Any = type(error)
     cause = CAUSE.__get__(error)
-    if not isinstance(cause, RemoteTraceback) or "__told__" in vars(cls):
+    has_told = "__told__" in vars(cls) or "_cseq_where" in vars(error)
+    if has_told or not isinstance(cause, RemoteTraceback):
         return error
     try:
         telling = _telling(cls)

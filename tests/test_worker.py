@@ -139,7 +139,7 @@ try:
     with cseq.MPSequence(Bad, 8, 1, out_type="null").start() as batches:
         list(batches)
 except ValueError as error:
-    print(len(str(error)))
+    print(len(error.args[0]))
 """
 
 

@@ -670,6 +670,7 @@ def test_ctrl_c_in_an_epoch(verb: str) -> None:
         assert first_hits(step) > 30
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of sockets that were just made
 def test_ctrl_c_in_the_first_iter() -> None:
     """Where the start was interrupted, the graph is whole and can be started."""
 
@@ -724,6 +725,7 @@ def test_exception_in_a_worker(num_workers: int, ahead: int) -> None:
             next(items)
         text = str(caught.value)
         assert text.startswith("Caught Oops in worker process 0.\nOriginal Traceback (most recent")
+        assert text.count("Caught") == 1
         assert "Oops: it happened" in text
         assert "in __iter__" in text
         with pytest.raises(RuntimeError, match="already been shut down"):
