@@ -151,6 +151,77 @@ def test_samplers(num_workers: int, sampling: Any) -> None:
     assert indices(rest) == indices(resumed)
 
 
+class Shuffler(data.Sampler[Any]):
+    """Draws its order from a global generator: all at once, in `iter` or later, or key by key."""
+
+    def __init__(self, module: str, when: str, size: int = 0) -> None:
+        self.module, self.when, self.size = module, when, size
+
+    def _draw(self, count: int) -> list[int]:
+        if self.module == "random":
+            return [random.randrange(1000) for _ in range(count)]
+        if self.module == "numpy":
+            return [int(np.random.random() * 1000) for _ in range(count)]
+        return torch.randint(1000, (count,)).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.when == "each":
+            return (self._draw(1)[0] for _ in range(24))
+        if self.when == "first":
+            return (key for _ in range(1) for key in self._all())
+        return iter(self._all())
+
+    def _all(self) -> list[Any]:
+        drawn, size = self._draw(24), self.size
+        return [drawn[k : k + size] for k in range(0, 24, size)] if size else drawn
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("module", ["random", "numpy", "torch"])
+@pytest.mark.parametrize("when", ["iter", "first"])
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_that_draws_from_a_global_generator(
+    num_workers: int, count: int, module: str, when: str, batches: bool
+) -> None:
+    def make() -> Any:
+        sampler = Shuffler(module, when, 3 if batches else 0)
+        options = {"batch_sampler": sampler} if batches else {"sampler": sampler, "batch_size": 3}
+        return loader(Plain(1000), num_workers, **options)
+
+    rest, resumed, state = left_and_resumed(make, count)
+    assert len(rest) == 8 - count
+    assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in resumed]
+    at_first = state["sampler"]["generators"]["first"]
+    assert set(at_first) <= {module} or not count  # before the first key it may be any
+
+    if batches and when == "iter":  # torch asks for iterators of it first, which draw
+        return
+    seed_all(5)
+    made = make()
+    made.load_state_dict(state)
+    next(iter(made))
+    theirs = random.random(), np.random.random()
+    seed_all(5)
+    assert theirs == (random.random(), np.random.random())  # the trainer's go on
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_draws_key_by_key_is_told(
+    num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = loader(Plain(1000), num_workers, sampler=Shuffler("numpy", "each"), batch_size=3)
+    iterator = iter(made)
+    taken(iterator, 3)
+    assert not caplog.records
+    states = [made.state_dict() for _ in range(2)]
+    assert caplog.text.count("Shuffler draws from a global generator (numpy) with later keys") == 1
+    caplog.clear()
+    made.load_state_dict(states[0])
+    taken(iter(made), 1)
+    assert "Shuffler draws from a global generator (numpy) with later keys" in caplog.text
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(

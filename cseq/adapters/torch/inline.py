@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import context
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import order_of
+from cseq.adapters.torch.order import order_of, states_before
 from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import DatasetState
@@ -42,6 +42,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         if resume is not None and resume.base_seed is None and state.get("dataset") is not None:
             loader.dataset.load_state_dict(state["dataset"])
             state = {}
+        self._begun = states_before(loader._index_sampler)
         names.Base.__init__(self, loader)
         self._profile_name = names.profile_name(names.Inline)
         self._base_seed: int
@@ -83,9 +84,8 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
                 except Exception:  # noqa: BLE001 - it was raised in the loop then
                     continue
             return
-        progress.order = order_of(
-            self._index_sampler, self._sampler_iter, 0 if self._keeps_state else None
-        )
+        ahead = 0 if self._keeps_state else None
+        progress.order = order_of(self._index_sampler, self._sampler_iter, ahead, self._begun)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         self._sampler_iter = keys
 

@@ -13,7 +13,7 @@ import torch
 
 from cseq import failure
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import leaves_no_trace, noted, order_of
+from cseq.adapters.torch.order import leaves_no_trace, noted, order_of, states_before
 from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
@@ -81,6 +81,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         max_restarts: int = 100,
     ) -> None:
         self._shutdown = True
+        self._begun = states_before(loader._index_sampler)
         names.Base.__init__(self, loader)
         self._profile_name = names.profile_name(names.Workers)
         self._base_seed: Any
@@ -158,6 +159,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             generator = loader.generator
             self.progress.watch(generator, None if generator is None else generator.get_state())
         if self._rng == "worker" or not first_iter:  # torch asks a sampler for two iterators first
+            self._begun = states_before(loader._index_sampler)
             names.Base._reset(self, loader, first_iter)
         if self._rng == "batch" and not first_iter:  # as a new iterator does it
             drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -184,7 +186,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             return
         progress = self.progress
         ahead = self._prefetch_factor * self._num_workers if self._keeps_state else None
-        progress.order = order_of(self._index_sampler, self._sampler_iter, ahead)
+        progress.order = order_of(self._index_sampler, self._sampler_iter, ahead, self._begun)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
         assign = "turn"
         self._first = progress.yielded

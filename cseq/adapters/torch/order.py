@@ -10,7 +10,9 @@ that draw (`DRAWING`), with one and without;  torch's global one
 any in a BatchSampler that has a generator
 a sampler, or iterator, with ``state_dict``   its state behind the key of the last batch delivered
 one with ``epoch`` and ``set_epoch``          that number (torch's DistributedSampler)
-any other                                     nothing: keys are drawn and dropped
+any other                                     the states of the global generators that it draws
+                                              from with its first key, if any: its keys are drawn
+                                              again from there, and dropped
 ============================================  =====================================================
 
 Behind the end of an epoch it is what the next one begins with: the sampler's state, or that of its
@@ -21,15 +23,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections import deque
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy.random
 import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -37,7 +42,7 @@ from torch.utils.data import (
 from cseq.adapters.torch.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = [
     "GOES_ON",
@@ -51,6 +56,7 @@ __all__ = [
     "leaves_no_trace",
     "noted",
     "order_of",
+    "states_before",
     "with_generator",
 ]
 
@@ -113,7 +119,53 @@ def leaves_no_trace(index_sampler: Any) -> bool:
     return type(inner) in OWN and getattr(inner, "generator", None) is None
 
 
-def order_of(index_sampler: Any, iterator: Any, ahead: int | None) -> Order:
+def global_states() -> State:
+    """Return the states of the global generators: numbers, texts, and a tensor."""
+    numbers = numpy.random.get_state()  # noqa: NPY002 - the global one is meant
+    return {
+        "random": random.getstate(),
+        "numpy": _as_lists(numbers),
+        "torch": torch.default_generator.get_state(),
+    }
+
+
+def states_before(index_sampler: Any) -> State | None:
+    """Return the `global_states`, if `iter` of the sampler may draw: that of torch's does not."""
+    is_torchs = type(index_sampler) in (BatchSampler, SequentialSampler, *OWN)
+    return None if is_torchs else global_states()
+
+
+def _as_lists(value: Any) -> Any:
+    """Return a state of numpy's with lists for its arrays, which `set_state` takes as well."""
+    if isinstance(value, dict):
+        return {name: _as_lists(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_as_lists, value))
+    return value.tolist() if isinstance(value, numpy.ndarray) else value
+
+
+def _set_global(states: State) -> None:
+    """Set those of the global generators of which there is a state."""
+    if "random" in states:
+        version, words, gauss = states["random"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in states:
+        numpy.random.set_state(states["numpy"])  # noqa: NPY002 - the global one is meant
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
+
+
+def _drawn_from(before: State, after: State) -> State:
+    """Return the states before, of those global generators that were drawn from since."""
+    drawn = {name: before[name] for name in ("random", "numpy") if before[name] != after[name]}
+    if not torch.equal(before["torch"], after["torch"]):
+        drawn["torch"] = before["torch"]
+    return drawn
+
+
+def order_of(
+    index_sampler: Any, iterator: Any, ahead: int | None, begun: State | None = None
+) -> Order:
     """Choose how the keys of a sampler are kept track of.
 
     Parameters
@@ -122,6 +174,8 @@ def order_of(index_sampler: Any, iterator: Any, ahead: int | None) -> Order:
         ``iter(index_sampler)``.
     ahead : int, optional
         The most keys that are drawn ahead of the batches delivered. None: no state is asked for.
+    begun : dict, optional
+        What `states_before` returned before that call.
     """
     if ahead is None:
         return Order(index_sampler, iterator)
@@ -139,11 +193,13 @@ def order_of(index_sampler: Any, iterator: Any, ahead: int | None) -> Order:
     # The BatchSampler asks it for an iterator with the first key: it has drawn nothing before.
     if inner is not index_sampler and generator_of(index_sampler) is not None:
         return RandomOrder(index_sampler, iterator, inner)
-    return Order(index_sampler, iterator)
+    if type(inner) is SequentialSampler:
+        return Order(index_sampler, iterator)
+    return ReplayedOrder(index_sampler, iterator, begun)
 
 
 class Order:
-    """An epoch's keys, of a sampler of which nothing is known.
+    """An epoch's keys, of a sampler that draws from nothing, or of which no state is asked for.
 
     Parameters
     ----------
@@ -174,6 +230,105 @@ class Order:
     def pass_rest(self, keys: Iterator[Any], left: int) -> None:  # noqa: ARG002
         """Draw what is left of an epoch that is over: so many keys, and the end."""
         deque(keys, maxlen=0)
+
+
+class ReplayedOrder(Order):
+    """An epoch's keys, of a sampler of which nothing is known; it may draw from global generators.
+
+    Most that do draw all at once, in `iter` or with the first key: the states from before that are
+    kept. A resume draws the keys again from there, and sets the generators back to what they were,
+    since they are the trainer's. What is drawn with later keys cannot be drawn again: the trainer
+    may have drawn in between.
+    """
+
+    def __init__(self, index_sampler: Any, iterator: Any, begun: State | None) -> None:
+        super().__init__(index_sampler, iterator)
+        self._begun = begun
+        self._state: State | None = None
+        self._late: State = {}  # what was drawn from with a later key
+        self._is_told = False
+
+    def _begin(self, yielded: int, state: State) -> Iterator[Any]:
+        self._state = state.get("generators")
+        if self._state is not None:
+            return chain.from_iterable(self._parts_again(yielded, self._state))
+        keys = chain.from_iterable(self._parts())
+        return islice(keys, yielded, None) if yielded else keys
+
+    def _parts(self) -> Iterator[Iterable[Any]]:
+        """Yield the first key, the second, and the iterator with all others.
+
+        What the iterator raises is raised by a part: so it can be asked for more, as it could here.
+        """
+        for _ in range(2):
+            key: list[Any] = []
+            try:
+                before = global_states()
+                key.extend(islice(self._iterator, 1))
+                self._note(before, global_states())
+            except Exception as error:  # noqa: BLE001 - of any type
+                yield map(_raise, (error,))
+            else:
+                if not key:
+                    return
+            yield key
+        yield self._iterator
+
+    def _note(self, before: State, after: State) -> None:
+        """Note what a key was drawn from."""
+        drawn = _drawn_from(before, after)
+        if self._state is not None:
+            self._late.update(drawn)
+            return
+        in_iter = {} if self._begun is None else _drawn_from(self._begun, before)
+        self._state = {"iter": in_iter, "first": drawn}
+
+    def _parts_again(self, yielded: int, state: State) -> Iterator[Iterable[Any]]:
+        """Yield the key behind so many that begin from these states, and the iterator."""
+        own = global_states()
+        try:
+            _set_global(state["iter"])
+            self._iterator = iter(self._index_sampler)
+            _set_global(state["first"])
+            key = list(islice(self._iterator, 1))
+            before = global_states()
+            if yielded:
+                key = list(islice(self._iterator, yielded - 1, yielded))
+            self._note(before, global_states())
+        finally:
+            _set_global(own)
+        self._tell()
+        yield key
+        yield self._iterator
+
+    def _tell(self) -> None:
+        """Say that a resume is not exact, if it is not."""
+        if self._late and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "%s draws from a global generator (%s) with later keys than its first: a resume "
+                "in the middle of an epoch cannot draw the same again, so samples may come twice "
+                "or not at all; have it draw all at once, or from a generator of its own, or give "
+                "it state_dict and load_state_dict",
+                type(inner_of(self._index_sampler)).__name__,
+                ", ".join(self._late),
+            )
+
+    def state(self, yielded: int, *, finished: bool = False) -> State:
+        """Return the states; as they would be if the first key came now."""
+        if finished:
+            return super().state(yielded, finished=True)
+        self._tell()
+        state = self._state
+        if state is None:
+            now = global_states()
+            begun = {} if self._begun is None else _drawn_from(self._begun, now)
+            state = {"iter": begun, "first": now}
+        return {"generators": dict(state)} if state["iter"] or state["first"] else {}
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class RandomOrder(Order):
