@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import io
 import os
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from cseq.adapters.torch import install
 
     install()
+    atexit.register(_tell_engines, os.getpid())
     sys.argv = given.script
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]  # it ends our own options
@@ -58,6 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run_module(sys.argv[0])
     else:
         _run_script(sys.argv[0])
+
+
+def _tell_engines(pid: int) -> None:
+    """Say of each kind of loader which engine it had; not in a copy of the process."""
+    from cseq.adapters.torch import engines
+
+    if os.getpid() == pid and sys.stderr is not None:
+        for engine in engines():
+            print("cseq:", engine, file=sys.stderr)  # noqa: T201
 
 
 def _run_module(name: str) -> None:

@@ -24,6 +24,7 @@ from torch_data import Augmented, Plain, same, seed_all, without_told  # noqa: E
 import cseq  # noqa: E402
 from cseq.adapters.torch import (  # noqa: E402
     defaults,
+    engines,
     install,
     installed,
     is_installed,
@@ -46,10 +47,10 @@ pytestmark = pytest.mark.needs("quick processes")
 @pytest.fixture(autouse=True)
 def undone() -> Iterator[None]:
     """Leave torch's class as it was."""
-    own = data.DataLoader._get_iterator
+    own = data.DataLoader._get_iterator, names.Base.__init__
     yield
     uninstall()
-    assert data.DataLoader._get_iterator is own
+    assert (data.DataLoader._get_iterator, names.Base.__init__) == own
 
 
 def batches(kind: Any = data.DataLoader, **options: Any) -> Any:
@@ -153,6 +154,11 @@ def test_somebody_elses_change_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(data.DataLoader, "_get_iterator", other)
         with pytest.raises(RuntimeError, match="undo that first"):
             uninstall()
+    with monkeypatch.context() as patched:
+        patched.setattr(names.Base, "__init__", other)
+        with pytest.raises(RuntimeError, match="undo that first"):
+            uninstall()
+    assert is_installed()
 
 
 # ── where it cannot be ─────────────────────────────────────────────────────────────────────
@@ -438,3 +444,114 @@ def test_the_command_without_a_script() -> None:
     )
     assert done.returncode == 2
     assert "required: command" in done.stderr
+
+
+ENGINES = """
+import os
+import sys
+from torch.utils import data
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+class Own(data.DataLoader):
+    def _get_iterator(self):
+        return _MultiProcessingDataLoaderIter(self)
+
+options = {"num_workers": 1, "multiprocessing_context": sys.argv[1]}
+if __name__ == "__main__":
+    samples = list(range(3))
+    for loader in (
+        data.DataLoader(samples, **options),
+        data.DataLoader(samples),
+        Own(samples, **options),
+    ):
+        for epoch in range(2):
+            assert [batch.item() for batch in loader] == samples
+    made = _MultiProcessingDataLoaderIter(data.DataLoader(samples, **options))
+    assert [batch.item() for batch in made] == samples
+    if hasattr(os, "fork") and os.fork():
+        os.wait()
+"""
+
+TORCHS = "torch.utils.data.dataloader.DataLoader"
+ALONE = "with num_workers=0 the loop makes the batches"
+OWN = "its class has a _get_iterator of its own"
+MADE = "the program makes torch's iterator itself"
+
+
+def test_the_command_ends_with_the_engine_of_each_kind_of_loader(tmp_path: Path) -> None:
+    (tmp_path / "engines.py").write_text(ENGINES)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *RUN, "engines.py", QUICK],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("cseq: ")] == [
+        f"cseq: {TORCHS}: 2 iterators, cseq's",
+        f"cseq: {TORCHS}: 2 iterators, torch's own, since {ALONE}",
+        f"cseq: __main__.Own: 2 iterators, torch's own, since {OWN}",
+        f"cseq: {TORCHS}: 1 iterator, torch's own, since {MADE}",
+    ]
+
+
+def told(kind: type) -> list[tuple[int, str | None]]:
+    """Return what `engines` says of a class that a test has made."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return [(each.iterators, each.reason) for each in engines() if each.loader == name]
+
+
+def test_a_program_can_ask_for_the_engines(caplog: pytest.LogCaptureFixture) -> None:
+    class Kind(data.DataLoader[Any]):
+        pass
+
+    class Own(data.DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return names.Inline(self) if self.num_workers == 0 else names.Workers(self)
+
+    class NoLoader:
+        """What torch's iterators take for one."""
+
+        def __init__(self, loader: Any) -> None:
+            self.loader = loader
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.loader, name)
+
+    caplog.set_level(logging.DEBUG, "cseq")
+    with installed():
+        made = Kind(Plain(2), persistent_workers=True, **FORK)
+        assert [len(list(made)) for epoch in range(2)] == [2, 2]
+        assert told(Kind) == [(1, None)]
+        for _ in range(2):
+            iter(Kind(Plain(2)))
+            iter(Own(Plain(2)))
+            iter(Own(Plain(2), **FORK))
+        names.Inline(NoLoader(Kind(Plain(2))))
+        names.Workers(NoLoader(made))
+    assert told(Kind) == [(1, None), (2, ALONE)]
+    assert told(Own) == [(2, ALONE), (2, OWN)]
+    assert told(NoLoader) == [(1, ALONE), (1, MADE)]
+    lines = [each.message for each in caplog.records if "torch's own" in each.message]
+    assert [line.partition(", since ")[2] for line in lines] == [ALONE, ALONE, OWN, ALONE, MADE]
+    iter(Kind(Plain(2)))
+    assert told(Kind) == [(1, None), (2, ALONE)]  # it has nothing to do with cseq
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_the_engine_of_a_loader_of_cseqs(also: bool) -> None:
+    """It is told once, whether torch's class is changed too or not."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    class Kind(cseq.DataLoader[Any]):
+        pass
+
+    Kind.__qualname__ = f"Kind{also}"
+    with installed() if also else contextlib.nullcontext():
+        iter(Kind(Plain(2)))
+        iter(Kind(Plain(2), **FORK))
+        assert told(Kind) == [(2, None)]
+        iter(Kind(IterableWrapper([1, 2]), batch_size=None, **FORK))
+    assert told(Kind) == [(2, None), (1, "its data set is a datapipe")]

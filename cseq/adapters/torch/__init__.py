@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cseq.adapters.torch.fallback import Engine, engines
     from cseq.adapters.torch.iterator import LoaderTimeout
     from cseq.adapters.torch.loader import DataLoader, StatefulDataLoader
     from cseq.adapters.torch.options import defaults
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataLoader",
+    "Engine",
     "LoaderTimeout",
     "StatefulDataLoader",
     "defaults",
+    "engines",
     "install",
     "installed",
     "is_installed",
@@ -41,9 +44,11 @@ MISSING = "cseq.DataLoader needs torch; install it with: pip install 'cseq-loade
 
 _HOMES = {
     "DataLoader": "loader",
+    "Engine": "fallback",
     "LoaderTimeout": "iterator",
     "StatefulDataLoader": "loader",
     "defaults": "options",
+    "engines": "fallback",
     "install": "patch",
     "installed": "patch",
     "is_installed": "patch",

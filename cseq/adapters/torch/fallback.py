@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import random
+import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from cseq.adapters.torch.state import Resume
 
-__all__ = ["UNUSABLE", "make_iterator"]
+__all__ = ["UNUSABLE", "Engine", "engines", "make_iterator", "note_own"]
 
 log = logging.getLogger("cseq")
 
@@ -33,6 +34,78 @@ UNUSABLE = (
     "the state that was loaded cannot be used: this loader has torch's own iterator, which begins "
     "at the first batch"
 )
+
+
+class Engine(NamedTuple):
+    """What the iterators of one kind of loader are.
+
+    Attributes
+    ----------
+    loader : str
+        The loader's class.
+    iterators : int
+        How many were made: one for each epoch, or one for all with persistent workers.
+    reason : str or None
+        Why they are torch's; None: they are cseq's.
+    """
+
+    loader: str
+    iterators: int
+    reason: str | None
+
+    def __str__(self) -> str:
+        """Return the line that ``python -m cseq run`` prints."""
+        number = "1 iterator" if self.iterators == 1 else f"{self.iterators} iterators"
+        whose = "cseq's" if self.reason is None else f"torch's own, since {self.reason}"
+        return f"{self.loader}: {number}, {whose}"
+
+
+class _Falling(threading.local):
+    """The loader whose own iterator this thread makes, for a reason that is noted."""
+
+    loader: Any = None
+
+
+_falling = _Falling()
+
+# As long as there are iterators: appending is one step, in any thread.
+_made: dict[tuple[str, str | None], list[None]] = {}
+
+
+def engines() -> list[Engine]:
+    """Tell whether the iterators that were made in this process are cseq's, and why not.
+
+    Those that torch's `_get_iterator` does not make, or makes without workers, are seen while
+    `install` is in effect.
+    """
+    return [Engine(name, len(each), reason) for (name, reason), each in list(_made.items())]
+
+
+def _note(loader: Any, reason: str | None) -> bool:
+    """Note an iterator; return whether it is the first of its kind."""
+    kind = type(loader)
+    each = _made.setdefault((f"{kind.__module__}.{kind.__qualname__}", reason), [])
+    each.append(None)
+    return len(each) == 1
+
+
+def note_own(loader: Any) -> None:
+    """Note an iterator of torch's own, unless `make_iterator` has it made; log the first, and why.
+
+    What has it made may be any object that torch's iterators take for a loader.
+    """
+    if _falling.loader is loader:
+        return
+    if loader.num_workers == 0:
+        reason = "with num_workers=0 the loop makes the batches"
+    elif isinstance(loader, data.DataLoader) and (
+        getattr(type(loader), names.SEAM) is not getattr(data.DataLoader, names.SEAM)
+    ):
+        reason = f"its class has a {names.SEAM} of its own"
+    else:
+        reason = "the program makes torch's iterator itself"
+    if _note(loader, reason):
+        log.debug("%s: torch's own iterator is used, since %s", type(loader).__qualname__, reason)
 
 
 def make_iterator(
@@ -59,14 +132,16 @@ def make_iterator(
     if reason is not None:
         return fall_back(reason)
     if loader.num_workers == 0:
-        return InlineIterator(
+        inline = InlineIterator(
             loader, rng=rng, on_error=on_error, resume=resume, snapshot_every=snapshot_every
         )
+        _note(loader, None)
+        return inline
     loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
     generators = None if is_forked else _save(loader.generator)
     try:
-        return WorkersIterator(
+        iterator = WorkersIterator(
             loader,
             rng=rng,
             on_error=on_error,
@@ -79,6 +154,8 @@ def make_iterator(
             raise
         _restore(generators, loader.generator)
         return fall_back(str(error).replace("producer.fetching.", ""))
+    _note(loader, None)
+    return iterator
 
 
 def _reason_against(loader: data.DataLoader[Any]) -> str | None:
@@ -123,7 +200,13 @@ def _fall_back(
         )
         more = lost and f"; it cannot do {lost}"
         log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
-    return otherwise()
+    outer, _falling.loader = _falling.loader, loader
+    try:
+        iterator = otherwise()
+    finally:
+        _falling.loader = outer
+    _note(loader, reason)
+    return iterator
 
 
 def _save(generator: torch.Generator | None) -> tuple[Any, ...]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.fallback import make_iterator
+from cseq.adapters.torch.fallback import make_iterator, note_own
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
+from cseq.adapters.torch.taking import Taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
+_base: Callable[..., None] = names.Base.__init__  # which `install` may find changed
 _class: Any = data.DataLoader
 
 
@@ -35,6 +37,13 @@ def _get_iterator(self: Any) -> Any:
     return make_iterator(self, lambda: own(self), rng=defaults.rng, on_error=defaults.on_error)
 
 
+def _begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+    """Note an iterator of torch's own, whatever makes it: the constructor of all iterators."""
+    _base(self, loader, *args, **kwargs)
+    if not isinstance(self, Taking):
+        note_own(loader)
+
+
 def install() -> None:
     """Have every DataLoader of torch use cseq's worker processes, from its next `iter` on.
 
@@ -46,7 +55,7 @@ def install() -> None:
     RuntimeError
         Something else has changed torch's class already.
     """
-    global _original
+    global _original, _base
     if is_installed():
         return
     found = getattr(_class, names.SEAM)
@@ -57,6 +66,9 @@ def install() -> None:
         )
     _original = found
     setattr(_class, names.SEAM, _get_iterator)
+    if names.REASON is None:
+        _base = names.Base.__init__
+        names.Base.__init__ = _begin
 
 
 def uninstall() -> None:
@@ -67,6 +79,11 @@ def uninstall() -> None:
     found = getattr(_class, names.SEAM)
     if found is not _get_iterator:
         raise RuntimeError(f"DataLoader.{names.SEAM} is {found!r}: undo that first")
+    if names.REASON is None:
+        begin = names.Base.__init__
+        if begin is not _begin:
+            raise RuntimeError(f"{names.Base.__name__}.__init__ is {begin!r}: undo that first")
+        names.Base.__init__ = _base
     setattr(_class, names.SEAM, _original)
     _original = None
 
