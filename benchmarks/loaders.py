@@ -187,13 +187,15 @@ def drop_in(loader: Callable[..., Any], work: Work, dataset: Any, **options: Any
     del made
 
 
-def torch_loader(work: Work, start_method: str, *, pin_memory: bool = False) -> Any:
-    """Make a DataLoader for a work."""
+def torch_loader(
+    work: Work, start_method: str, *, pin_memory: bool = False, kind: Any = None
+) -> Any:
+    """Make a DataLoader for a work, torch's or another class with its arguments."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
     dataset = TorchDataset(work)
     order = RandomSampler(dataset) if work.shuffle else SequentialSampler(dataset)
-    return DataLoader(
+    return (kind or DataLoader)(
         dataset,
         sampler=BatchSampler(order, work.batch_size, drop_last=False),
         batch_size=None,

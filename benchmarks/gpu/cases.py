@@ -26,6 +26,7 @@ RESIDENT = "one resident batch"
 PROCESSES, THREADS = "cseq, converters in processes", "cseq, converters in threads"
 ALL_THREADS = "cseq.MTSequence"
 DATALOADER = "torch DataLoader, pin_memory"
+OUR_DATALOADER = "cseq.DataLoader, pin_memory"
 
 SHAPE = (32, 3, 224, 224)
 IMAGES = int(np.prod(SHAPE))  # bytes of a batch of uint8
@@ -215,18 +216,20 @@ def ours(work: Work, kind: str, compat: bool | None) -> loaders.Rounds:
 class DeviceLoader:
     """A DataLoader as it is used with a device: page-locked batches that are sent in the loop."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, ours: bool = False) -> None:
         # Without a device, torch warns that it cannot page-lock.
-        self.loader = loaders.torch_loader(work, "fork", pin_memory=not device.STANDS_IN)
+        pin_memory = not device.STANDS_IN
+        kind = cseq.DataLoader if ours else None
+        self.loader = loaders.torch_loader(work, "fork", pin_memory=pin_memory, kind=kind)
 
     def __iter__(self) -> Iterator[Any]:
         return map(on_the_device, self.loader)
 
 
-def dataloader(work: Work) -> loaders.Rounds:
-    """`DataLoader`."""
+def dataloader(work: Work, *, ours: bool = False) -> loaders.Rounds:
+    """`DataLoader`, or ours in its place."""
     device.prepare()
-    loader = DeviceLoader(work)
+    loader = DeviceLoader(work, ours=ours)
     yield partial(work.measure, loader)
     del loader
 
@@ -243,6 +246,7 @@ def contenders(work: Work) -> tuple[Contender, ...]:
             Contender(name, partial(ours, work, *how), needs=TORCH, ours=True)
             for name, how in OURS.items()
         ),
+        Contender(OUR_DATALOADER, partial(dataloader, work, ours=True), needs=TORCH, ours=True),
         Contender(DATALOADER, partial(dataloader, work), needs=TORCH),
     )
 
@@ -282,9 +286,10 @@ def held(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
 def once(how_measured: Callable[[Callable[[], Any]], Any], work: Work) -> tuple[Contender, ...]:
     """All loaders, for what can be measured but once in a process."""
     makes = {name: partial(start_ours, work, *how) for name, how in OURS.items()}
+    makes[OUR_DATALOADER] = partial(DeviceLoader, work, ours=True)
     makes[DATALOADER] = partial(DeviceLoader, work)
     return tuple(
-        Contender(name, partial(how_measured, make), needs=TORCH, ours=name in OURS)
+        Contender(name, partial(how_measured, make), needs=TORCH, ours=name != DATALOADER)
         for name, make in makes.items()
     )
 
