@@ -17,6 +17,7 @@ cdef extern from "cseq_atomic.h" nogil:
     void cseq_store_rel_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
     uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
+    uint32_t cseq_add_sc_u32(uint32_t* p, uint32_t v) noexcept
     uint32_t cseq_load_acq_u32(const uint32_t* p) noexcept
     uint32_t cseq_load_rlx_u32(const uint32_t* p) noexcept
     void cseq_store_rlx_u32(uint32_t* p, uint32_t v) noexcept
@@ -188,8 +189,18 @@ cdef extern from "cseq_fork.h" nogil:
     ctypedef struct cseq_span:
         pass
 
+    ctypedef struct cseq_leased:
+        void* slots
+        uint64_t slot
+
+    ctypedef struct cseq_kept:
+        cseq_leased* all
+        uint64_t count
+
     void cseq_span_add(cseq_list* spans, cseq_span* span, void* base, uint64_t size) noexcept
     void cseq_span_remove(cseq_list* spans, cseq_span* span) noexcept
+    void cseq_span_lease(cseq_list* spans, cseq_span* span, void* slots, uint64_t slot,
+                         uint32_t* uses) noexcept
 
 
 cdef extern from "cseq_place.h":

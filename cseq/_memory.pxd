@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t
 cimport cython
 cimport numpy as cnp
 
-from cseq._headers cimport cseq_list, cseq_place, cseq_span
+from cseq._headers cimport cseq_kept, cseq_list, cseq_place, cseq_span
 
 
 cdef enum:
@@ -21,6 +21,7 @@ cdef long* forks_here    # see `fork_depth`
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran)
+cdef int fork_keeping(cseq_kept* kept) except -1
 cdef void arm(long worker) noexcept
 
 

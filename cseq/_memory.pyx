@@ -56,21 +56,27 @@ cdef extern from *:
 
     #ifdef _WIN32
     static int cseq_fork_install(void) { return 0; }
-    static int cseq_fork(void) { errno = ENOSYS; return -1; }
+    static int cseq_fork(cseq_kept *kept) { (void)kept; errno = ENOSYS; return -1; }
     #else
     #include <pthread.h>
-    static int cseq_fork(void) {
+    static __thread cseq_kept *cseq_keeping; /* of the fork that this thread makes; 0: it copies */
+    static int cseq_fork(cseq_kept *kept) {
         int pid, error;
         PyOS_BeforeFork();
+        cseq_keeping = kept;
         pid = fork();
         error = errno;
+        cseq_keeping = 0;
         if (pid == 0) PyOS_AfterFork_Child();
         else PyOS_AfterFork_Parent();
         errno = error;
         return pid;
     }
     static void cseq_at_prepare(void) {
-        cseq_spans_prepare(&cseq_in_use);
+        cseq_spans_prepare(&cseq_in_use, cseq_keeping);
+        if (cseq_keeping) /* this thread may run Python; each lease has a reference, and cannot end now */
+            for (uint64_t i = 0; i < cseq_keeping->count; i++)
+                Py_INCREF((PyObject *)cseq_keeping->all[i].slots);
         cseq_place_prepare(&cseq_placed);
     }
     static void cseq_at_parent(void) {
@@ -91,7 +97,7 @@ cdef extern from *:
     cseq_place cseq_placed
     long cseq_forks
     int cseq_fork_install() noexcept
-    int cseq_fork() noexcept
+    int cseq_fork(cseq_kept* kept) noexcept
 
 
 if cseq_fork_install():
@@ -121,9 +127,14 @@ def fork():
     OSError
         There can be no more processes.
     """
+    return fork_keeping(NULL)
+
+
+cdef int fork_keeping(cseq_kept* kept) except -1:
+    """As `fork`; unless `kept` is NULL, leased slots are kept in use instead of copied."""
     cdef int pid, error
     sys.audit("os.fork")
-    pid = cseq_fork()
+    pid = cseq_fork(kept)
     if pid < 0:
         error = errno
         raise OSError(error, os.strerror(error))

@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 cimport cython
 
 from cseq._headers cimport (
-    cseq_cell, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_ring, cseq_span, cseq_store_rlx_u64)
+    cseq_cell, cseq_kept, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_ring, cseq_span, cseq_store_rlx_u64)
 from cseq._memory cimport Mapping, Memory
 
 
@@ -22,6 +22,7 @@ cdef enum:
 cdef struct slot_entry:
     uint64_t nbytes   # committed, as far as the trainer knows
     int64_t owned     # the worker that owns it, once all tickets are settled; 0: the trainer
+    uint32_t uses     # while it is leased: its lease, and the forked workers that may read it
     uint8_t state
 
 
@@ -57,6 +58,7 @@ cdef class Slots:
     cdef Py_ssize_t occupy_fit(self) noexcept
     cdef bint occupy(self, Py_ssize_t slot) noexcept
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil
+    cdef bint is_last_use(self, Py_ssize_t slot) noexcept nogil
     cpdef int release(self, Py_ssize_t slot) except -1
     cpdef bint vacate(self, Py_ssize_t slot) except -1
     cdef Py_ssize_t leave(self, cseq_cell* c) except -2

@@ -2,13 +2,15 @@
 """Slots of shared memory: their states, owners and sizes."""
 
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.ref cimport Py_DECREF
+from libc.stdlib cimport free
 from libc.string cimport memset
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 cimport cython
 
 from cseq._headers cimport *
-from cseq._memory cimport Mapping, Memory, in_use
+from cseq._memory cimport Mapping, Memory, fork_keeping, in_use
 
 cdef extern from "cseq_fault.h":
     int CSEQ_POISON
@@ -21,8 +23,11 @@ cdef class Slots:
     """Which slots are free, taken or leased, which a worker owns, and how large they are.
 
     In private memory of the trainer. The trainer writes FREE → TAKEN and TAKEN → LEASED or FREE.
-    The `Lease` writes LEASED → FREE when any thread drops it, also inside garbage collection, and
-    takes no lock. The entries lie in chunks that never move.
+    LEASED → FREE is written when the last use ends, by the `Lease` that any thread drops, also inside
+    garbage collection, or by the `Kept` of a forked worker. `uses` is 0 unless the slot is LEASED:
+    `vacate` sets it to 1 for the lease, a fork adds 1 while the lease is in the list of what is in use
+    (so that it has not ended), and who makes it 0 owns the slot. The entries lie in chunks that never
+    move.
 
     The `hint` is where the search for the lowest free slot begins: all slots below are in use, or are
     being freed. Who frees a slot writes its state first, then lowers the hint to it, and counts in the
@@ -231,6 +236,11 @@ cdef class Slots:
         cseq_store_rel_u32(&self.lock, 0)
         return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and owned <= 0
 
+    def is_leased(self, Py_ssize_t slot):
+        """Whether a slot has a lease, or a forked worker may read it."""
+        self.check(slot)
+        return cseq_load_acq_u8(&self.at(slot).state) == LEASED
+
     cpdef int release(self, Py_ssize_t slot) except -1:
         """Free a taken slot."""
         self.check(slot)
@@ -285,8 +295,14 @@ cdef class Slots:
             raise RuntimeError(f"slot {slot} is not taken")
         cseq_add_sc_u64(&self.held, 1)
         cseq_add_sc_u64(&self.held_bytes, <uint64_t>lease.size)
+        cseq_add_sc_u32(&self.at(slot).uses, 1)
         lease.slots = self
+        cseq_span_lease(in_use, &lease.span, <void*>self, slot, &self.at(slot).uses)
         return False
+
+    cdef bint is_last_use(self, Py_ssize_t slot) noexcept nogil:
+        """End one use of a leased slot. True: it was the last; the slot is the caller's, to be freed."""
+        return cseq_add_sc_u32(&self.at(slot).uses, <uint32_t>-1) == 1
 
     cdef Py_ssize_t leave(self, cseq_cell* c) except -2:
         """Detach the slot of a ticket that leaves the ring: its number, or -1 if a `Lease` has it now."""
@@ -362,14 +378,54 @@ cdef class Slots:
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. Deallocating this object, on any thread, frees the slot."""
+    """A leased slot. Deallocating this object, on any thread, frees the slot unless a `Kept` has it."""
 
     def __dealloc__(self):
         cseq_span_remove(in_use, &self.span)
         if self.slots is None:
             return
-        if CSEQ_POISON:
-            memset(self.data, 0xDB, self.size)
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
         cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
-        self.slots.set_free(self.slot)
+        if self.slots.is_last_use(self.slot):
+            if CSEQ_POISON:
+                memset(self.data, 0xDB, self.size)
+            self.slots.set_free(self.slot)
+
+
+@cython.final
+@cython.no_gc
+cdef class Kept:
+    """The leased slots that a forked worker has inherited: in use until this object is gone."""
+
+    cdef cseq_kept kept
+
+    def __len__(self):
+        return self.kept.count
+
+    def __dealloc__(self):
+        cdef Slots slots
+        cdef uint64_t i
+        for i in range(self.kept.count):
+            slots = <Slots>self.kept.all[i].slots
+            if slots.is_last_use(<Py_ssize_t>self.kept.all[i].slot):
+                slots.set_free(<Py_ssize_t>self.kept.all[i].slot)
+            Py_DECREF(slots)
+        free(self.kept.all)
+
+
+def fork_worker():
+    """Fork a worker, which shares the leased slots with this process instead of copies of them.
+
+    Returns
+    -------
+    tuple of (int, Kept)
+        As of `fork`; and what keeps those slots from being used again, to be held until the process
+        has certainly ended.
+
+    Raises
+    ------
+    OSError
+        There can be no more processes.
+    """
+    cdef Kept kept = Kept()
+    return fork_keeping(&kept.kept), kept

@@ -72,7 +72,8 @@ class Slots(NamedTuple):
         The sum of the next four.
     free : int
     leased : int
-        With data of batches that the loop holds (small batches are copied out).
+        With data of batches that the loop holds (small batches are copied out), or that it held
+        when a worker was forked which has not ended yet.
     taken : int
         Of batches in flight: requested, being made, waiting for the loop.
     owned : int
@@ -158,7 +159,8 @@ def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
     arena = _supervisor(running).arena
     made = arena.slots
-    total, free, leased = made.capacity, len(made.free()), made.leased
+    total, free = made.capacity, len(made.free())
+    leased = sum(map(made.is_leased, range(total)))
     taken = sum(map(made.is_taken, range(total)))
     if os.name == "nt":  # no pages come back; of a worker's spares, what they had when it got them
         committed = sum(map(arena.capacity, range(total)))

@@ -1,9 +1,13 @@
-"""A batch belongs to its process: what a forked one does to it is seen there alone."""
+"""A batch belongs to its process: what a forked one does to it is seen there alone.
+
+But a worker that cseq forks shares it with the trainer, and keeps its slot in use.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 from slots import lease
 
 from cseq._memory import Mapping, Window
-from cseq._slots import Slots
+from cseq._slots import Slots, fork_worker
 from cseq.memory_limit import MIB
 from cseq.segment import Segment
 
@@ -126,6 +130,113 @@ def test_a_window_is_private_in_a_child() -> None:
 
     assert in_child(act_again)
     assert through.min() == 2
+    segment.close()
+
+
+def test_a_forked_worker_keeps_a_leased_slot() -> None:
+    """It reads the trainer's memory; the slot is free once the lease and all workers are gone."""
+    segment, mapping, through = parts(PAGE)
+    slots = Slots(2)
+    array = lease(slots, slots.acquire(), mapping).view(0, np.dtype("u1"), (PAGE,))
+    array[:] = 1
+    reader, writer = os.pipe()
+    workers = []
+    for _ in range(2):
+        pid, kept = fork_worker()
+        if not pid:
+            os.read(reader, 1)  # until the parent has written, and dropped the lease
+            seen = array.min() == array.max() == 2
+            del array  # frees nothing
+            os._exit(0 if seen and through.min() == 2 else 1)
+        workers.append((pid, kept))
+    array[:] = 2
+    del array
+    assert slots.leased == 0
+    assert slots.is_leased(0)
+    assert (slots.acquire(), slots.acquire()) == (1, -1)
+    os.write(writer, b"!!")
+    while workers:
+        assert slots.free() == []
+        pid, kept = workers.pop()
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(kept) == 1
+        del kept
+    assert slots.acquire() == 0
+    assert through.min() == through.max()
+    for fd in (reader, writer):
+        os.close(fd)
+    segment.close()
+
+
+def test_a_lease_that_outlives_the_workers_frees_its_slot() -> None:
+    """Whichever of them ends last, in whatever order."""
+    segment, mapping, _ = parts(PAGE)
+    slots = Slots(1)
+    held = [lease(slots, slots.acquire(), mapping)]
+    pid, kept = fork_worker()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    del kept
+    assert slots.free() == []
+    held.clear()
+    assert slots.acquire() == 0
+    segment.close()
+
+
+def test_what_is_not_leased_yet_is_copied_for_a_worker() -> None:
+    """The slot is still its ticket's, which may use it again: the worker has its own."""
+    segment, mapping, through = parts(PAGE)
+    slots = Slots(1)
+    lent = slots.lend(slots.acquire(), mapping)
+    array = lent.view(0, np.dtype("u1"), (PAGE,))
+    pid, kept = fork_worker()
+    if not pid:
+        array[:] = 1
+        os._exit(0 if through.max() == 0 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(kept) == 0
+    assert through.max() == 0
+    segment.close()
+
+
+def test_leases_begin_and_end_while_workers_are_forked() -> None:
+    """Each slot is free in the end; none is given out twice meanwhile."""
+    segment, mapping, _ = parts(PAGE)
+    slots = Slots(64)
+    ending = threading.Event()
+
+    def hold() -> None:
+        held = []
+        while not ending.is_set():
+            slot = slots.acquire()
+            if slot >= 0:
+                held.append(lease(slots, slot, mapping))
+            if len(held) > 7 or slot < 0:
+                held.clear()
+
+    threads = [threading.Thread(target=hold) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    workers: list[tuple[int, object]] = []
+    for _ in range(20):
+        pid, kept = fork_worker()
+        if not pid:
+            os._exit(0)
+        workers.append((pid, kept))
+        if len(workers) > 2:
+            os.waitpid(workers.pop(0)[0], 0)
+        del kept
+    ending.set()
+    for thread in threads:
+        thread.join()
+    for worker in workers:
+        os.waitpid(worker[0], 0)
+    assert sum(map(slots.is_leased, range(64))) == 64 - len(slots.free())
+    del worker
+    workers.clear()
+    assert len(slots.free()) == 64
+    assert slots.leased == slots.leased_bytes == 0
     segment.close()
 
 
@@ -261,7 +372,6 @@ class Holder:
     def __init__(self, batch):
         self.batch = batch
     def __getitem__(self, indices):
-        self.batch += 1
         return self.batch.min(), self.batch.max()
 
 outer = cseq.MPSequence(Worker, 60, batch_size=1, num_workers=1, shuffle=False, out_type="null")
@@ -275,7 +385,7 @@ with outer.start() as batches:
     )
     with inner.start() as others:
         for number, (low, high) in enumerate(others):
-            assert low == high == 5 + number + 1, (low, high, number)
+            assert low == high == 5, (low, high, number)
             assert batch.min() == batch.max() == 5
             if number == 5:
                 for late in iterator:
@@ -285,9 +395,122 @@ print("done")
 
 
 def test_a_batch_in_another_managers_worker(run_script: RunScript) -> None:
-    """A worker object that holds a batch of another manager has it for itself after a fork."""
+    """A worker object that holds a batch of another manager reads it while that one goes on."""
     done = run_script(NESTED)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+KEEPING = """
+import time
+import numpy as np
+import cseq
+from cseq import testing
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.full((len(indices), 30_000), indices[0], np.int64)
+
+class Holder:
+    batch = None
+    def __getitem__(self, indices):
+        if self.batch is None:
+            return -1, -1
+        return int(self.batch.min()), int(self.batch.max())
+
+def turn(count):
+    for _ in range(count):
+        next(iterator)[:] = -1
+
+def replace(number):
+    testing.await_workers(inner)
+    before = testing.pids(inner)
+    testing.kill(inner, number)
+    while testing.pids(inner)[number] == before[number]:
+        seen.add(next(others))
+    testing.await_workers(inner)
+
+outer = cseq.MPSequence(Worker, 400, batch_size=1, num_workers=1, shuffle=False, out_type="null")
+holder = Holder()
+inner = cseq.MPSequence(
+    holder, 10**9, batch_size=1, num_workers=2, shuffle=False, out_type="null",
+    start_method="fork", buffer=4,
+)
+seen = set()
+with outer.start() as iterator:
+    iterator = iter(iterator)
+    turn(5)
+    holder.batch = next(iterator)
+    with inner.start() as others:
+        others = iter(others)
+        testing.await_workers(inner)
+        holder.batch = None
+        print("kept for the workers", testing.slots(outer).leased)
+        turn(50)
+        for _ in range(50):
+            seen.add(next(others))
+        replace(0)
+        while (-1, -1) not in seen:
+            seen.add(next(others))
+        turn(50)
+        print("and for one of them", testing.slots(outer).leased, sorted(seen))
+        replace(1)
+        print("and for none", testing.slots(outer).leased)
+        holder.batch = next(iterator)
+        replace(0)
+        holder.batch = None
+        print("and for a replacement", testing.slots(outer).leased)
+        turn(50)
+    print("and after its end", testing.slots(outer).leased)
+    turn(50)
+    print(testing.slots(outer).total)
+"""
+
+
+def test_held_batches_are_kept_for_forked_workers(run_script: RunScript) -> None:
+    """They read them intact while the loops go on, until they end; so do their replacements."""
+    done = run_script(KEEPING)
+    assert done.stdout.splitlines() == [
+        "kept for the workers 1",
+        "and for one of them 1 [(-1, -1), (5, 5)]",
+        "and for none 0",
+        "and for a replacement 1",
+        "and after its end 0",
+        "16",
+    ]
+
+
+HELD = """
+import numpy as np
+import cseq
+from cseq import testing
+
+class Worker:
+    def __getitem__(self, indices):
+        return np.full((len(indices), 1 << 20), indices[0], np.int64)  # 8 MiB
+
+def private(pid):
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private")) >> 10
+
+options = dict(batch_size=1, num_workers=2, shuffle=False, out_type="null", start_method="fork")
+m = cseq.MPSequence(Worker, 16, buffer=4, **options)
+with m.start() as batches:
+    held = list(batches)
+again = cseq.MPSequence(np.arange(8), 8, **options)
+with again.start() as batches:
+    testing.await_workers(again)
+    print([private(pid) < 64 for pid in testing.pids(again)])
+    del held[8:]
+    testing.kill(again, 0)
+    print(len(list(batches)), [int(batch[0, 0]) == batch.max() for batch in held] == [True] * 8)
+"""
+
+
+@pytest.mark.needs("Linux")
+def test_held_batches_are_not_copied_into_forked_workers(run_script: RunScript) -> None:
+    """Of 128 MiB that are held, also those of a manager that has ended, a worker has none."""
+    done = run_script(HELD)
+    assert done.stdout == "[True, True]\n8 True\n"
 
 
 FORKING = """

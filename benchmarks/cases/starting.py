@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import cseq
 import loaders
-from harness.case import Case, Contender, Goal
+from harness.case import Case, Contender, Goal, scaled
 from work import Echo, Floats, Work, microseconds
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 WORK = Work(partial(Floats, 32_000), 1000, microseconds)
 OURS, LIMIT = "cseq, forkserver", "python -c 'import numpy'"
+HELD = scaled(64, 2)  # batches of 4 MiB
+DROP_IN = "cseq.DataLoader"
+CLASSES = {DROP_IN: "cseq", "torch DataLoader": "torch.utils.data"}
 
 
 def first_batch(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
@@ -93,6 +97,34 @@ def nth_with_torch(number: int) -> Iterator[Callable[[], float]]:
         manager.finish()
 
 
+class Planes:
+    """Samples of 1 MiB."""
+
+    def __init__(self, batches: int) -> None:
+        self.samples = 4 * batches
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.full((1 << 18,), index, dtype=torch.float32)
+
+
+def while_held(name: str, batches: int) -> Iterator[Callable[[], float]]:
+    """Start a DataLoader's four workers, by fork, while as many batches of another are held."""
+    make = partial(
+        importlib.import_module(CLASSES[name]).DataLoader,
+        batch_size=4,
+        num_workers=4,
+        multiprocessing_context="fork",
+    )
+    held = list(make(Planes(batches))) if batches else []
+    yield from first_batch(lambda: make(Planes(16)))
+    del held
+
+
 def import_numpy() -> Iterator[Callable[[], float]]:
     """A new interpreter that imports numpy."""
 
@@ -132,6 +164,29 @@ CASES = (
                 f"cseq, manager {number}", partial(nth_with_torch, number), ("torch",), ours=True
             )
             for number in (1, 2, 3)
+        ),
+        fresh=True,
+    ),
+    Case(
+        "start_holding",
+        "Start to first batch of four forked workers while batches of 4 MiB are held",
+        "ms",
+        tuple(
+            Contender(
+                f"{name}, {4 * batches} MiB held",
+                partial(while_held, name, batches),
+                ("torch",),
+                ours=name == DROP_IN,
+            )
+            for name in CLASSES
+            for batches in (0, HELD)
+        ),
+        goals=(
+            Goal(
+                "with batches over without",
+                lambda f: f[f"{DROP_IN}, {4 * HELD} MiB held"] / f[f"{DROP_IN}, 0 MiB held"],
+                at_most=2,
+            ),
         ),
         fresh=True,
     ),

@@ -1,4 +1,4 @@
-/* A forked process gets private copies of the shared memory that is in use.
+/* A forked process gets private copies of the shared memory that is in use, or keeps it in use.
  *
  * A forked child has a copy of its parent's private memory, and shares its shared memory. Batches in
  * use lie in shared memory, which the parent and its workers write to again; so the child gets a
@@ -8,31 +8,52 @@
  *     child     moves the copies to where the originals are mapped
  *     parent    drops the copies
  *
+ * Where cseq forks a worker, whose end it sees, leased slots are not copied but *kept*: each counts
+ * one use more, under `lock`, and is not used again before that one has ended, too. The worker reads
+ * the same memory as its parent.
+ *
  * The parent's own mappings are not touched, so its other threads may go on writing there. Between
  * prepare and parent no lease begins or ends, since that takes `lock`, which is held. A child that
  * cannot have its copies ends: it must not run with the parent's memory.
  *
  * These handlers run inside fork() (pthread_atfork), also for a fork by a C library. They allocate
- * by mmap only.
+ * by mmap only; where slots are kept, by malloc.
  */
 #ifndef CSEQ_FORK_H
 #define CSEQ_FORK_H
 
+#include <stdlib.h>
+
 #include "cseq_list.h"
 #include "cseq_map.h"
+
+/* A leased slot. */
+typedef struct {
+    void *slots;    /* the object that it belongs to; who counts a use has a reference */
+    uint64_t slot;
+    uint32_t *uses; /* 0: it is not leased yet */
+} cseq_leased;
+
+/* The slots that one forked worker keeps in use. */
+typedef struct {
+    cseq_leased *all;
+    uint64_t count;
+} cseq_kept;
 
 /* Shared memory that is in use. */
 typedef struct {
     cseq_link link;
     char *base;    /* the beginning of a mapping; 0: the span is in no list */
     uint64_t size; /* bytes of it that are in use */
-    char *copy;    /* between prepare and child or parent; 0: there is none */
+    char *copy;    /* between prepare and child or parent; 0: there is none; `base`: it is kept */
+    cseq_leased leased;
 } cseq_span;
 
 CSEQ_INLINE void cseq_span_add(cseq_list *spans, cseq_span *span, void *base, uint64_t size) {
     span->base = (char *)base;
     span->size = size;
     span->copy = 0;
+    span->leased.uses = 0;
     cseq_list_add(spans, &span->link);
 }
 
@@ -43,6 +64,16 @@ CSEQ_INLINE void cseq_span_remove(cseq_list *spans, cseq_span *span) {
         cseq_list_unlink(spans, &span->link);
         span->base = 0;
     }
+    cseq_list_leave(spans);
+}
+
+/* From now on, a lease has this memory: a worker that is forked can keep it in use. */
+CSEQ_INLINE void cseq_span_lease(cseq_list *spans, cseq_span *span, void *slots, uint64_t slot,
+                                 uint32_t *uses) {
+    cseq_list_take(spans);
+    span->leased.slots = slots;
+    span->leased.slot = slot;
+    span->leased.uses = uses;
     cseq_list_leave(spans);
 }
 
@@ -85,18 +116,31 @@ CSEQ_INLINE void cseq_fork_put(char *base, uint64_t size, char *copy) {
     _exit(1);
 }
 
-CSEQ_INLINE void cseq_spans_prepare(cseq_list *spans) {
+/* `kept`, empty: gets the slots that are kept; 0, or without memory for it: all are copied. */
+CSEQ_INLINE void cseq_spans_prepare(cseq_list *spans, cseq_kept *kept) {
+    uint64_t count = 0;
     cseq_list_take(spans);
+    if (kept) {
+        for (cseq_link *link = spans->first; link; link = link->after)
+            count += ((cseq_span *)link)->leased.uses != 0;
+        kept->all = count ? (cseq_leased *)malloc((size_t)count * sizeof *kept->all) : 0;
+    }
     for (cseq_link *link = spans->first; link; link = link->after) {
         cseq_span *span = (cseq_span *)link;
-        span->copy = cseq_fork_copy(span->base, span->size);
+        if (kept && kept->all && span->leased.uses) {
+            cseq_add_sc_u32(span->leased.uses, 1);
+            kept->all[kept->count++] = span->leased;
+            span->copy = span->base;
+        } else {
+            span->copy = cseq_fork_copy(span->base, span->size);
+        }
     }
 }
 
 CSEQ_INLINE void cseq_spans_parent(cseq_list *spans) {
     for (cseq_link *link = spans->first; link; link = link->after) {
         cseq_span *span = (cseq_span *)link;
-        cseq_fork_drop(span->copy, span->size);
+        if (span->copy != span->base) cseq_fork_drop(span->copy, span->size);
         span->copy = 0;
     }
     cseq_list_leave(spans);
@@ -105,8 +149,8 @@ CSEQ_INLINE void cseq_spans_parent(cseq_list *spans) {
 CSEQ_INLINE void cseq_spans_child(cseq_list *spans) {
     for (cseq_link *link = spans->first; link; link = link->after) {
         cseq_span *span = (cseq_span *)link;
-        cseq_fork_put(span->base, span->size, span->copy);
-        span->base = 0; /* private from now on: the child's own forks copy it as usual */
+        if (span->copy != span->base) cseq_fork_put(span->base, span->size, span->copy);
+        span->base = 0; /* private from now on, or kept: the child's own forks copy nothing */
     }
     spans->first = 0;
     cseq_list_leave(spans);

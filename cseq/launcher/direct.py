@@ -9,7 +9,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING
 
 from cseq import compute
-from cseq._memory import fork
+from cseq._slots import fork_worker
 from cseq.launcher.base import (
     FOREVER,
     KILL,
@@ -149,9 +149,9 @@ class ForkLauncher(_DirectLauncher):
             compute.find_openblas()
         trainer = trainer_identity()
         with handing_over(theirs):
-            pid = fork()
+            pid, kept = fork_worker()
             if pid == 0:
                 setting = number, self._entry, local, self._threads, trainer
                 context.run(begin_as_copy, theirs, *setting)
             theirs.close()
-        return PosixProcess(pid)
+        return PosixProcess(pid, kept)

@@ -47,11 +47,18 @@ class Process(Protocol):
 
 
 class PosixProcess:
-    """A child of this process; only this process may wait for it and kill it."""
+    """A child of this process; only this process may wait for it and kill it.
+
+    Parameters
+    ----------
+    pid : int
+    inherited : object
+        Kept until the child has been found to have ended.
+    """
 
     handle: int | None = None
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, inherited: object = None) -> None:
         self.pid = pid
         self.ended = Latch()
         self.code: int | None = None
@@ -61,6 +68,7 @@ class PosixProcess:
         self._lock = Lock()
         self._pidfd = PidFd.open(pid)
         self._waiter: threading.Thread | None = None
+        self._inherited = inherited
 
     @property
     def gone(self) -> bool:
@@ -123,7 +131,7 @@ class PosixProcess:
                     return
                 self.code = os.waitstatus_to_exitcode(status)
             self.ended.set()
-            self._pidfd = None
+            self._pidfd = self._inherited = None
 
 
 class _WindowsProcess:

@@ -42,7 +42,7 @@ int main(int count, char **arguments) {
     REQUIRE(mine && other && mine[0] == 0);
     memset(mine, 1, SIZE);
     cseq_span_add(&spans, &span, mine, SIZE);
-    cseq_spans_prepare(&spans);
+    cseq_spans_prepare(&spans, 0);
     pid_t child = fork();
     if (!child) {
         cseq_spans_child(&spans);
