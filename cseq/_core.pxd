@@ -86,7 +86,8 @@ cdef class Runner:
     cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
-    cdef uint64_t since        # when the present ticket was claimed
+    cdef uint64_t since        # when the present ticket was claimed; when none came
+    cdef uint32_t claimed      # tickets, since malloc was last made to give memory back
     cdef cnp.ndarray room      # for the indices of a ticket
     cdef void hold(self, int cell) noexcept
     cdef bint claim_at_once(self) noexcept

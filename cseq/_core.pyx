@@ -15,7 +15,9 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport MOST_COPIED, MOST_KEPT, Block, Mapping, Memory
+from cseq._memory cimport (
+    MOST_COPIED, MOST_KEPT, WINDOW, Block, Mapping, Memory, freed_due, give_freed_back,
+)
 from cseq._plan cimport MOST_KNOWN, Plan, Reader
 from cseq._references cimport cseq_given, cseq_is_unique
 from cseq._run cimport RunState
@@ -851,6 +853,9 @@ cdef class Runner:
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
+        if self.claimed >= WINDOW and self.since >= freed_due[0]:
+            self.claimed = 0
+            give_freed_back()
         if not cseq_ring_closed(self.r):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
@@ -859,6 +864,7 @@ cdef class Runner:
         if cell == CSEQ_CLOSED:
             return None
         if cell < 0:
+            self.since, self.claimed = cseq_now_ns(), WINDOW  # idle: a good time to give memory back
             return False
         self.hold(cell)
         return True
@@ -866,6 +872,7 @@ cdef class Runner:
     cdef void hold(self, int cell) noexcept:
         """Begin with the ticket in a cell that was claimed."""
         self.cell = cell
+        self.claimed += 1
         self.c = cseq_ring_cell(self.r, cell)
         self.since = cseq_now_ns()
         cseq_store_rlx_u64(&self.c.started_ns, self.since)

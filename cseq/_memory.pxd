@@ -12,12 +12,16 @@ cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies of this size or more release the GIL
     MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (slot_size.SLACK)
+    WINDOW = 32  # batches, at least, between two times that memory is given back
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 
 cdef cseq_list* in_use   # leases and windows, which a fork copies
 cdef cseq_place* place_here  # where numpy allocates; one for the process: arrays outlive everything
 
 cdef long* forks_here    # see `fork_depth`
+
+cdef uint64_t* freed_due  # ns of `cseq_now_ns`: when to call `give_freed_back`
+cdef void give_freed_back() noexcept
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran)

@@ -1,4 +1,4 @@
-"""What the order of an epoch costs in memory."""
+"""What the order of an epoch costs in memory, and what workers keep of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import loaders
 from harness import usage
 from harness.case import Case, Contender, Goal, scaled
-from work import Echo, Work
+from work import Echo, Rarely, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +26,14 @@ def bytes_late_in_the_epoch(work: Work, loader: Iterable[Any]) -> float:
         if number == work.batches * 8 // 10:
             found = usage.memory_bytes(os.getpid())
     return found
+
+
+def megabytes_late_in_the_epoch(work: Work, loader: Iterable[Any]) -> float:
+    """The same in MB."""
+    return bytes_late_in_the_epoch(work, loader) / 1e6
+
+
+RARELY = Work(Rarely, 4000, megabytes_late_in_the_epoch, shuffle=False)
 
 
 def grown(
@@ -65,6 +73,19 @@ CASES = (
             ),
         ),
         goals=(Goal("bytes a sample", lambda f: f[OURS], at_most=4.2),),
+        fresh=True,
+    ),
+    Case(
+        "rare_memory",
+        f"Memory of all processes, after one batch took {Rarely.SIZE} MB for a moment",
+        "MB",
+        (
+            Contender("cseq", partial(loaders.cseq_processes, RARELY), ours=True),
+            Contender(
+                "torch DataLoader", partial(loaders.torch_dataloader, RARELY), needs=("torch",)
+            ),
+        ),
+        goals=(Goal("what stays of it", lambda f: f["cseq"] / Rarely.SIZE, at_most=0.5),),
         fresh=True,
     ),
 )
