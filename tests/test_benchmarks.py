@@ -43,8 +43,8 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
 SELECTED = {
     "small": ("small_processes_touched", "small_threads", "large_buffer", "test_mode"),
     "large": ("large_uint8_touched", "large_float32_touched"),
-    "brief": ("brief_0", "brief_5_cpu", "brief_10_sleeps"),
-    "structure": ("dict_113_touched", "objects", "parts_null_2"),
+    "brief": ("brief_0_cpu", "brief_5_cpu", "brief_10_sleeps"),
+    "structure": ("dict_113_touched", "parts_null_1", "parts_null_2"),
     "computing": ("computing_uneven",),
     "epochs": ("epoch_boundary_slow", "first_batch", "resume"),
     "permutation": ("permutation_1e5", "permutation_1e8"),

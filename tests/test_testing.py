@@ -194,7 +194,7 @@ def test_no_such_worker(worker: int) -> None:
 def test_what_has_no_processes() -> None:
     """Threads and test mode, a manager that is not started, and anything else."""
     m = cseq.MTSequence(Wide, 4, 1, out_type="null")
-    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+    with pytest.raises(RuntimeError, match=r"not running: call start\(\)"):
         testing.kill(m, 0)
     for begin in (m.start, m.start_test):
         with begin(), pytest.raises(RuntimeError, match="by threads or in test mode"):
