@@ -29,7 +29,7 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     documented: dict[str, Any] = {name: thing} | {
         f"{name}.{key}": member for key, member in members.items() if not key.startswith("_")
     }
-    shared = {"cseq": cseq, "np": np}
+    shared = {"__name__": "__main__", "cseq": cseq, "np": np}
     parse = doctest.DocTestParser().get_doctest
     return [
         parse(inspect.getdoc(one) or "", dict(shared), title, None, 0)

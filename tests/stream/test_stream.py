@@ -851,15 +851,15 @@ def test_keys_that_raise_before_workers_are_started() -> None:
 @pytest.mark.parametrize("launch", ["now", "begin"])
 def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that starts the workers raises it, also if the first of them was forked."""
-    fork, forked = direct.fork, []
+    fork, forked = direct.fork_worker, []
 
-    def full() -> int:
+    def full() -> Any:
         if forked:
             raise OSError(errno.EAGAIN, "full")
         forked.append(True)
         return fork()
 
-    monkeypatch.setattr(direct, "fork", full)
+    monkeypatch.setattr(direct, "fork_worker", full)
     with (
         pytest.raises(OSError, match="full"),
         streams(Level, start_method="fork", launch=launch) as s,

@@ -399,7 +399,20 @@ else:
 
 
 class StatefulDataLoader(Ours[T_co]):
-    """A `DataLoader` that takes states from the first batch on, as torchdata's."""
+    """A `DataLoader` that takes states from the first batch on, as torchdata's.
+
+    Parameters are those of `DataLoader`.
+
+    Examples
+    --------
+    >>> from cseq import StatefulDataLoader
+    >>> loader = StatefulDataLoader(list(range(6)), batch_size=4, num_workers=1)
+    >>> batches = iter(loader)
+    >>> next(batches)
+    tensor([0, 1, 2, 3])
+    >>> loader.state_dict()["_num_yielded"]
+    1
+    """
 
     snapshot_every_n_steps: int | None = 1
 
