@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ class SlotEncoder(TicketWriter):
     older: list[Memory]
     slot: int
     cast: np.dtype[Any] | None
+    dump: Callable[[Any, list[memoryview]], bytes]
     plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
     def remember(self, plan: Plan) -> None: ...

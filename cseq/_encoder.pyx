@@ -51,6 +51,8 @@ cdef class SlotEncoder(TicketWriter):
     slot : int
     cast : numpy.dtype or None
         What `try_publish` casts numbers to.
+    dump : callable
+        ``dump(value, buffers)`` pickles what no plan opens, and appends the parts beside the pickle.
     plans : list of Plan
         Those of the last batches, the latest first.
     """
@@ -66,6 +68,7 @@ cdef class SlotEncoder(TicketWriter):
     cdef public list older
     cdef public int64_t slot
     cdef public object cast
+    cdef public object dump
     cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
     cdef list objects
@@ -87,11 +90,8 @@ cdef class SlotEncoder(TicketWriter):
         """Add a plan to those that `match` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
-    cdef Plan find_plan(self, batch, cast, bint pickled):
-        """The plan of a batch, its leaves then in `arrays` and `objects`; None: no plan fits.
-
-        Plans with leaves that go by pickle are tried only if `pickled`.
-        """
+    cdef Plan find_plan(self, batch, cast):
+        """The plan of a batch, its leaves then in `arrays` and `objects`; None: no plan fits."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
         cdef list objects = None
@@ -99,7 +99,7 @@ cdef class SlotEncoder(TicketWriter):
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(plans)):
             plan = <Plan>PyList_GET_ITEM(plans, k)
-            if plan.cast is not cast or not plan.fits or (plan.objects and not pickled):
+            if plan.cast is not cast or not plan.fits:
                 continue
             if arrays is None or PyList_GET_SIZE(arrays) != plan.leaf_count:
                 arrays = self.arrays = [None] * plan.leaf_count
@@ -131,7 +131,7 @@ cdef class SlotEncoder(TicketWriter):
         """
         cdef Plan plan
         try:
-            plan = self.find_plan(batch, cast, True)
+            plan = self.find_plan(batch, cast)
             return None if plan is None else (plan, self.arrays, self.objects)
         finally:
             self.arrays = self.objects = None
@@ -272,16 +272,24 @@ cdef class SlotEncoder(TicketWriter):
         cdef cseq_cell* c
         cdef int k
         cdef Plan plan
+        cdef bytes pickled = None
+        cdef list buffers = []
         CSEQ_POINT("index")
         if self.target is not None or self.loaned:
             return False
         try:
-            plan = self.find_plan(batch, self.cast, False)
+            plan = self.find_plan(batch, self.cast)
             if plan is None:
                 return False
-            self.write_batch(plan, self.arrays, None, None)
+            if plan.objects:
+                try:
+                    pickled = self.dump(self.objects, buffers)
+                except Exception:
+                    return False  # `codec.encode` raises it again, and explains it
+            self.write_batch(plan, self.arrays, pickled, buffers)
         finally:
             self.forget()
+            self.objects = None
         c = runner.held()
         for k in range(4):
             c.record[k] = self.fields[k]

@@ -9,17 +9,12 @@ from cseq._plan import Reader
 from cseq._run import RunState
 from cseq._slots import Slots
 
-ITEMS: Final[int]
+ITEM: Final[int]
 BEGIN: Final[int]
 CALL: Final[int]
 CALLED: Final[slice]
 ASSIGNED: Final[slice]
-SINCE: Final[int]
-NS: Final[int]
-MADE: Final[int]
 ENDED: Final[int]
-BROKEN: Final[int]
-ONE: Final[int]
 KEY: Final[int]
 KEYS: Final[int]
 NO_KEY: Final[int]
@@ -39,7 +34,6 @@ class StreamConsumer:
     names: Final[list[str]]
     over: Final[bool]
     failed: Final[str]
-    tickets: Final[int]
     items: Final[int]
     nbytes: Final[int]
     def __new__(
@@ -48,14 +42,13 @@ class StreamConsumer:
         slots: Slots,
         read: Callable[
             [StreamConsumer],
-            tuple[int, list[Any], str, bool, int, int] | None,
+            tuple[int, Any, str, bool, int] | None,
         ],
         extend: Callable[[], None],
         *,
         number: int,
         prefetch: int,
         depth: int,
-        most: int,
         small: tuple[list[Mapping | None], Reader, int] | None = None,
     ) -> Self: ...
     @property
@@ -71,7 +64,7 @@ class StreamConsumer:
     def newest(self) -> tuple[int, int] | None: ...
     def peek(
         self, cell: int, ticket: int
-    ) -> tuple[int, int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
+    ) -> tuple[int, int, int, int, int, tuple[int, int, int, int]] | None: ...
     def holds(self, cell: int, ticket: int) -> bool: ...
     def take_reply(self, cell: int, token: int, failed: str) -> None: ...
 

@@ -25,32 +25,23 @@ if os.environ.get("CSEQ_WAIT", "") == "nap":
 
 
 cdef enum:
-    ASK_ITEMS = 0       # kinds of tickets; see producer.py
+    ASK_ITEM = 0       # kinds of tickets; see producer.py
     ASK_BEGIN = 1
     ASK_CALL = 2
     REQUEST_WORDS = 6   # where a request lies: slot, bytes committed, record
-    # A cell's words: the call or key, and the assignment, both requests; and behind these:
-    STREAM_SINCE = 12   # the time (`now_ns`) at which the worker began the present item
-    STREAM_NS = 13      # of an answer: ns that its items took
-    STREAM_MADE = 14    # of an answer: how many items it has, and below these two flags
-    MADE_ENDED = 1      # no item follows
-    MADE_BROKEN = 2     # since the last one is an exception of the producer
-    MADE_ONE = 4
-    STREAM_KEY = 15     # how many ints the key has; or one of these:
+    # A cell's words: the call or key, and the assignment, both requests; and after these:
+    STREAM_ENDED = 12   # of an answer: no item follows
+    STREAM_KEY = 13     # how many ints the key has; or one of these:
     WITHOUT_KEY = -1
     KEY_IN_REQUEST = -2
-    STREAM_KEYS = 16    # the ints
+    STREAM_KEYS = 14    # the ints
 
 
 # For `producer`, and `stream`.
-ITEMS, BEGIN, CALL = ASK_ITEMS, ASK_BEGIN, ASK_CALL
+ITEM, BEGIN, CALL = ASK_ITEM, ASK_BEGIN, ASK_CALL
 CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
-SINCE, NS, MADE = STREAM_SINCE, STREAM_NS, STREAM_MADE
-ENDED, BROKEN, ONE = MADE_ENDED, MADE_BROKEN, MADE_ONE
+ENDED = STREAM_ENDED
 KEY, KEYS, NO_KEY, IN_REQUEST = STREAM_KEY, STREAM_KEYS, WITHOUT_KEY, KEY_IN_REQUEST
-cdef uint64_t TICKET_BYTES = 1 << 16    # the most bytes that a ticket of several items should have
-cdef uint64_t TICKET_NS = 5_000_000     # and the longest that it should take
-cdef uint64_t UNKNOWN_PACE = 0xFFFFFFFF
 cdef uint64_t TICKETS = <uint64_t>1 << 40
 cdef object NOTHING = object()
 
@@ -115,39 +106,34 @@ cdef class StreamConsumer:
     """The trainer's end of one worker's ring: asks for items ahead, and takes them out.
 
     The ring is a queue: tickets of an epoch are in the `outstanding` cells before `next_cell`, and
-    leave it oldest first, or (given up) all together. In an epoch of keys, `ItemReader` posts the
-    tickets, each for one item; an exception of the producer is an answer then, and ends nothing. A
-    ticket leaves in the same steps as that of a batch::
+    leave it oldest first, or (given up) all together. Each ticket is for one item. In an epoch of
+    keys, `ItemReader` posts the tickets; an exception of the producer is an answer then, and ends
+    nothing. An item leaves in the same steps as a batch::
 
         peek     the oldest ticket is READY; nothing changes
-        decode   make its items from its slot; may call anything, may be interrupted
-        commit   free cell and slot, move the items to the ready queue, count them: C alone
-
-    So does an item: once it is the first of the ready queue, and more items were asked for, it is
-    taken out, counted and returned in one step (`ItemReader`).
+        decode   make its item from its slot; may call anything, may be interrupted
+        commit   free cell and slot, count the item, post the next ticket: C alone
 
     Parameters
     ----------
     ring : Ring
     slots : Slots
     read : callable
-        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, items, failed,
-        ended, nbytes, ns)``. `token` is that of `peek`; an item may be an `ItemFailure`; `ended`: no
-        item follows; `failed`: the exception that has ended the stream, as text; `nbytes` and `ns`
-        are those of all items. It returns None if a signal handler has taken that ticket out.
+        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, item, failed, ended,
+        nbytes)``. `token` is that of `peek`; the item may be an `ItemFailure`; `ended`: no item
+        follows, and if `failed` is empty, there is none here either; `failed`: the exception that
+        has ended the stream, as text. It returns None if a signal handler has taken that ticket out.
     extend : callable
         ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     number : int
         The worker's number.
     prefetch : int
-        The most items that are asked for, being made, or ready.
+        How many keys are drawn ahead; without keys, see `depth`.
     depth : int
-        The most tickets that ask for them.
-    most : int
-        The most items of a ticket.
+        The most items that are asked for, being made, or ready.
     small : tuple, optional
-        ``(mapped, reader, most)``: an item of at most `most` bytes that has a ticket to itself, and a
-        structure that the `Reader` knows, is decoded in C. `mapped` lists the `Mapping` of each slot,
+        ``(mapped, reader, most)``: an item of at most `most` bytes with a structure that
+        the `Reader` knows is decoded in C. `mapped` lists the `Mapping` of each slot,
         or None.
 
     Attributes
@@ -158,7 +144,7 @@ cdef class StreamConsumer:
         The exception that has ended the stream, as text; else empty.
     names : list of str
         By cell: what the call or beginning there is called in messages.
-    tickets, items, nbytes : int
+    items, nbytes : int
         Taken out of the ring so far, over all epochs.
     """
 
@@ -170,7 +156,7 @@ cdef class StreamConsumer:
     cdef Reader reader
     cdef uint64_t small
     cdef uint32_t depth
-    cdef uint64_t prefetch, most
+    cdef uint64_t prefetch
     # Tickets.
     cdef uint32_t round, next_cell, outstanding
     cdef uint64_t ticket            # number of the next one
@@ -185,36 +171,29 @@ cdef class StreamConsumer:
     cdef uint64_t start             # the next item to ask for
     cdef uint64_t asked             # items in tickets
     cdef uint64_t unwoken           # those of them that were asked for since the worker was woken
-    cdef list ready
-    cdef Py_ssize_t at              # of the ready items, the next one
     cdef readonly str failed
-    # How many items the next ticket asks for.
-    cdef uint64_t count
-    cdef uint64_t pace              # ns that an item of the last ticket took
-    cdef bint quick                 # so little that waking a worker takes long beside it
+    # The item of the oldest ticket, once it is decoded.
+    cdef bint decoded
+    cdef uint64_t token
+    cdef object item
+    cdef str failing                # `failed`, once the item is taken
+    cdef uint64_t item_bytes
     # Which any thread reads: see `cseq_count_u64`.
-    cdef uint64_t ticket_count, item_count, byte_count
+    cdef uint64_t item_count, byte_count
 
     def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
-                  uint64_t prefetch, uint32_t depth, uint64_t most, small=None):
+                  uint64_t prefetch, uint32_t depth, small=None):
         if small is not None:
             self.mapped, self.reader, self.small = small
         self.ring, self.slots, self.read, self.extend = ring, slots, read, extend
-        self.number, self.prefetch, self.depth, self.most = number, prefetch, depth, most
+        self.number, self.prefetch, self.depth = number, prefetch, depth
         self.round = cseq_ring_round(ring.r)
         self.calling = -1
         self.assignments = [None] * ring.r.capacity
         self.calls = [None] * ring.r.capacity
         self.names = [""] * ring.r.capacity
         self.over = True
-        self.ready = []
-        self.failed = ""
-        self.count = 1
-        self.pace = UNKNOWN_PACE
-
-    @property
-    def tickets(self):
-        return cseq_load_rlx_u64(&self.ticket_count)
+        self.failed = self.failing = ""
 
     @property
     def items(self):
@@ -227,7 +206,7 @@ cdef class StreamConsumer:
     @property
     def delivered(self):
         """Items of this epoch that were returned to the caller, or raised."""
-        return self.start - self.asked - self.waiting()
+        return self.start - self.asked
 
     def taken_slots(self):
         """The slots of its tickets, and of the requests that they refer to."""
@@ -245,8 +224,7 @@ cdef class StreamConsumer:
         """The cell of the queue that is `k` cells before the next one to post in."""
         return (self.next_cell + self.round - k) % self.round
 
-    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t count, uint64_t start,
-                   Py_ssize_t slot, key):
+    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t start, Py_ssize_t slot, key):
         """Post a ticket in a free cell, with a slot for the answer that was taken for it.
 
         `key`: the call or the key: a `Request`, or int64 in a `Block`. None: there is none.
@@ -267,20 +245,21 @@ cdef class StreamConsumer:
             words[STREAM_KEY] = KEY_IN_REQUEST
             memcpy(words, request.words, sizeof(request.words))
         self.assignments[cell], self.calls[cell] = self.assignment, request
-        ring.fill(cell, self.epoch, kind, <uint32_t>count, start, <uint32_t>slot,
+        ring.fill(cell, self.epoch, kind, kind == ASK_ITEM, start, <uint32_t>slot,
                   self.slots.committed(slot))
         cseq_ring_post(ring.r, cell, self.ticket)
         self.ticket = (self.ticket + 1) % TICKETS
         ring.unwoken += 1
 
-    cdef void append(self, uint64_t kind, uint64_t count, uint64_t start, Py_ssize_t slot, key):
+    cdef void append(self, uint64_t kind, uint64_t start, Py_ssize_t slot, key):
         """Post a ticket behind the others."""
-        self.post(self.next_cell, kind, count, start, slot, key)
+        self.post(self.next_cell, kind, start, slot, key)
         self.next_cell = (self.next_cell + 1) % self.round
         self.outstanding += 1
-        self.start += count
-        self.asked += count
-        self.unwoken += count
+        if kind == ASK_ITEM:
+            self.start += 1
+            self.asked += 1
+            self.unwoken += 1
 
     cdef Py_ssize_t find_slot(self) except -2:
         """Take a slot for the answer to the next ticket, which is to be posted before anything can be
@@ -314,6 +293,7 @@ cdef class StreamConsumer:
         cdef Ring ring = self.ring
         cdef uint32_t cell
         self.over = True
+        self.decoded = False
         self.start -= self.asked
         self.asked = self.unwoken = 0
         while self.outstanding:
@@ -354,20 +334,17 @@ cdef class StreamConsumer:
         if self.ring.unwoken:
             self.ring.wake()
 
-    cdef bint has_room(self, Py_ssize_t leaving) noexcept:
-        """Whether to ask for more items, given that `leaving` of the ready ones are about to be
-        taken."""
-        cdef uint64_t ready = <uint64_t>(len(self.ready) - self.at - leaving)
-        return (not self.over and not self.keyed and self.outstanding <= self.depth
-                and ready + self.asked + self.count <= self.prefetch)
+    cdef bint has_room(self) noexcept:
+        """Whether to ask for another item; with keys, `ItemReader` asks."""
+        return not self.over and not self.keyed and self.asked < self.depth
 
-    cdef int request(self, Py_ssize_t leaving) except -1:
+    cdef int request(self) except -1:
         """Ask for items ahead."""
         cdef Py_ssize_t slot
-        while self.has_room(leaving):
+        while self.has_room():
             slot = self.find_slot()
             if slot >= 0:
-                self.append(ASK_ITEMS, self.count, self.start, slot, None)
+                self.append(ASK_ITEM, self.start, slot, None)
         self.wake_in_time()
         return 0
 
@@ -375,19 +352,14 @@ cdef class StreamConsumer:
         """Wake the worker if enough items were asked for.
 
         Waking a worker costs more than a small item does. It sleeps only when all items asked for are
-        ready, so it is woken when half of `prefetch` is asked for again.
+        ready, so it is woken when half of them are asked for again.
         """
-        if self.unwoken and (not self.quick or 2 * self.unwoken >= self.prefetch):
+        if 2 * self.unwoken >= self.depth:
             self.wake()
-
-    # -- keys
-    cdef uint64_t waiting(self) noexcept:
-        """Items that have come out of the ring and wait."""
-        return <uint64_t>(len(self.ready) - self.at)
 
     cdef bint is_answered(self) noexcept:
         """Whether `prepare` does not wait for the worker."""
-        return (self.waiting() or self.over or not self.outstanding
+        return (self.over or not self.outstanding
                 or cseq_ring_ready(self.ring.r, self.cell_before(self.outstanding)))
 
     cdef uint32_t unanswered(self) noexcept:
@@ -399,13 +371,13 @@ cdef class StreamConsumer:
         return count
 
     cdef bint post_key(self, key, uint64_t number) except -1:
-        """Ask for the item of a key. False: there is no free slot for it."""
+        """Ask for the item of a key, item `number` of the epoch. False: there is no free slot."""
         cdef Py_ssize_t slot
         self.sweep()
         slot = self.slots.occupy_fit()
         if slot < 0:
             return False
-        self.append(ASK_ITEMS, 1, number, slot, key)
+        self.append(ASK_ITEM, number, slot, key)
         self.wake_in_time()
         return True
 
@@ -413,11 +385,10 @@ cdef class StreamConsumer:
 
     def end(self):
         """Give up the epoch, and the call that is under way."""
-        before = self.ready  # destructors may run code: after all else is done
-        cdef list ready = []
+        before = self.item  # its destructor may run code: after all else is done
         self.give_up_call()
         self.give_up()
-        self.ready, self.at, self.assignment = ready, 0, None
+        self.item = self.assignment = None
         self.epoch = 0
         self.sweep()
 
@@ -445,8 +416,8 @@ cdef class StreamConsumer:
         if keyed:
             return None
         self.names[cell] = name
-        self.append(ASK_BEGIN, 0, 0, slot, None)
-        self.request(0)
+        self.append(ASK_BEGIN, 0, slot, None)
+        self.request()
         self.wake()
         return cell, ticket
 
@@ -475,7 +446,7 @@ cdef class StreamConsumer:
                 self.extend()
         self.names[cell] = name
         ticket = self.ticket
-        self.post(cell, ASK_CALL, 0, 0, slot, call)
+        self.post(cell, ASK_CALL, 0, slot, call)
         self.calling = <int>cell
         self.wake()
         return cell, ticket
@@ -498,18 +469,15 @@ cdef class StreamConsumer:
         Returns
         -------
         tuple or None
-            (token, cell, status, slot, capacity, record), the record with two more numbers: the ns
-            that the items took; how many there are, and flags. None: the worker has not answered,
-            or the ticket is not in the ring.
+            (token, cell, status, slot, capacity, record). None: the worker has not answered, or the
+            ticket is not in the ring.
         """
         cdef cseq_cell* c = self.ring.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
         cdef uint64_t* f = c.record
-        cdef int64_t* words = cseq_ring_indices(self.ring.r, cell)
         if CSEQ_STATE(word) != CSEQ_READY or CSEQ_TICKET(word) != ticket:
             return None
-        return (word, cell, c.status, c.slot, c.capacity,
-                (f[0], f[1], f[2], f[3], words[STREAM_NS], words[STREAM_MADE]))
+        return word, cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     def holds(self, uint32_t cell, uint64_t ticket):
         """Whether a ticket is still in the ring."""
@@ -535,46 +503,49 @@ cdef class StreamConsumer:
 
     # -- items
 
-    cdef uint64_t oldest_ticket(self) noexcept:
-        """Number of the oldest ticket in the queue, which is not empty."""
+    cdef uint64_t oldest_word(self) noexcept:
+        """The word of the oldest ticket's cell; the queue is not empty."""
         cdef uint32_t cell = self.cell_before(self.outstanding)
-        return CSEQ_TICKET(cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word))
+        return cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
+
+    cdef bint is_decoded(self) noexcept:
+        """Whether the oldest ticket's item is decoded."""
+        return self.decoded and self.outstanding > 0 and self.token == self.oldest_word()
 
     cdef int receive(self) except -1:
-        """Move the items of the oldest ticket to the ready queue, which is empty."""
-        cdef uint64_t token
+        """Wait for the oldest ticket, and decode its item. Asks for items if there is no ticket."""
         cdef uint64_t ticket
         if not self.outstanding:
-            self.request(0)
-            return 0
-        ticket = self.oldest_ticket()
+            return self.request()
+        ticket = CSEQ_TICKET(self.oldest_word())
         try:
-            found = self.decode_one() or self.read(self)
+            found = self.decode_small() or self.read(self)
         except Exception:
-            if not self.outstanding or self.oldest_ticket() != ticket:
+            if not self.outstanding or CSEQ_TICKET(self.oldest_word()) != ticket:
                 return 0  # a signal handler has taken it
             raise
         if found is None:
             return 0
-        token, items, failed, ended, nbytes, ns = found
-        # `read` may have run arbitrary code: check that this is still the oldest ticket.
-        if (self.outstanding and token == cseq_load_acq_u64(
-                &cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).word)):
-            self.commit(items, failed, ended, nbytes, ns)
+        # `read` may have run arbitrary code: `is_decoded` checks that this is still the oldest ticket.
+        before = self.item  # its destructor may run code
+        self.token, self.item, self.failing, ended, self.item_bytes = found
+        self.decoded = True
+        if ended and not self.failing and self.is_decoded():
+            self.leave_oldest()
+            self.give_up()
         return 0
 
-    cdef tuple decode_one(self):
-        """As `read`, in C: for a ticket of one small item of a known structure; else None."""
+    cdef tuple decode_small(self):
+        """As `read`, in C: for a ticket of a small item of a known structure; else None."""
         cdef uint32_t cell = self.cell_before(self.outstanding)
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         cdef uint64_t token = cseq_load_acq_u64(&c.word)
         cdef uint64_t* f = c.record
-        cdef int64_t* words = cseq_ring_indices(self.ring.r, cell)
         cdef uint64_t used = f[0] + f[1] + f[2] + f[3]
         cdef Mapping slot
         cdef Plan plan
-        if (self.mapped is None or CSEQ_STATE(token) != CSEQ_READY or c.batch != ASK_ITEMS or c.count != 1
-                or c.status or words[STREAM_MADE] != MADE_ONE or not f[1] or f[3] or used > self.small
+        if (self.mapped is None or CSEQ_STATE(token) != CSEQ_READY or c.batch != ASK_ITEM
+                or c.status or not f[1] or used > self.small
                 or c.capacity > MOST_KEPT):  # the arena counts what is in large slots, to shrink them
             return None
         if c.slot >= <uint64_t>len(self.mapped):
@@ -585,64 +556,54 @@ cdef class StreamConsumer:
         plan = self.reader.find(slot, f)
         if plan is None:
             return None
-        item = plan.read(slot, f, True, None, None)
-        return token, [item], "", False, used, words[STREAM_NS]
-
-    cdef int commit(self, list items, str failed, bint ended, uint64_t nbytes,
-                    uint64_t ns) except -1:
-        """Take the oldest ticket out of the ring, and move its items to the ready queue."""
-        cdef uint64_t count = cseq_ring_cell(self.ring.r, self.cell_before(self.outstanding)).count
-        cdef uint64_t made = <uint64_t>len(items)
-        self.leave_oldest()
-        self.ready, self.at = items, 0
-        self.asked -= count
-        self.start -= count - made
-        cseq_count_u64(&self.ticket_count, 1)
-        cseq_count_u64(&self.item_count, made)
-        cseq_count_u64(&self.byte_count, nbytes)
-        if ended:
-            self.failed = failed
-            self.give_up()
-        else:
-            self.adapt(made, nbytes, ns)
-        return 0
-
-    cdef void adapt(self, uint64_t made, uint64_t nbytes, uint64_t ns) noexcept:
-        """Choose how many items the next ticket asks for, from bytes and time of the last answers.
-
-        The quicker of the last two counts, since the worker may have been preempted during the
-        other.
-        """
-        cdef uint64_t before = self.pace
-        cdef uint64_t fit
-        self.pace = max(ns // made, <uint64_t>1) if made else UNKNOWN_PACE
-        fit = TICKET_NS // min(before, self.pace)
-        self.quick = fit > 0
-        fit = min(fit, TICKET_BYTES * made // max(nbytes, <uint64_t>1))
-        self.count = max(<uint64_t>1, min(min(2 * self.count, fit), self.most))
+        objects = None
+        if f[3]:
+            if not self.reader.is_in_band(slot, f):
+                return None
+            try:
+                objects = self.reader.load(slot, used - f[3], f[3])
+            except Exception:
+                return None  # of the user's class: `read` finds it again
+        return token, plan.read(slot, f, True, objects, None), "", False, used
 
     cdef bint prepare(self) except -1:
-        """Wait until an item is ready, and ask for more items. False: there are no more.
+        """Wait until the next item is decoded, and ask for more items. False: there are no more.
 
         May run any code, but none between finding an item and the return.
         """
-        while True:
-            if self.at < len(self.ready):
-                if self.has_room(1):
-                    self.request(1)
-                PyErr_CheckSignals()
-                if self.at < len(self.ready):
-                    return True
-            elif self.over or (self.keyed and not self.outstanding):
-                return False
-            else:
+        while not self.over and (self.outstanding or not self.keyed):
+            if not self.is_decoded():
                 self.receive()
+                continue
+            if not self.keyed:
+                try:
+                    self.request()
+                    if self.slots.find_fit() < 0:
+                        self.extend()
+                except MemoryError:
+                    pass  # the item needs none: more are asked for later
+            PyErr_CheckSignals()
+            if self.is_decoded():
+                return True
+        return False
 
     cdef object pop(self):
-        """Take the first ready item out."""
-        item = self.ready[self.at]
-        self.ready[self.at] = None
-        self.at += 1
+        """Take the oldest ticket, whose item is decoded, out; without keys, post the next one."""
+        cdef Py_ssize_t slot
+        item, self.item = self.item, None
+        self.decoded = False
+        self.leave_oldest()
+        self.asked -= 1
+        cseq_count_u64(&self.item_count, 1)
+        cseq_count_u64(&self.byte_count, self.item_bytes)
+        if self.failing:
+            self.failed = self.failing
+            self.give_up()
+        elif self.has_room() and cseq_ring_state(self.ring.r, self.next_cell) == CSEQ_FREE:
+            slot = self.slots.occupy_fit()
+            if slot >= 0:
+                self.append(ASK_ITEM, self.start, slot, None)
+                self.wake_in_time()
         return item
 
 
@@ -913,7 +874,7 @@ cdef class ItemReader:
         for k in range(1 if self.ordered or in_turn else count):
             worker = (self.latest + 1 + k) % count
             consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
-            if consumer.asked + consumer.waiting() < self.each:
+            if consumer.asked < self.each:
                 return worker
         return -1
 
@@ -980,7 +941,7 @@ cdef class ItemReader:
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(self.consumers)):
             consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, k)
-            if consumer.waiting() or not consumer.over:
+            if not consumer.over:
                 return False
         return True
 
@@ -1054,7 +1015,7 @@ cdef class ItemReader:
         if self.keyed:
             self.leave(0)
             self.post(False)
-        elif consumer.waiting() or not consumer.failed:  # else it stays, for `find` to say so
+        elif not consumer.failed:  # else it stays, for `find` to say so
             self.leave(0)
             self.line[self.length] = worker
             self.length += 1
@@ -1097,9 +1058,9 @@ cdef class ItemReader:
             consumer = self.find(generation, True)
             if consumer is None:
                 raise StopIteration
-            if self.is_raised(consumer.ready[consumer.at]):
+            if self.is_raised(consumer.item):
                 self.given(self.take(consumer))
-            return self.taken, consumer.ready[consumer.at]
+            return self.taken, consumer.item
         except Exception:
             self.check(generation)
             raise
@@ -1120,8 +1081,7 @@ cdef class ItemReader:
                 if not self.keyed or not self.fetch(1):
                     break
             consumer = self.at(0) if self.length else None
-            if (consumer is None or not consumer.waiting()
-                    or self.is_raised(consumer.ready[consumer.at])):
+            if consumer is None or not consumer.is_decoded() or self.is_raised(consumer.item):
                 raise RuntimeError(f"item {number} was not peeked at")
             item = self.take(consumer)  # its destructor may run code: after all else is done
         except Exception:

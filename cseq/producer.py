@@ -1,55 +1,35 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
-Each worker has a ring of its own. A ticket asks for `count` items of an epoch, from item `start`
-on, or for the item of a key, or for a call of a method. All that a worker needs to answer it is in
+Each worker has a ring of its own. A ticket asks for item `start` of an epoch, or for the
+item of a key, or for a call of a method. All that a worker needs to answer it is in
 shared memory: if the ticket's epoch or start differs from the worker's (which has replaced a dead
 one, for example), the worker begins the epoch from the assignment that the ticket refers to, and
 goes to `start`.
 
 ::
 
-    ticket    epoch, kind, start, count      fields of the cell
+    ticket    epoch, kind, start             fields of the cell
               call or key, assignment        two requests: six of the cell's words for each
               key                            a list of ints: one of the cell's words for each
     request   slot, bytes committed, record  data that the trainer has written into a slot
-    answer    record                         one item, encoded as a batch; or an exception; or
-                                             several of either, each encoded as a batch, and a table
-              ns, items and flags            two of the cell's words
+    answer    record                         an item, a reply or an exception, encoded as a batch
+              ended                          one of the cell's words
 """
 
 from __future__ import annotations
 
-from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
 from cseq import codec, context, failure, indexer
-from cseq._core import Runner, now_ns
-from cseq._memory import Block, copy_of, fork_depth
-from cseq._stream import (
-    ASSIGNED,
-    BEGIN,
-    BROKEN,
-    CALLED,
-    ENDED,
-    ITEMS,
-    KEY,
-    KEYS,
-    MADE,
-    NO_KEY,
-    NS,
-    ONE,
-    SINCE,
-    ItemFailure,
-)
+from cseq._core import Runner
+from cseq._memory import copy_of, fork_depth
+from cseq._stream import ASSIGNED, BEGIN, CALLED, ENDED, ITEM, KEY, KEYS, NO_KEY
 from cseq.launcher.base import end_copy
 from cseq.launcher.forks import in_forked_children
 from cseq.stage import INDEXER, run
 from cseq.transport import SlotWriter
 from cseq.worker import FAILED, READY, enter, send_state
-from cseq.writer import Writer
 
 if TYPE_CHECKING:
     import socket
@@ -57,15 +37,11 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq._memory import Memory
+    from cseq.writer import Writer
 
-__all__ = ["ENTRY", "MOST", "EncodedItem", "KeyProducer", "Producer", "Task", "main", "parse"]
+__all__ = ["ENTRY", "EncodedItem", "KeyProducer", "Producer", "Task", "main"]
 
 ENTRY = "cseq.producer:main"
-
-MOST = 64  # items that one ticket can ask for
-ENTRY_WORDS = 5  # of an entry of the table: where an item begins (~: an exception), and its record
-SCRATCH = 1 << 16  # bytes
-INT64 = np.dtype(np.int64)
 
 
 class Producer(Protocol):
@@ -104,7 +80,6 @@ class Task(NamedTuple):
     """What a worker process has to do."""
 
     num_workers: int
-    timed: bool = False  # whether items have a time limit
 
 
 def main(sock: socket.socket, local: Any = None) -> None:
@@ -132,7 +107,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
-    run(runner, Making(producer, entered.ring, entered.writer, batch_context, timed=task.timed))
+    run(runner, Making(producer, entered.ring, entered.writer, batch_context))
     indexer.dispose(make, producer, copied=True)
 
 
@@ -148,15 +123,11 @@ class Making:
         ring: Ring,
         writer: Writer,
         batch_context: context.BatchContext,
-        *,
-        timed: bool = False,
     ) -> None:
         self._producer = producer
-        self._timed = timed
         self._ring = ring
         self._writer = writer
         self._batch_context = batch_context
-        self._scratch = Scratch()
         self._batch_writer = SlotWriter(writer, None)
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
@@ -172,26 +143,27 @@ class Making:
 
     def __call__(self, runner: Runner) -> None:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
-        epoch, kind, count = self._ring.ticket(runner.cell)
-        keyed = kind == ITEMS and self._rooms[runner.cell][KEY] != NO_KEY
+        epoch, kind, _ = self._ring.ticket(runner.cell)
+        room = self._rooms[runner.cell]
+        room[ENDED] = 0
+        keyed = kind == ITEM and room[KEY] != NO_KEY
         try:
             if keyed:
                 self._make_keyed(runner, epoch)
-            elif kind == ITEMS:
-                self._make(runner, epoch, count)
+            elif kind == ITEM:
+                self._make(runner, epoch)
             else:
                 self._answer(runner, epoch, kind)
         except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
             self._check_home(error)
             if not keyed:
                 self._end(epoch)
-            self._fail(runner, error, 0 if keyed else ENDED | BROKEN)
+                room[ENDED] = 1
+            self._fail(runner, error)
 
-    def _fail(self, runner: Runner, error: BaseException, flags: int) -> None:
+    def _fail(self, runner: Runner, error: BaseException) -> None:
         """Publish an exception in place of an item, or of a reply."""
         self._batch_context.allocator = None
-        room = self._rooms[runner.cell]
-        room[NS], room[MADE] = 0, flags
         self._batch_writer.fail(runner, error)
 
     def _end(self, epoch: int) -> None:
@@ -224,23 +196,16 @@ class Making:
             reply = getattr(self._producer, method)(*args)
         self._check_home()
         self._batch_writer.begin(runner)
-        self._publish(runner, self._batch_writer.write(runner, reply), 0, 0)
-
-    def _publish(self, runner: Runner, record: tuple[int, ...], ns: int, made: int) -> None:
-        """Publish what was written; the caller holds no reference to it."""
-        room = self._rooms[runner.cell]
-        room[NS], room[MADE] = ns, made
+        record = self._batch_writer.write(runner, reply)
+        del reply  # publish checks whether the producer has kept arrays in the slot
         self._batch_writer.publish(runner, record)
 
-    def _make(self, runner: Runner, epoch: int, count: int) -> None:
-        """Make the next items."""
+    def _make(self, runner: Runner, epoch: int) -> None:
+        """Make the next item."""
         if self._over != epoch and epoch != self._epoch:
             self._begin(runner, epoch)
         items = iter(()) if self._over == epoch else self._go_to(runner.start)
-        if count == 1:
-            self._make_one(runner, lambda: next(items, _END))
-        else:
-            self._make_some(runner, items, count)
+        self._make_item(runner, lambda: next(items, _END))
 
     def _make_keyed(self, runner: Runner, epoch: int) -> None:
         """Make the item of a key."""
@@ -249,7 +214,7 @@ class Making:
         room = self._rooms[runner.cell]
         count = room[KEY]
         key = self._read(runner, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
-        self._make_one(runner, partial(self._producer.make, key))
+        self._make_item(runner, partial(self._producer.make, key))
 
     def _go_to(self, start: int) -> Iterator[Any]:
         """Return the iterator, at the item where the ticket begins."""
@@ -259,20 +224,19 @@ class Making:
             self._at = start
         return self._items
 
-    def _make_one(self, runner: Runner, make: Callable[[], Any]) -> None:
-        """Publish one item in the way of a batch, with its arrays made in the slot."""
-        batch_writer, room = self._batch_writer, self._rooms[runner.cell]
+    def _make_item(self, runner: Runner, make: Callable[[], Any]) -> None:
+        """Publish an item in the way of a batch, with its arrays made in the slot."""
+        batch_writer = self._batch_writer
         batch_writer.begin(runner)
         self._batch_context.allocator = self._writer
-        begun = now_ns()
         item = make()
         self._check_home()
-        room[NS], room[MADE] = now_ns() - begun, ONE
         self._batch_context.allocator = None
         if item is _END:
             self._end(self._epoch)
+            self._rooms[runner.cell][ENDED] = 1
             self._writer.settle()
-            self._publish(runner, (0, 0, 0, 0), 0, ENDED)
+            batch_writer.publish(runner, (0, 0, 0, 0))
             return
         self._at += 1
         try:
@@ -282,86 +246,7 @@ class Making:
             del item  # publish checks whether the producer has kept arrays in the slot
             batch_writer.publish(runner, record)
         except BaseException as error:  # noqa: BLE001 - of the user's classes; the next item is made
-            self._fail(runner, error, 0)
-
-    def _make_some(self, runner: Runner, items: Iterator[Any], count: int) -> None:
-        """Publish several items, each encoded before the next is made.
-
-        An exception is encoded in place of an item. That of the producer ends the stream.
-        """
-        writer, room = self._writer, self._rooms[runner.cell]
-        self._batch_writer.begin(runner)
-        writer.settle()  # arrays that are made from here on are copied
-        table = array("q")
-        made = flags = 0
-        begun = now_ns()
-        while made < count and not flags:
-            if self._timed:
-                room[SINCE] = now_ns()
-            try:
-                item = next(items, _END)
-                self._check_home()
-            except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
-                self._check_home(error)
-                table.extend(self._append_error(error))
-                flags = ENDED | BROKEN
-            else:
-                if item is _END:
-                    flags = ENDED
-                    break
-                try:
-                    entry = self._append(item)
-                except BaseException as error:  # noqa: BLE001 - of the user's classes
-                    entry = self._append_error(error)
-                table.extend(entry)
-            made += 1
-        self._at += made
-        if flags:
-            self._end(self._epoch)
-        nbytes = len(table) * table.itemsize
-        offset = writer.place(nbytes)
-        writer.memory.store_bytes(offset, table.tobytes())
-        self._publish(runner, (offset, nbytes, 0, 0), now_ns() - begun, made * ONE | flags)
-
-    def _append(self, item: Any) -> tuple[int, ...]:
-        """Encode an item behind the others; offsets in its record count from its beginning."""
-        scratch, writer = self._scratch, self._writer
-        if type(item) is bytearray:  # one piece, and read as one, wherever it lies
-            return 0, *codec.encode(item, writer)
-        scratch.clear()
-        record = codec.encode(item, scratch)
-        offset = writer.place(scratch.used)
-        writer.memory.store_from(offset, scratch.memory, scratch.used)
-        return offset, *record
-
-    def _append_error(self, error: BaseException) -> tuple[int, ...]:
-        """Encode an exception in place of an item."""
-        offset, *record = self._append(failure.pack(error))
-        return ~offset, *record
-
-
-class Scratch(Writer):
-    """A writer to private memory, for items that are copied into the slot once they are encoded."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(-1, 0)
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop what was written."""
-        self.used = 0
-        if self.capacity != SCRATCH:
-            self.memory = Block(SCRATCH)
-            self.capacity = SCRATCH
-
-    def _grow(self, needed: int) -> None:
-        """Move to a larger memory."""
-        smaller = self.memory
-        self.capacity = 2 * needed
-        self.memory = Block(self.capacity)
-        self.memory.store_from(0, smaller, self.used)
+            self._fail(runner, error)
 
 
 class EncodedItem(NamedTuple):
@@ -374,31 +259,3 @@ class EncodedItem(NamedTuple):
     def decode(self) -> Any:
         """Return the item."""
         return codec.decode(self.memory, self.record)
-
-
-def parse(memory: Memory, record: tuple[int, ...], *, encoded: bool = False) -> list[Any]:
-    """Read the items of an answer that has a table, decoded or not; each has its own memory.
-
-    An exception in place of an item, also one that is raised as it is decoded, is an `ItemFailure`.
-    """
-    words = memory.view(record[0], INT64, (record[1] // 8,)).tolist()
-    items: list[Any] = []
-    own: Memory
-    for at in range(0, len(words), ENTRY_WORDS):
-        offset, entry = words[at], words[at + 1 : at + ENTRY_WORDS]
-        if encoded and offset >= 0 and not entry[1]:  # a piece of bytes, wherever it lies
-            items.append(EncodedItem(copy_of(memory, entry[3], entry[0]), (0, 0, 0, entry[3])))
-            continue
-        start = offset if offset >= 0 else ~offset
-        own = copy_of(memory, codec.used(entry), start) if entry[1] else memory
-        if encoded and offset >= 0:
-            items.append(EncodedItem(own, tuple(entry)))
-            continue
-        try:
-            item = codec.decode(own, entry)
-        except MemoryError:
-            raise  # the next attempt may find more memory
-        except Exception as error:  # noqa: BLE001 - of the user's class; takes the item's place
-            item = ItemFailure(error)
-        items.append(item if offset >= 0 else ItemFailure(failure.unpack(item)))
-    return items

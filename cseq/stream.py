@@ -27,15 +27,12 @@ from cseq._core import now_ns, ring_bytes, wait_any
 from cseq._memory import SMALL, Mapping
 from cseq._slots import Lease
 from cseq._stream import (
-    BROKEN,
     CALLED,
     ENDED,
     IN_REQUEST,
-    ITEMS,
+    ITEM,
     KEY,
     KEYS,
-    ONE,
-    SINCE,
     ItemFailure,
     ItemIterator,
     ItemReader,
@@ -48,7 +45,7 @@ from cseq.errors import RemoteTraceback
 from cseq.launcher import make_launcher, start_methods
 from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
-from cseq.producer import ENTRY, MOST, EncodedItem, KeyProducer, Producer, Task, parse
+from cseq.producer import ENTRY, EncodedItem, KeyProducer, Producer, Task
 from cseq.run import Run, close_with
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
@@ -134,8 +131,8 @@ class Streams:
     -----
     What starts the workers does not wait for them: an exception of `producer` is raised by the
     first call that waits for them. An item is encoded before the next one is asked of the producer,
-    so the producer may reuse its buffers. Several small and quick items share one ticket. An item
-    stays intact as long as there are references to a part of it.
+    so the producer may reuse its buffers. An item stays intact as long as there are references to a
+    part of it.
 
     An exception takes the place of its item; its ``__cause__`` shows the worker's traceback and has
     the worker's number (``worker``). That of `Producer.items` also ends the worker's stream until
@@ -389,7 +386,7 @@ class Streams:
         self._finalizer.detach()  # not before: if `close` is interrupted, it can be called again
 
     def stats(self) -> Stats:
-        """Return counts and times so far: a batch is the items of one ticket, a sample an item."""
+        """Return counts and times so far: a batch is an item, and so is a sample."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
@@ -468,7 +465,7 @@ class StreamPool:
             1,
             owners=num_workers,
             readers=num_workers,
-            task=lambda _: Task(num_workers, timed=timeout is not None),
+            task=lambda _: Task(num_workers),
             describe=self._describe,
             deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it", lost),
             memory_limit=memory_limit,
@@ -489,7 +486,6 @@ class StreamPool:
                 number=number,
                 prefetch=prefetch,
                 depth=depth,
-                most=max(1, min(MOST, prefetch // 2)),  # two tickets at least: one to work on
                 small=None if encoded else (arena.mapped, codec.reader, SMALL),
             )
             for number, ring in enumerate(supervisor.rings)
@@ -597,29 +593,25 @@ class StreamPool:
         for cell in consumer.ring.held(1):
             claimed = consumer.ring.holder(cell)[1]
             if claimed:
-                several = consumer.ring.ticket(cell)[2] > 1
-                begun = int(consumer.ring.indices(cell)[SINCE]) if several else 0
-                place = self._place(consumer, cell)
-                working.append((consumer.number + 1, max(claimed, begun), place))
+                working.append((consumer.number + 1, claimed, self._place(consumer, cell)))
         return working
 
     def _place(self, consumer: StreamConsumer, cell: int) -> str:
-        """Name the items, or the call, of the ticket in a cell."""
+        """Name the item, or the call, of the ticket in a cell."""
         return self._named_by(consumer, cell, self._key(consumer, cell))
 
     def _named_by(self, consumer: StreamConsumer, cell: int, key: Any) -> str:
-        """Name the items of a key, or the call, of the ticket in a cell."""
-        epoch, kind, count = consumer.ring.ticket(cell)
-        if kind != ITEMS:
+        """Name the item of a key, or the call, of the ticket in a cell."""
+        epoch, kind, _ = consumer.ring.ticket(cell)
+        if kind != ITEM:
             return f"{consumer.names[cell]} in worker {consumer.number}"
-        start = consumer.ring.start(cell)
-        named = f"{self._unit} {start}" + (f" to {start + count - 1}" if count > 1 else "")
+        named = f"{self._unit} {consumer.ring.start(cell)}"
         of_key = "" if key is None else f" ({reprlib.repr(key)})"
         return f"{named}{of_key} of worker {consumer.number}, epoch {epoch - 1}"
 
     def _key(self, consumer: StreamConsumer, cell: int) -> Any:
         """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
-        if consumer.ring.ticket(cell)[1] != ITEMS:
+        if consumer.ring.ticket(cell)[1] != ITEM:
             return None
         words = consumer.ring.indices(cell)
         count = int(words[KEY])
@@ -654,48 +646,40 @@ class StreamPool:
 
     # -- items
 
-    def _read(self, consumer: StreamConsumer) -> tuple[int, list[Any], str, bool, int, int] | None:
-        """Wait for the oldest ticket and decode its items; it stays in the ring."""
+    def _read(self, consumer: StreamConsumer) -> tuple[int, Any, str, bool, int] | None:
+        """Wait for the oldest ticket and decode its item; it stays in the ring."""
         answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._began)
         if answer is None:
             return None
         if self.clock.starting:
             self.clock.started()
-        items = self._decode(consumer, answer)
-        token, record, start = answer[0], answer[5], consumer.ring.start(answer[1])
-        if ItemFailure in map(type, items):
-            items = [self._named(consumer, item, at) for at, item in enumerate(items, start)]
-        failed = _ended_by(items[-1].error, consumer.number) if record[5] & BROKEN else ""
-        ended = bool(record[5] & ENDED)
-        return token, items, failed, ended, codec.used(record), record[4]
+        token, cell, status, _, _, record = answer
+        ended = bool(consumer.ring.indices(cell)[ENDED])
+        if ended and status != RAISED:
+            return token, None, "", True, 0
+        item, failed, number = self._decode(*answer[1:]), "", consumer.number
+        if type(item) is ItemFailure:
+            error = _signed(item.error, number)
+            failed = _ended_by(error, number) if ended else ""
+            place = f"{self._unit} {consumer.ring.start(cell)} of worker {number}"
+            item = ItemFailure(failure.named(error, f"{place}, epoch {self._epoch - 1}"), number)
+        return token, item, failed, ended, codec.used(record)
 
-    def _named(self, consumer: StreamConsumer, item: Any, at: int) -> Any:
-        """Return an item; if it is a failure, with its worker, and the item's number in a note."""
-        if type(item) is not ItemFailure:
-            return item
-        number = consumer.number
-        place = f"{self._unit} {at} of worker {number}, epoch {self._epoch - 1}"
-        return ItemFailure(failure.named(_signed(item.error, number), place), number)
-
-    def _decode(self, consumer: StreamConsumer, answer: Answer) -> list[Any]:
-        """Decode a ticket's items."""
-        _, cell, status, slot, capacity, record = answer
+    def _decode(
+        self, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
+    ) -> Any:
+        """Decode a ticket's item."""
         if status == RAISED:
-            return [ItemFailure(self._slots.error(cell, slot, capacity, record))]
-        if consumer.ring.ticket(cell)[2] > 1:
-            memory = self._arena.mapping_of(slot, capacity)
-            return parse(memory, record, encoded=self._encoded)
-        if not record[5] // ONE:
-            return []
-        if not self._encoded:
-            try:
-                return [self._slots.decode(cell, slot, capacity, record)]
-            except MemoryError:
-                raise  # the next attempt may find more memory
-            except Exception as error:  # noqa: BLE001 - of the user's class; takes the item's place
-                return [ItemFailure(error)]
-        lent = self._arena.lend(slot, codec.used(record), capacity)
-        return [EncodedItem(lent, record, slot if type(lent) is Lease else -1)]
+            return ItemFailure(self._slots.error(cell, slot, capacity, record))
+        if self._encoded:
+            lent = self._arena.lend(slot, codec.used(record), capacity)
+            return EncodedItem(lent, record, slot if type(lent) is Lease else -1)
+        try:
+            return self._slots.decode(cell, slot, capacity, record)
+        except MemoryError:
+            raise  # the next attempt may find more memory
+        except Exception as error:  # noqa: BLE001 - of the user's class; takes the item's place
+            return ItemFailure(error)
 
     # -- calls
 
@@ -790,7 +774,7 @@ class StreamPool:
         deaths, consumers, rings = self.supervisor.deaths, self.consumers, self.supervisor.rings
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return Stats(
-            batches=sum(consumer.tickets for consumer in consumers),
+            batches=sum(consumer.items for consumer in consumers),
             samples=sum(consumer.items for consumer in consumers),
             nbytes=sum(consumer.nbytes for consumer in consumers),
             restarts=deaths.restarts,

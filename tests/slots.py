@@ -6,12 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cseq._memory import Block
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from cseq._memory import Mapping
     from cseq._slots import Lease, Slots
     from cseq.arena import Arena
+
+
+class Scratch(Writer):
+    """A writer to private memory of a mebibyte."""
+
+    def __init__(self) -> None:
+        super().__init__(-1, 0)
+        self.memory = Block(1 << 20)
+        self.capacity = self.memory.nbytes
+
+    def clear(self) -> None:
+        """Drop what was written."""
+        self.used = 0
 
 
 def writer_of(arena: Arena) -> Writer:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from slots import Scratch
 
 from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
@@ -19,7 +20,6 @@ from cseq._run import RunState
 from cseq._slots import Lease, Slots
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
-from cseq.producer import Scratch
 from cseq.segment import Segment
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
 from cseq._slots import Slots
 from cseq._stream import Request
-from cseq.producer import Scratch
 from cseq.stream import Streams
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -275,13 +275,15 @@ def readers(scale: int) -> None:
     """The same without processes, with more structures than are remembered."""
 
     def read() -> None:
-        scratch = Scratch()
+        scratch = Writer(-1, 0)
+        scratch.memory = Block(1 << 16)
+        scratch.capacity = scratch.memory.nbytes
         held: list[Any] = []
         for turn in range(20 * scale):
             floats = np.arange(16.0) + turn
             batch = [floats] * (turn // 3 % 6) + [{f"{turn % 100}": floats}]
             batch += [(floats, turn)[: 1 + turn % 2]]
-            scratch.clear()
+            scratch.used = 0
             record = codec.encode(batch, scratch)
             found = codec.reader.decode(scratch.memory, record, copied=True)
             assert len(found) == len(batch)

@@ -250,7 +250,7 @@ class Stopping(Numbers):
 def test_items_that_cannot_be_sent(prefetch: int) -> None:
     """Each is an exception that says what it is, in its place; the other items come."""
     with streams(Unsendable, 1, prefetch=prefetch) as s:
-        for _ in range(3):  # later, several share a ticket
+        for _ in range(3):
             s.begin([20])
             for k in range(20):
                 if k in (0, 7, 19):

@@ -302,11 +302,10 @@ class Slower(Numbers):
 
 
 def test_the_timeout_is_for_an_item() -> None:
-    """However many of them a ticket asks for."""
+    """However many of them wait."""
     with streams(Slower, 1, prefetch=12, timeout=1.0) as s:
         s.begin([206])
         assert len(list(s)) == 206
-        assert s.stats().batches < 100
 
 
 class Held(Numbers):

@@ -273,7 +273,7 @@ def test_ctrl_c_again_and_again(
                     with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
                         assert len(s.ask("count")) == 2
             reading.finish(how)
-    assert hits > 15
+    assert hits > 9
 
 
 @pytest.mark.parametrize("encoded", [False, True])
@@ -305,7 +305,7 @@ def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, encoded: 
             assert [decoded(s, item)[:2] for item in s] == [(1, 0), (1, 1)]
             return struck.is_set()
 
-        assert first_hits(step) > 20 or behind == 1  # nothing is done for an item that is ready
+        assert first_hits(step) > 2 or behind == 1  # nothing is done for an item that is ready
 
 
 @pytest.mark.parametrize("prefetch", [1, 30])
