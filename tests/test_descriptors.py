@@ -197,7 +197,14 @@ for fd in map(int, sys.argv[2]):
     os.close(fd)
 
 def opened():
-    return [fd for fd in map(int, sys.argv[2]) if os.path.exists(f"/proc/self/fd/{fd}")]
+    found = []
+    for fd in map(int, sys.argv[2]):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            pass
+    # But for subprocess's own pipe, which is there until a spawned program has begun.
+    return [link for link in found if not link.startswith("pipe:")]
 
 import numpy as np, cseq
 from cseq import testing
