@@ -100,7 +100,7 @@ def permutation(n, seed, epoch=0):
     -------
     numpy.ndarray
         A new array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
-        ``int64``. The algorithm is ``fisher-yates-v1`` of docs/shuffle.md, and never changes.
+        ``int64``. The algorithm is ``fisher-yates-v1`` of docs/inside/shuffle.md, and never changes.
 
     Raises
     ------
@@ -313,7 +313,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 
 @cython.final
 cdef class Ring:
-    """The trainer's end of the ring: post, take, cancel, repost, close. See docs/ring.md.
+    """The trainer's end of the ring: post, take, cancel, repost, close. See docs/inside/ring.md.
 
     One thread at a time posts and takes; `repost`, `notify_all`, `close`, `depths` and `holder` may be
     called from any thread.

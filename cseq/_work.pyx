@@ -230,9 +230,10 @@ cdef class NumpyGenerator(Twister):
         if not self.is_here():
             return self.owner.get_state(legacy=False)
         self.acquire()
-        state = self.copy(), self.has_gauss[0], self.gauss[0]
-        self.release()
-        return state
+        try:
+            return self.copy(), self.has_gauss[0], self.gauss[0]
+        finally:  # a copy may want memory
+            self.release()
 
     cpdef int restore(self, state) except -1:
         """Set a saved state."""

@@ -313,9 +313,8 @@ def _can_pickle(value: object) -> bool:
 def str_of(error: BaseException) -> str:
     """Return an exception's own text, without the worker's traceback, if it has any."""
     try:
-        return str.__str__(
-            _own_class(error).__str__(error)
-        )  # it may return an instance of a subclass
+        text = _own_class(error).__str__(error)  # perhaps an instance of a subclass of str
+        return str.__str__(text)
     except BaseException as broken:
         if ends_program(broken):
             raise

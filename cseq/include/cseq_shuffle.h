@@ -1,4 +1,4 @@
-/* The order of an epoch: the algorithm "fisher-yates-v1" of docs/shuffle.md.
+/* The order of an epoch: the algorithm "fisher-yates-v1" of docs/inside/shuffle.md.
  *
  * A forward Fisher-Yates over a table that stores value XOR position, so that zeroed memory is the
  * identity, and in which a position is final as soon as the walk has passed it:

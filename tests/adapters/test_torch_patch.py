@@ -326,19 +326,27 @@ print(os.path.exists(__file__))
 """
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_the_command(tmp_path: Path, as_module: bool) -> None:
-    path = tmp_path / "training.py"
-    path.write_text(SCRIPT)
-    what = ["-m", "training"] if as_module else [path.name]
-    done = subprocess.run(
-        [sys.executable, "-m", "cseq", "run", "--rng", "batch", *what, "--lr", "3", QUICK],
-        cwd=tmp_path,
+RUN = ["-m", "cseq", "run"]
+
+
+def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_the_command(tmp_path: Path, as_module: bool) -> None:
+    path = tmp_path / "training.py"
+    path.write_text(SCRIPT)
+    what = ["-m", "training"] if as_module else [path.name]
+    done = called(tmp_path, *RUN, "--rng", "batch", *what, "--lr", "3", QUICK)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"__main__ ['--lr', '3', '{QUICK}'] cseq.adapters.torch.iterator",
@@ -346,16 +354,6 @@ def test_the_command(tmp_path: Path, as_module: bool) -> None:
         "batch",
         "True",
     ]
-
-
-RUN = ["-m", "cseq", "run"]
-
-
-def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder."""
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
 
 
 SHOWS = """\
@@ -434,14 +432,8 @@ def test_a_script_that_is_not_there(scripts: Path, arguments: list[str]) -> None
     assert done.returncode == expected.returncode
 
 
-def test_the_command_without_a_script() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "cseq"],
-        env=os.environ | {"PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_command_without_a_script(tmp_path: Path) -> None:
+    done = called(tmp_path, "-m", "cseq")
     assert done.returncode == 2
     assert "required: command" in done.stderr
 
@@ -480,14 +472,7 @@ MADE = "the program makes torch's iterator itself"
 
 def test_the_command_ends_with_the_engine_of_each_kind_of_loader(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(ENGINES)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *RUN, "engines.py", QUICK],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = called(tmp_path, "-W", "ignore", *RUN, "engines.py", QUICK)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("cseq: ")] == [
         f"cseq: {TORCHS}: 2 iterators, cseq's",

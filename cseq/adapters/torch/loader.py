@@ -117,7 +117,7 @@ class DataLoader(Torchs[T_co]):
     on_error: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = 100
-    _wants_states = False  # somebody has asked for one, or given one
+    _wants_states = False  # `state_dict` or `load_state_dict` was called
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
 

@@ -157,9 +157,8 @@ class Progress:
         if not isinstance(error, Exception):
             return False
         entry = self.yielded, failure.line_of(error)
-        if (
-            not self.skipped or entry != self.skipped[-1]
-        ):  # a signal handler may have raised behind this
+        # The latest already, if a signal handler has raised after it was noted.
+        if not self.skipped or entry != self.skipped[-1]:
             self.skipped.append(entry)
             log.error("skipped %s: %s", place, entry[1])
         return True
