@@ -1,6 +1,6 @@
 """The data formats of the benchmark: what cseq delivers from each of them is right.
 
-Formats whose libraries are not installed are skipped; `make formats` has them all.
+Formats whose libraries are not installed are skipped; `make check-formats` has them all.
 """
 
 from __future__ import annotations

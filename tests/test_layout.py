@@ -252,7 +252,7 @@ def test_private_names_are_found() -> None:
 
 
 def test_every_header_is_compiled_for_other_systems() -> None:
-    """The file that `make cross` compiles includes every C header of the core."""
+    """The file that `make check-headers` compiles includes every C header of the core."""
     text = Path(__file__).with_name("c").joinpath("headers.c").read_text(encoding="utf-8")
     headers = {path.name for path in (PACKAGE / "include").glob("*.h")}
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers

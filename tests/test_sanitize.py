@@ -1,4 +1,4 @@
-"""The core's headers alone: sanitizers, kills, interleavings (`make sanitize`: longer)."""
+"""The core's headers alone: sanitizers, kills, interleavings (`make check-sanitizers`: longer)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* Every header of the core in one file, for compilers of other systems (`make cross`). */
+/* Every header of the core in one file, for compilers of other systems (`make check-headers`). */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* as Python.h does before _core includes the headers */
 #endif

@@ -22,7 +22,7 @@ from stand_in import ENTERED, STAND_IN
 from suite import BUILD, HERE, run, torchdata
 
 # torch's packages come without its tests; Debian's source package has the whole repository.
-DEBIAN = HERE.parent / "debian.py"
+DEBIAN = HERE.parent / "platforms" / "debian.py"
 RELEASE = "trixie"
 SOURCE = "pytorch"
 VERSION = "2.6.0"

@@ -1,4 +1,4 @@
-/* Makes clang for MinGW pretend to be MSVC (`make cross`): what is included after this sees MSVC's macros
+/* Makes clang for MinGW pretend to be MSVC (`make check-headers`): what is included after this sees MSVC's macros
  * and none of GNU's, and the functions of Windows and of the C library that MinGW's headers declare. */
 #include <winsock2.h>
 #include <windows.h>

@@ -1,4 +1,4 @@
-"""Combines and reports what `make coverage` has measured, in the current folder.
+"""Combines and reports what `make check-coverage` has measured, in the current folder.
 
 Each process writes a file of its own. That of a process that was killed meanwhile is incomplete and
 left out: it has no tables, or lines of the core without the plugin that knows such lines.

@@ -2,7 +2,7 @@
 
 What Linux alone has is gone from the standard library, `/proc`, `/sys` and `/dev/shm` are not
 found, `select` has a kqueue instead of epoll, and `sys.platform` is 'darwin'. The core's part of it
-is `tests/c/darwin.h`. `make darwin` runs the tests in this way.
+is `tests/c/darwin.h`. `make check-darwin` runs the tests in this way.
 
 It shows what asks for Linux without need. It cannot show what macOS does differently.
 """

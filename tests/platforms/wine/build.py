@@ -1,6 +1,6 @@
 """Compiles cseq for Windows, and lays it out with its tests in the folder "cseq" of Wine's drive C.
 
-    .venv/bin/python tests/wine/build.py FOLDER      FOLDER: what setup.sh has made
+    .venv/bin/python tests/platforms/wine/build.py FOLDER      FOLDER: what setup.sh has made
 
 Run in the top folder of a checkout. setup.py says what is compiled and how. The compiler is zig's,
 and the headers are those of the running Python, but for pyconfig.h, and of numpy for Windows.

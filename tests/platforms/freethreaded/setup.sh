@@ -17,7 +17,7 @@ case $2 in
     ;;
 esac
 
-tests=$(cd "$(dirname "$0")/.." && pwd)
+platforms=$(cd "$(dirname "$0")/.." && pwd)
 python=$1
 version=$2
 mkdir -p "$3"
@@ -25,7 +25,7 @@ folder=$(cd "$3" && pwd)
 shift 3
 scratch=$(mktemp -d "$folder/build-XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
-archive=${PYTHON_SOURCE:-$("$python" "$tests/debian.py" $release "python$version" "$scratch")}
+archive=${PYTHON_SOURCE:-$("$python" "$platforms/debian.py" $release "python$version" "$scratch")}
 if [ -n "$sha256" ] && ! echo "$sha256  $archive" | sha256sum --check --quiet; then
     echo "$archive is not the source of CPython $version that this recipe is for" >&2
     exit 1

@@ -11,7 +11,7 @@ shift
 cd "$environment/tsan/checkout"
 free=$environment/free/venv
 python=$environment/tsan/python/bin/python3
-here=$PWD/tests/freethreaded
+here=$PWD/tests/platforms/freethreaded
 unset PYTHON_GIL
 
 # The core's own flags come last otherwise: they optimise, and leave out the lines.

@@ -1,6 +1,6 @@
 """Download the original archive of one of Debian's source packages, by the mirror apt uses here.
 
-python tests/debian.py RELEASE PACKAGE FOLDER
+python tests/platforms/debian.py RELEASE PACKAGE FOLDER
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Threads that share managers, iterators, streams and what readers remember, for ThreadSanitizer.
 
-python tests/freethreaded/stress.py [--scale N] [SCENARIO...]
+python tests/platforms/freethreaded/stress.py [--scale N] [SCENARIO...]
 
 All scenarios by default.
 """

@@ -5,7 +5,7 @@
 # goes through a pipe: with a file as its standard output, CPython fails to start under Wine 8.
 set -euo pipefail
 wine=$(PATH="$PATH:/usr/lib/wine" && { command -v wine64 || command -v wine; }) || {
-    echo "make wine needs Wine, which root installs (Debian, Ubuntu: apt install wine64; Fedora: dnf" \
+    echo "make check-wine needs Wine, which root installs (Debian, Ubuntu: apt install wine64; Fedora: dnf" \
         "install wine)" >&2
     exit 1
 }

@@ -1,6 +1,6 @@
 """Gives numpy the complex functions that Wine's C runtime lacks.
 
-    python tests/wine/complex.py HOME        HOME: the folder of the Windows python.exe
+    python tests/platforms/wine/complex.py HOME        HOME: the folder of the Windows python.exe
 
 Wine's ucrtbase.dll (8.0, 10.0) only has stubs of them, which end the process; numpy calls one while
 it is imported. Every extension module there that imports one of them gets a DLL of our own in the

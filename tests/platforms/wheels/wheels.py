@@ -1,6 +1,6 @@
 """Wheels of an sdist, for each of several Pythons: built twice, compared, repaired, tested.
 
-    python tests/wheels.py SDIST FOLDER PYTHON... [-- ARGUMENTS OF PYTEST]
+    python tests/platforms/wheels/wheels.py SDIST FOLDER PYTHON... [-- ARGUMENTS OF PYTEST]
 
 The two builds take place in different folders, with the environment variable SOURCE_DATE_EPOCH, and
 their wheels must be the same, byte for byte. auditwheel (on Linux) puts what it makes of each into
@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[2]
 NAME = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
 
 

@@ -1,0 +1,15 @@
+# Twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS; first the tests of these and
+# of docs/how-to/data; README.md.
+.PHONY: check-formats .formats
+ENVIRONMENTS += .formats-venv
+check-formats:
+	$(call in,.formats-venv,.formats)
+
+.formats: build $(VENV)/.libraries
+	$(PY) -m pytest tests/test_formats.py tests/test_examples.py -k "formats or how-to/data" $(ARGS)
+	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
+
+$(VENV)/.libraries: benchmarks/formats/requirements.txt | $(VENV)/.test
+	$(PIP) install --requirement $<
+	$(PY) benchmarks/formats/torchvision_cpu.py
+	touch $@

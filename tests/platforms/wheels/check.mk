@@ -1,0 +1,15 @@
+# The sdist, and wheels of it for all of PYTHONS (those of pyenv and of check-freethreaded): built twice, the same
+# bytes each time; tested without torch.
+.PHONY: check-wheels
+PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1?.*/bin/python3.1? \
+	.freethreaded-env/*/gil/python/bin/python3.1? .freethreaded-env/*/free/python/bin/python3.1?t),$(PYTHON))
+
+# The time of all files in there: that of the commit.
+check-wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
+# pip unpacks the sdist into an empty folder for each wheel.
+check-wheels: $(VENV)/.dev
+	rm -rf dist wheelhouse
+	$(PY) -m build --sdist --outdir dist .
+	$(PY) -m twine check --strict dist/*
+	PATH="$(abspath $(BIN)):$$PATH" $(PY) tests/platforms/wheels/wheels.py dist/*.tar.gz wheelhouse $(PYTHONS) -- $(ARGS)
