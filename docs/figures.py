@@ -79,7 +79,7 @@ def median(way: dict[str, Any] | None, what: str) -> float | None:
 
 
 def formats() -> tuple[dict[str, dict[str, Any]], str]:
-    """Read the committed results of `make check-formats`: name → ways, and when and where they ran."""
+    """Read the committed results of `make check-formats`: name → ways, and when and where."""
     report = json.loads(FORMATS.read_text(encoding="utf-8"))
     about = report["machine"]
     rounds = "one round" if report["rounds"] == 1 else f"medians of {report['rounds']} rounds"

@@ -49,7 +49,7 @@ class Block(NamedTuple):
 def blocks_of(page: str) -> list[Block]:
     """Cut the Python out of a page, each piece named after the heading above it.
 
-    A block whose first line names a file is a framework's recipe, which `make check-frameworks` runs.
+    A block whose first line names a file is a framework's recipe: `make check-frameworks` runs it.
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []

@@ -80,8 +80,8 @@ def describe() -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} (CUDA: {torch.version.cuda}) finds no CUDA device. With a "
-            "GPU: make check-gpu TORCH=... with a build of torch for CUDA. Without one: make check-gpu "
-            "DEVICE=cpu has the CPU stand in, to see that all runs"
+            "GPU: make check-gpu TORCH=... with a build of torch for CUDA. Without one: "
+            "make check-gpu DEVICE=cpu has the CPU stand in, to see that all runs"
         )
     found = torch.cuda.get_device_properties(0)
     return about | {
