@@ -54,7 +54,7 @@ else:
 __all__ = ["MPSequence", "MSequence", "MTSequence"]
 
 
-MOST_BUFFER = 2**20
+MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_EPOCH = 2**64 - 1
 THREAD_TYPE_AT = 7  # its place among the arguments
 MEANWHILE = "a signal handler has started or finished the manager meanwhile"
@@ -116,7 +116,7 @@ class MSequence(Generic[B_co]):
     batch_size : int
         Samples in a batch; the last one may be smaller.
     buffer : int
-        The most batches that are being made or wait for the loop.
+        The most batches that are being made or wait for the loop, 1 to 16384.
     shuffle : bool
         Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
     thread_type : 'proc' or 'thread'

@@ -265,7 +265,7 @@ BAD = [
     ("batch_size", 2**40, ValueError),
     ("buffer", 0, ValueError),
     ("buffer", None, TypeError),
-    ("buffer", 2**40, ValueError),
+    ("buffer", 2**14 + 1, ValueError),
     ("shuffle", 1, TypeError),
     ("shuffle", "yes", TypeError),
     ("thread_type", "process", TypeError),

@@ -101,7 +101,7 @@ CASES = (
                 partial(loaders.cseq_processes, WORK, buffer=buffer, memory_limit="2 GiB"),
                 ours=True,
             )
-            for buffer in (10, 4096, 65536)
+            for buffer in (10, 4096, 16384)
         ),
     ),
     Case(
