@@ -91,6 +91,7 @@ cdef class Runner:
     cdef cnp.ndarray room      # for the indices of a ticket
     cdef void hold(self, int cell) noexcept
     cdef bint claim_at_once(self) noexcept
+    cdef void give_back(self) noexcept
     cdef cseq_cell* held(self) except NULL
     cpdef object indices(self)
     cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept

@@ -199,39 +199,12 @@ class BatchIterator:
     def __new__(
         cls,
         run: RunState,
-        consumer: Consumer | None,
-        following: Callable[[], Any],
+        consumer: Consumer,
         generation: int | None = None,
         manager: object = None,
     ) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
-
-@final
-class InlineRunner:
-    indexer: Any
-    seeds: Any
-    epoch: Final[int]
-    begins: Final[int]
-    at: Final[int]
-    done: Final[int]
-    batches: int
-    made: Final[int]
-    skipped: Final[deque[Any]]
-    skips: Final[int]
-    ended: Final[bool]
-    def __new__(
-        cls,
-        sampler: Any,
-        batch_context: Any,
-        here: Any,
-        ticket: Any,
-        convert: Callable[[Any], Any] | None,
-        refuse: Callable[[Exception, int, int], None],
-    ) -> Self: ...
-    def begin(self, epoch: int, cut: Sequence[int], since: int | None = None) -> bool: ...
-    def pass_over(self, begins: int, at: int, entry: Any = None) -> bool: ...
-    def next(self) -> Any: ...
 
 def now_ns() -> int: ...
 def await_hangup(socket: int) -> None: ...

@@ -887,6 +887,12 @@ cdef class Runner:
         self.hold(cell)
         return True
 
+    cdef void give_back(self) noexcept:
+        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
+        cdef uint32_t cell
+        self.cell = -1
+        cseq_ring_repost(self.r, self.owner, &cell)
+
     cdef cseq_cell* held(self) except NULL:
         if self.cell < 0:
             raise RuntimeError("no ticket in hand: claim one first")
@@ -1036,8 +1042,8 @@ cdef class Consumer:
         in C; arrays of at most `most` bytes together are copied, and others are views of what
         `lend` (see `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
     wait : callable, optional
-        ``wait()`` returns once the next batch is there, or raises what `read` would; most batches are
-        then decoded in C.
+        ``wait()`` waits for the next batch or makes it, or raises what `read` would; most batches are then
+        decoded in C.
     convert : callable, optional
         Applied to a batch that is decoded in C; `read` applies it to others.
     leaf_for : callable, optional
@@ -1480,7 +1486,7 @@ cdef class Consumer:
             self.decoded = token, cell, None, None
         return None if batch is UNREAD else batch
 
-    def next(self):
+    cpdef object next(self):
         """Take the next batch.
 
         Raises
@@ -1557,10 +1563,7 @@ cdef class BatchIterator:
     ----------
     run : RunState
         When its generation changes, this iterator ends.
-    consumer : Consumer or None
-        None: there is no ring.
-    following : callable
-        Returns the next batch.
+    consumer : Consumer
     generation : int, optional
         Its generation; None: the present one.
     manager : object, optional
@@ -1569,14 +1572,13 @@ cdef class BatchIterator:
 
     cdef readonly RunState run
     cdef readonly uint64_t generation
-    cdef object following, manager
+    cdef object manager
     cdef Consumer consumer
     cdef bint asked
 
-    def __cinit__(self, RunState run not None, Consumer consumer, following, generation=None,
+    def __cinit__(self, RunState run not None, Consumer consumer not None, generation=None,
                   manager=None):
-        self.run, self.following, self.consumer = run, following, consumer
-        self.manager = manager
+        self.run, self.consumer, self.manager = run, consumer, manager
         self.generation = run.generation if generation is None else generation
 
     def __iter__(self):
@@ -1601,7 +1603,7 @@ cdef class BatchIterator:
 
     def __next__(self):
         cdef PyObject* batch
-        if self.consumer is not None and self.consumer.alone:
+        if self.consumer.alone:
             batch = self.take_batch()
             if batch != NULL:
                 return cseq_given(batch)
@@ -1611,200 +1613,12 @@ cdef class BatchIterator:
             if not self.asked:
                 self.asked = self.run.asked = True
             try:
-                return self.following()
+                return self.consumer.next()
             except Exception:
                 self.check()  # a signal handler may have finished the manager in the middle of it
                 raise
         finally:
             self.run.lock.leave()
-
-
-@cython.final
-cdef class InlineRunner:
-    """A runner without a ring: makes one batch after the other, in its caller's thread.
-
-    Parameters
-    ----------
-    sampler : Sampler
-    batch_context : BatchContext
-        Entered in `here` while a batch is made.
-    here : Here
-        Its attribute `batch_context` is that of the present thread.
-    ticket : Ticket
-        The present ticket, for `batch_context`.
-    convert : callable or None
-        Applied to every batch.
-    refuse : callable
-        ``refuse(error, begins, at)`` raises an exception of the indexer, or leaves out the batch, by
-        `pass_over`.
-
-    Attributes
-    ----------
-    indexer : object
-    seeds : Seeds or None
-        Seeds the global generators for each batch, and restores them after it.
-    epoch : int
-        The present epoch.
-    begins : int
-        How often an epoch was begun: whether a signal handler has done so meanwhile.
-    at : int
-        The present batch, from 0.
-    done : int
-        Batches of this epoch up to the last one that was made.
-    batches : int
-        Batches of this epoch.
-    made : int
-        Batches, over all epochs.
-    skipped : deque
-        The entries of the batches left out, over all epochs.
-    ended : bool
-        The caller was told that the epoch is over.
-    """
-
-    cdef object sampler, batch_context, here, ticket, convert, refuse
-    cdef Order order
-    cdef uint64_t full, start, stride, size
-    cdef public object indexer
-    cdef public object seeds
-    cdef public uint64_t batches
-    cdef readonly uint64_t epoch, begins
-    cdef readonly object skipped
-    cdef readonly uint64_t skips
-    # Which any thread reads: see `cseq_count_u64`.
-    cdef uint64_t at_count, done_count, made_count, is_over
-
-    def __cinit__(self, sampler, batch_context, here, ticket, convert, refuse):
-        self.sampler, self.order, self.convert = sampler, sampler.order, convert
-        self.batch_context, self.here, self.ticket, self.refuse = batch_context, here, ticket, refuse
-        self.skipped = deque(maxlen=MOST_SKIPPED)
-
-    def begin(self, uint64_t epoch, cut, since=None):
-        """Begin an epoch, and its order, in one step of C. See `Consumer.begin`."""
-        cdef uint64_t batches, full, start, stride, size
-        _, batches, full, start, stride, size, _, _ = cut
-        if since is not None and since != self.begins:
-            return False
-        self.order.begin(epoch, cut)
-        self.begins += 1
-        self.epoch = epoch
-        self.batches, self.full, self.start, self.stride, self.size = batches, full, start, stride, size
-        cseq_store_rlx_u64(&self.at_count, 0)
-        cseq_store_rlx_u64(&self.done_count, 0)
-        cseq_store_rlx_u64(&self.is_over, 0)
-        return True
-
-    @property
-    def at(self):
-        return cseq_load_rlx_u64(&self.at_count)
-
-    @property
-    def done(self):
-        return cseq_load_rlx_u64(&self.done_count)
-
-    @property
-    def made(self):
-        return cseq_load_rlx_u64(&self.made_count)
-
-    @property
-    def ended(self):
-        return bool(cseq_load_rlx_u64(&self.is_over))
-
-    cdef object make(self, uint64_t begins, uint64_t at):
-        """Make the present batch; the next one is then the present one. UNREAD: a signal handler, or
-        the indexer itself, has taken that batch meanwhile, or begun an epoch."""
-        if at < self.full:
-            indices = self.order.read(self.start + at * self.stride, self.size)
-        else:
-            indices = self.sampler.indices(at)
-        if self.batch_context.drawn is not None or self.batch_context.ticket is not self.ticket:
-            self.batch_context.set(self.ticket)
-        left = self.here.batch_context
-        self.here.batch_context = self.batch_context
-        try:
-            batch = self.indexer[indices] if self.seeds is None else self.seeded(indices)
-            if self.convert is not None:
-                batch = self.convert(batch)
-        finally:
-            self.here.batch_context = left
-        if begins != self.begins or at != self.at_count:
-            return UNREAD
-        cseq_count_u64(&self.at_count, 1)
-        cseq_store_rlx_u64(&self.done_count, self.at_count)
-        cseq_count_u64(&self.made_count, 1)
-        return batch
-
-    def pass_over(self, uint64_t begins, uint64_t at, entry=None):
-        """Go on behind a batch that raised, in one step of C.
-
-        With an `entry`, it is left out. Else it is to be raised, and counts once the loop has gone on.
-
-        Returns
-        -------
-        bool
-            False: nothing was done, since a signal handler has gone on, or begun an epoch.
-        """
-        if begins != self.begins or at != self.at_count:
-            return False
-        cseq_store_rlx_u64(&self.at_count, at + 1)
-        if entry is not None:
-            cseq_store_rlx_u64(&self.done_count, at + 1)
-            self.skipped.append(entry)
-            self.skips += 1
-        return True
-
-    cdef object seeded(self, indices):
-        """Call the indexer with the global generators seeded; restore them.
-
-        As `BatchMaker.make_batch`: once more if it has drawn from generators that it imported just now.
-        """
-        saved = self.seeds.saved  # of another batch, in whose middle a signal handler takes this one
-        given = indices.copy() if self.seeds.missing else indices
-        try:
-            self.seeds.begin()
-            try:
-                batch = self.indexer[indices]
-                if not (self.seeds.missing and self.seeds.has_drawn()):
-                    return batch
-            except Exception:
-                if not (self.seeds.missing and self.seeds.has_drawn()):
-                    raise
-            batch = None
-            self.seeds.restore()
-            self.batch_context.set(self.ticket)
-            self.seeds.begin()
-            return self.indexer[given]
-        finally:
-            self.seeds.restore()
-            self.seeds.saved = saved
-
-    def next(self):
-        """Make the next batch. No signal handler runs after it is counted and before it is
-        returned.
-
-        Raises
-        ------
-        StopIteration
-            The epoch is over.
-        InterruptedError
-            An epoch was begun meanwhile.
-        """
-        cdef uint64_t at
-        cdef uint64_t begins = self.begins
-        while self.at_count < self.batches:
-            at = self.at_count
-            try:
-                batch = self.make(begins, at)
-                if batch is not UNREAD:
-                    return batch
-            except (Exception, SystemExit) as error:
-                if begins == self.begins and at == self.at_count:
-                    self.refuse(error, begins, at)
-                elif isinstance(error, SystemExit):
-                    raise
-            if begins != self.begins:
-                raise InterruptedError("an epoch was begun in the middle of a batch of another one")
-        cseq_store_rlx_u64(&self.is_over, True)
-        raise StopIteration
 
 
 cdef void arm(long worker) noexcept:

@@ -60,14 +60,17 @@ cdef class Generators:
     cdef readonly list present
     cdef readonly dict missing
     cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1
+    cdef int keep(self) except -1
     cdef bint is_due(self) except -1
 
 
 cdef class BatchSeeds(Generators):
     cdef BatchState batch_state
     cdef uint64_t seed_word, epoch, key
-    cdef bint has_key
-    cdef public list saved
+    cdef bint has_key, lent
+    cdef list saved
+    cpdef void lend(self) noexcept
+    cpdef restore(self)
     cdef int paste(self) except -1
     cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1
 

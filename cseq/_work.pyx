@@ -298,10 +298,15 @@ cdef class Generators:
         cdef Generator generator
         if self.is_due():
             self.look()
+        self.keep()
         if self.present:
             cseq_derive(seed, epoch, purpose, words, WORDS)
             for generator in self.present:
                 generator.seed(words)
+        return 0
+
+    cdef int keep(self) except -1:
+        """Save states that are to be restored."""
         return 0
 
     cdef bint is_due(self) except -1:
@@ -329,7 +334,7 @@ cdef class BatchSeeds(Generators):
     Attributes
     ----------
     saved : list of tuple
-        What `restore` restores: generators, and their states.
+        What `restore` restores: the first of the generators in `present`, and their states.
     """
 
     def __cinit__(self, batch_context):
@@ -351,22 +356,29 @@ cdef class BatchSeeds(Generators):
         else:
             self.seed_batch(ticket.epoch, ticket.start)
 
-    def begin(self):
-        """Save the states of the trainer's generators, and set those of the present batch."""
-        cdef Generator generator
-        if self.is_due():
-            self.look()
-        self.saved = [(generator, generator.save()) for generator in self.present]
-        self.seed_present()
+    cpdef void lend(self) noexcept:
+        """Save each generator's state before it is set, until `restore`: they are the trainer's."""
+        self.lent = True
 
-    def restore(self):
+    cdef int keep(self) except -1:
+        """Save the states of generators that are lent, unless they are saved already."""
+        cdef Generator generator
+        cdef Py_ssize_t k
+        if self.lent:
+            for k in range(len(self.saved), len(self.present)):  # `present` only grows
+                generator = self.present[k]
+                self.saved.append((generator, generator.save()))
+        return 0
+
+    cpdef restore(self):
         """Restore the states of the trainer's generators."""
         try:
             self.paste()
         except BaseException:  # a signal handler has raised in the middle
             self.paste()
             raise
-        self.saved = []
+        finally:
+            self.saved, self.lent = [], False
 
     cdef int paste(self) except -1:
         cdef Generator generator
@@ -445,9 +457,34 @@ cdef class BatchMaker:
             self.fail(runner, error)
         return 0
 
-    def work(self, Runner runner not None):
-        """Work on the present ticket."""
-        self.make(runner)
+    def make_here(self, Runner runner not None, here):
+        """Claim a ticket and work on it, on the trainer's own thread, if there is one. This is test mode.
+
+        What `fail` raises leaves the ticket posted: its batch is then made anew.
+
+        Parameters
+        ----------
+        runner : Runner
+        here : context.Here
+            Has the context of this thread.
+        """
+        if runner.cell >= 0:
+            raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
+                               "its middle, cannot take batches from the same manager")
+        if not runner.claim_at_once():
+            return
+        left = here.batch_context
+        try:
+            here.batch_context = self.batch_state
+            if self.seeds is not None:
+                self.seeds.lend()
+            self.make(runner)
+        finally:
+            if runner.cell >= 0:
+                runner.give_back()
+            here.batch_context = left
+            if self.seeds is not None:
+                self.seeds.restore()
 
     def serve(self, Runner runner not None):
         """Work on the present ticket, then on those that can be claimed at once.

@@ -1,9 +1,8 @@
 """The trainer's end of a ring: posts an epoch's tickets, takes its batches.
 
-The thread pool and the process pool derive from `Feed`, which is the part of `Consumer` that is
-written in Python. One thread calls it. Other threads report errors (a worker that cannot be made,
-or that died too often) through `check`, which raises them in that thread, and wake it with the
-ring's `notify_all`.
+The pools derive from `Feed`, which is the part of `Consumer` that is written in Python. One thread
+calls it. Other threads report errors (a worker that cannot be made, or that died too often) through
+`check`, which raises them in that thread, and wake it with the ring's `notify_all`.
 """
 
 from __future__ import annotations
@@ -68,6 +67,8 @@ class Feed:
         How many owners of the ring run the indexers, and, after these, the converters.
     threads : bool
         Whether they share a GIL with the loop.
+    make : callable, optional
+        Makes the next batch on the caller's thread, instead of waiting for one.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Feed:
         num_workers: int = 1,
         num_converters: int = 0,
         threads: bool = False,
+        make: Callable[[], None] | None = None,
     ) -> None:
         self._ring = ring
         self._sampler = sampler
@@ -94,6 +96,7 @@ class Feed:
         self._convert = convert
         self._num_workers, self._num_converters = num_workers, num_converters
         self._threads = threads
+        self._make_batch = make
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
         self.consumer = Consumer(
             ring,
@@ -103,7 +106,7 @@ class Feed:
             self._describe,
             ordered=ordered,
             skip_errors=skip_errors,
-            wait=self._await,
+            wait=make or self._await,
             convert=convert,
             leaf_for=leaf_for,
             **batch_reader.ends,
@@ -154,15 +157,10 @@ class Feed:
         return True
 
     def interrupt(self) -> None:
-        """Make `next` raise InterruptedError, also in a thread that waits, until `begin`."""
+        """Have a call for a batch raise InterruptedError, also one that waits, until `begin`."""
         self._interrupted = True
         self.consumer.interrupt()
         self._ring.notify_all()
-
-    @property
-    def next(self) -> Callable[[], Any]:
-        """Function that returns the next finished batch; StopIteration: the epoch is over."""
-        return self.consumer.next
 
     def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
         """Write a batch's indices; return how many, and where in the order they begin."""
@@ -223,7 +221,10 @@ class Feed:
                     self._clock.started()
                     consumer.prompt = True
                 return found
-            ring.wait(seen, self._ordered)
+            if self._make_batch is None:
+                ring.wait(seen, self._ordered)
+            else:
+                self._make_batch()
 
     def in_work(self) -> list[tuple[int, int, str]]:
         """List the tickets that are waited for: owner, since when (ns of `now_ns`), batch."""

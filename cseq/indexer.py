@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Runner
     from cseq.converter.output import Output
+    from cseq.seeding import Seeds
 
 __all__ = [
     "Indexer",
@@ -34,6 +35,7 @@ __all__ = [
     "LabelHint",
     "advised",
     "build",
+    "build_seeded",
     "check_worker",
     "dispose",
     "length_of",
@@ -141,6 +143,22 @@ def build(worker: Any) -> Indexer[Any]:
     return indexer
 
 
+def build_seeded(worker: Any, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
+    """Make an indexer, with the global generators seeded; see `build` and `dispose`.
+
+    Once more if it has drawn from generators that it imported just now.
+    """
+    if seeds is None:
+        return build(worker)
+    seeds.seed_present()
+    made = build(worker)
+    if seeds.has_drawn():
+        dispose(worker, made, copied=copied)
+        seeds.seed_present()
+        made = build(worker)
+    return made
+
+
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
     """Call the indexer's ``close()`` when its runner ends, if the indexer has one.
 
@@ -203,10 +221,10 @@ class _FirstBatch:
 class Indexing(BatchMaker):
     """The work of the first stage: makes the batch of a ticket's indices, and publishes it.
 
-    `work` and `serve` are in C.
+    `serve` and `make_here` are in C.
     """
 
-    end_copy = staticmethod(end_copy)
+    end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the present ticket with an exception; that of a first batch may get advice."""

@@ -685,8 +685,7 @@ class MSequence(Generic[B_co]):
                         raise InterruptedError(MEANWHILE) from None
                     raise
                 if generation is not None:
-                    pool = run.pool
-                    return BatchIterator(run, pool.consumer, pool.next, generation, self)
+                    return BatchIterator(run, run.pool.consumer, generation, self)
 
     def _iterate(self, run: Run[Pool]) -> int | None:
         """Begin the next epoch; return the generation of its iterator.

@@ -122,7 +122,7 @@ def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | No
     ways: list[Callable[[], Any]] = [counter.consumer.next]
     if convert is None:
         ways.append(counter.consumer.step)
-        ways.append(BatchIterator(RunState(), counter.consumer, None).__next__)
+        ways.append(BatchIterator(RunState(), counter.consumer).__next__)
     for take in ways:
         batch = Failed()
         before = sys.getrefcount(batch)
@@ -722,15 +722,15 @@ def test_a_batch_is_taken_while_one_converts_it() -> None:
 def test_the_iterator() -> None:
     """A step in C if that can be, else the next batch, with the lock held; then the end."""
     run, counter = RunState(), Counter()
-    following = iter(["next"])
     locked = []
 
-    def go() -> Any:
+    def go() -> None:
         locked.append(run.lock.is_mine())
-        return next(following)
+        counter.work("next")
 
-    batches = BatchIterator(run, counter.consumer, go)
+    batches = BatchIterator(run, counter.consumer)
     counter.work("step")
+    counter.reads.append(go)
     assert [next(batches), next(batches)] == ["step", "next"]
     assert locked == [True]
     with pytest.raises(StopIteration):
@@ -741,7 +741,7 @@ def test_the_iterator() -> None:
 def test_a_step_while_another_thread_has_the_lock() -> None:
     """A GIL stands in for the lock: without one, the step waits for it."""
     run, counter = RunState(), Counter()
-    batches = BatchIterator(run, counter.consumer, list)
+    batches = BatchIterator(run, counter.consumer)
     counter.work("step")
     got: list[Any] = []
     thread = threading.Thread(
@@ -759,7 +759,7 @@ def test_a_step_while_another_thread_has_the_lock() -> None:
 def test_another_iterator() -> None:
     """Once another iterator is the present one, nothing is taken; the lock is free again."""
     run, counter = RunState(), Counter()
-    batches = BatchIterator(run, counter.consumer, list)
+    batches = BatchIterator(run, counter.consumer)
     counter.work()
     run.supersede()
     with pytest.raises(InterruptedError, match="newer iterator"):

@@ -79,11 +79,15 @@ class Stage:
         if self.ring.depths()[0]:
             self.finish(self.claim())
 
+    def next(self) -> Any:
+        """Take the next batch."""
+        return self.feed.consumer.next()
+
     def interrupt_next(self) -> None:
         """Let Ctrl-C come while the next batch is decoded."""
         self.to_interrupt = True
         with pytest.raises(KeyboardInterrupt):
-            self.feed.next()
+            self.next()
         assert not self.to_interrupt
 
     def convert(self, batch: Any) -> Any:
@@ -98,7 +102,7 @@ class Stage:
         batches = []
         while True:
             try:
-                batches.append(self.feed.next().tolist())
+                batches.append(self.next().tolist())
             except StopIteration:
                 return batches
 
@@ -121,7 +125,7 @@ def test_an_epoch() -> None:
     assert stage.drain() == PAIRS
     for _ in range(2):
         with pytest.raises(StopIteration):
-            stage.feed.next()
+            stage.next()
     stage.feed.begin(1)
     assert stage.drain() == PAIRS
 
@@ -132,7 +136,7 @@ def test_never_more_than_the_buffer() -> None:
     stage.feed.begin(0)
     assert stage.ring.depths() == (3, 0, 0)
     for taken in range(1, 11):
-        stage.feed.next()
+        stage.next()
         assert sum(stage.ring.depths()) == min(3, 10 - taken)
         assert stage.feed.consumer.done == taken
 
@@ -202,9 +206,9 @@ def test_an_exception() -> None:
     stage = Stage()
     stage.raising = {5}
     stage.feed.begin(0)
-    assert [stage.feed.next().tolist() for _ in range(2)] == PAIRS[:2]
+    assert [stage.next().tolist() for _ in range(2)] == PAIRS[:2]
     with pytest.raises(Broken) as caught:
-        stage.feed.next()
+        stage.next()
     assert caught.value.args == ([4, 5],)
     assert getattr(caught.value, "__notes__", ["epoch 0, batch 2, indices [4, 5]"])[0].endswith(
         "epoch 0, batch 2, indices [4, 5]"
@@ -238,7 +242,7 @@ def test_what_is_not_skipped() -> None:
     runner = stage.claim()
     stage.edge.fail(runner, Outcome())
     with pytest.raises(Outcome):
-        stage.feed.next()
+        stage.next()
     assert stage.drain() == PAIRS[1:]
 
 
@@ -252,10 +256,10 @@ def test_a_check_that_raises() -> None:
         raise Broken
 
     stage.act = act
-    assert stage.feed.next().tolist() == PAIRS[0]
+    assert stage.next().tolist() == PAIRS[0]
     for _ in range(2):
         with pytest.raises(Broken):
-            stage.feed.next()
+            stage.next()
     stage.act = stage.work
     assert stage.drain() == PAIRS[1:]
 
@@ -268,10 +272,10 @@ def test_interrupted() -> None:
     for _ in range(2):
         with pytest.raises(InterruptedError):
             while True:
-                stage.feed.next()
+                stage.next()
     stage.act = stage.work
     with pytest.raises(InterruptedError):
-        stage.feed.next()
+        stage.next()
     stage.feed.begin(1)
     assert stage.drain() == PAIRS
 
@@ -349,7 +353,7 @@ def test_any_epochs(
         stage.feed.begin(epoch)
         idle = [k for k in range(1, hold + 1) if stage.runners[k].cell < 0]
         held.extend(stage.claim(k) for k in idle[: stage.ring.depths()[0]])
-        got = [stage.feed.next().tolist() for _ in range(min(take, len(want)))]
+        got = [stage.next().tolist() for _ in range(min(take, len(want)))]
         assert (got == want[: len(got)]) if ordered else all(b in want for b in got)
         assert len({b[0] for b in got}) == len(got)
     stage.feed.begin(99)
@@ -371,7 +375,7 @@ def test_indices_are_in_the_ring() -> None:
 def strike(stage: Stage, countdown: int, got: list[Any]) -> bool:
     """Take a batch the long way, and raise in the middle; say whether there was such a place."""
     with interrupted(countdown, "feed.py", "sampler.py") as struck:
-        got.append(stage.feed.next().tolist())
+        got.append(stage.next().tolist())
     return struck.is_set()
 
 
@@ -382,7 +386,7 @@ def test_ctrl_c_twice(ordered: bool) -> None:
     for first, second in itertools.product(range(1, 20), repeat=2):
         stage = Stage(samples=9, ordered=ordered)
         stage.feed.begin(0)
-        got: list[Any] = [stage.feed.next().tolist() for _ in range(3)]  # the last one is short
+        got: list[Any] = [stage.next().tolist() for _ in range(3)]  # the last one is short
         hits += strike(stage, first, got) and strike(stage, second, got)
         assert stage.feed.position == min(2 * len(got), 9)
         assert got + stage.drain() == [*PAIRS[:4], [8]]
@@ -407,7 +411,7 @@ def test_a_conversion_that_fails_is_made_once(skip: bool) -> None:
     while True:
         stage.work()
         try:
-            got.append(stage.feed.next().tolist())
+            got.append(stage.next().tolist())
         except Broken:
             raised += 1
         except StopIteration:

@@ -108,14 +108,11 @@ class Pool(Progress, Protocol):
         """
 
     def interrupt(self) -> None:
-        """Make `next` raise InterruptedError, also in a thread that waits, until `begin`."""
+        """Have a call for a batch raise InterruptedError, also one that waits, until `begin`."""
 
     @property
-    def consumer(self) -> Consumer | None:
-        """The trainer's end of the ring, if there is one."""
-
-    def next(self) -> Any:
-        """Return the next batch, or raise StopIteration at the end of the epoch."""
+    def consumer(self) -> Consumer:
+        """The trainer's end of the ring: returns the batches."""
 
     def close(self) -> None:
         """End all that was started; returns within a bounded time. Calling it twice is fine."""

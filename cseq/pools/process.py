@@ -102,14 +102,8 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     try:
         if seeds is not None:
             seeds.seed_present()
-        worker = entered.read(local)
-        if seeds is not None:
-            seeds.seed_present()  # what reading has drawn, and what it has imported
-        made = indexer.build(worker)
-        if seeds is not None and seeds.has_drawn():  # from generators that it imported just now
-            indexer.dispose(worker, made, copied=True)
-            seeds.seed_present()
-            made = indexer.build(worker)
+        worker = entered.read(local)  # which may draw, and import
+        made = indexer.build_seeded(worker, seeds, copied=True)
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return

@@ -91,7 +91,8 @@ class BatchSeeds:
         """Save the trainer's generators, and seed for a batch."""
         assert self._seeds is not None
         self._batch_context.set(Place(0, batch, batch))
-        self._seeds.begin()
+        self._seeds.lend()
+        self._seeds.seed_present()
 
     def restore(self) -> None:
         """Restore the trainer's generators; twice is fine."""
