@@ -1031,6 +1031,28 @@ cdef class ItemReader:
             raise (<ItemFailure>item).error
         return item
 
+    def glance(self):
+        """Return what the next call returns, in an ordered epoch of keys, if it is ready; else None.
+
+        It is decoded, and stays next. Nothing is waited for, and no key is drawn. In place of an
+        exception, also with `raises`, there is its `ItemFailure`.
+        """
+        cdef StreamConsumer consumer
+        self.run.lock.enter()
+        try:
+            if (not self.keyed or not self.ordered or not self.length or self.generation < 0
+                    or not self.run.is_at(<uint64_t>self.generation)):
+                return None
+            consumer = self.at(0)
+            if (consumer.is_answered() and consumer.prepare() and self.length
+                    and consumer is self.at(0)):
+                return consumer.item
+            return None
+        except MemoryError:
+            return None  # the call that takes the item decodes it again
+        finally:
+            self.run.lock.leave()
+
     def peek(self):
         """Return the number in the epoch of the next item, and the item. Nothing changes.
 

@@ -354,6 +354,14 @@ class Streams:
         return self._reader.next
 
     @property
+    def glance(self) -> Callable[[], Any]:
+        """Return what is next in an ordered epoch of keys, if it is ready; else None.
+
+        It stays next: no key is drawn. See `ItemReader.glance`.
+        """
+        return self._reader.glance
+
+    @property
     def peek(self) -> Callable[[], tuple[int, Any]]:
         """Return the number of the next item in the epoch, and the item; see `ItemReader.peek`.
 

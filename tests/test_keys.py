@@ -697,6 +697,52 @@ def test_a_peeked_item_stays_in_front() -> None:
             assert len({(item[0], *item[1]) for item in got}) == 60
 
 
+def glanced(s: Streams) -> Any:
+    """The next item, without taking it, once it is ready."""
+    while s.glance() is None:
+        time.sleep(PAUSE)
+    return s.glance()
+
+
+@pytest.mark.needs("POSIX")
+@pytest.mark.parametrize("assign", ["turn", "free"])
+def test_a_glance_changes_nothing(tmp_path: Path, assign: str) -> None:
+    """It is what comes next, once that is ready: nothing is waited for, no key is drawn for it."""
+    with gated(tmp_path) as (s, gate):
+        keys = Counting([k] for k in range(6))
+        begin(s, keys, assign=assign)
+        items = iter(s)
+        for number in range(2):
+            first = glanced(s)
+            assert first[1] == [number]
+            assert glanced(s) is first
+            assert keys.drawn == 4 + number
+            assert next(items) is first
+        assert s.glance() is None  # its worker waits in it
+        gate.write(b"1")
+        assert glanced(s)[1] == [2]
+        assert keys_of(items) == [[2], [3], [4], [5]]
+        assert s.glance() is None
+        assert not lost_slots(s)
+
+
+def test_where_there_is_no_glance() -> None:
+    """Without an epoch, without keys, and in no order; an exception is not raised."""
+    with streams() as s:
+        assert s.glance() is None
+        for options in ({"ordered": False}, {"keys": None}):
+            s.begin([2, 2], **({"keys": iter(lists(4))} | options))
+            for worker in range(2):
+                await_answers(s, worker)
+            assert s.glance() is None
+            assert len(list(s)) == 4
+    with streams(Broken) as s:
+        begin(s, ["two"])
+        assert isinstance(glanced(s).error, TwoArguments)
+        with pytest.raises(TwoArguments):
+            next(iter(s))
+
+
 @pytest.mark.needs("POSIX")
 def test_another_epoch_waits_for_nothing_under_way(tmp_path: Path) -> None:
     """What is being made is given up, and its worker goes on when it can."""
@@ -924,7 +970,7 @@ STEPS = ("stream.py", "run.py", "transport.py", "arena.py", "codec.py", "failure
 MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 
 
-@pytest.mark.parametrize("how", ["turn", "peek"])
+@pytest.mark.parametrize("how", ["turn", "peek", "glance"])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered: bool, assign: str, how: str) -> None:
     """Wherever in it a signal handler raises: no key and no item is lost, doubled, misplaced."""
@@ -954,8 +1000,10 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered: bool, assign: str, ho
 
 def take(s: Streams, how: str, got: list[Any]) -> bool:
     """Take an item's key; return whether there was one."""
-    if how == "turn":
+    if how in ("turn", "glance"):
+        ahead = s.glance() if how == "glance" else None
         items = list(itertools.islice(s, 1))
+        assert ahead is None or ahead is items[0]
         got += keys_of(items)
         return bool(items)
     try:

@@ -21,6 +21,7 @@ The first column is the number in order of frequency. Tests that are not in this
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import random
@@ -35,13 +36,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.utils import data  # noqa: E402
-from torch_data import Augmented, Plain, same, seed_all  # noqa: E402
+from torch_data import Augmented, Counting, Plain, same, seed_all  # noqa: E402
 
 import cseq  # noqa: E402
+from cseq import testing  # noqa: E402
 from cseq.adapters.torch import names  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import RunScript
@@ -211,24 +213,203 @@ def test_an_interpreter_ends_with_persistent_workers(
 # ── 10: pinning ────────────────────────────────────────────────────────────────────────────
 
 
-def test_pinning_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are pinned in the loop's own thread, each of them once."""
+class Begun(Plain):
+    """Tells which sample was begun last."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.latest = mmap.mmap(-1, 1)  # which forked workers share
+
+    def __getitem__(self, index: int) -> Any:
+        self.latest[0] = index
+        return super().__getitem__(index)
+
+    def wait_for(self, index: int) -> None:
+        """Wait until a sample is begun; those before it are then ready, of one worker."""
+        while self.latest[0] < index:
+            time.sleep(0.001)
+
+
+def pinning_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "cseq-pin"]
+
+
+def pinned_by(iterator: Any) -> Any:
+    """An iterator that pins its batches, as it does where there is an accelerator."""
+    iterator._pin_memory = True
+    return iterator
+
+
+def test_pinning_overlaps_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is ready is pinned while the loop has the one before; no key is drawn for it."""
     pinned: list[Any] = []
+    changed = threading.Condition()
 
     def pin(batch: Any, device: Any) -> Any:
-        pinned.append((threading.current_thread(), batch))
+        with changed:
+            pinned.append(batch)
+            changed.notify_all()
         return -batch
 
     monkeypatch.setattr(names, "pin", pin)
-    without = iter(loader(Plain(6), batch_size=None))
-    threads = {thread.name for thread in threading.enumerate()}
-    assert list(without) == list(range(6))
-    iterator = iter(loader(Plain(6), batch_size=None))
-    iterator._pin_memory = True  # as it is where there is an accelerator
-    assert [next(iterator), next(iterator)] == [0, -1]
-    assert {thread.name for thread in threading.enumerate()} <= threads
-    assert list(iterator) == [-2, -3, -4, -5]
-    assert pinned == [(threading.current_thread(), number) for number in range(6)]
+    dataset, keys = Begun(12), Counting(range(12))
+    made = loader(dataset, batch_size=None, sampler=keys, num_workers=1, prefetch_factor=4)
+    iterator = pinned_by(iter(made))
+    drawn = keys.count
+    for number in range(12):
+        dataset.wait_for(min(number + 2, 11))  # then the next one is ready
+        assert next(iterator) == -number
+        assert keys.count == min(12, drawn + number + 1)
+        assert made.state_dict()["_num_yielded"] == number + 1
+        if number < 10:
+            with changed:
+                assert changed.wait_for(lambda last=number + 1: last in pinned, 60)
+    assert list(iterator) == []
+    assert pinned == list(range(12))
+    for thread in pinning_threads():  # it ends with the epoch
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+class Numbers(data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_nothing_is_pinned_ahead_where_the_order_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no thread then, nor where nothing is to be pinned."""
+    monkeypatch.setattr(names, "pin", lambda batch, device: -batch)
+    options: Any = {"batch_size": None, "num_workers": 1, "prefetch_factor": 4}
+    dataset = Begun(6)
+    unordered = pinned_by(iter(loader(dataset, in_order=False, **options)))
+    dataset.wait_for(2)
+    assert next(unordered) == 0
+    iterable = pinned_by(iter(loader(Numbers(), **options)))
+    assert next(iterable) == 0
+    unpinned = Begun(6)
+    plain = iter(loader(unpinned, **options))
+    unpinned.wait_for(2)
+    assert next(plain) == 0
+    assert pinning_threads() == []
+    assert list(unordered) == [-1, -2, -3, -4, -5]
+    assert list(iterable) == [-1, -2, -3, -4, -5]
+    assert list(plain) == [1, 2, 3, 4, 5]
+
+
+def test_what_cannot_be_pinned_ahead_is_raised_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = threading.Event()
+
+    def pin(batch: Any, device: Any) -> Any:
+        if batch == 1:
+            failed.set()
+            raise RuntimeError("no page-locked memory")
+        return -batch
+
+    monkeypatch.setattr(names, "pin", pin)
+    dataset = Begun(4)
+    iterator = pinned_by(iter(loader(dataset, batch_size=None, num_workers=1, prefetch_factor=4)))
+    dataset.wait_for(3)
+    assert next(iterator) == 0
+    assert failed.wait(60)
+    with pytest.raises(RuntimeError, match="page-locked"):
+        next(iterator)
+    assert list(iterator) == [-2, -3]
+
+
+class Noting(Plain):
+    """A sample says whether a batch was being pinned when its worker was forked."""
+
+    is_pinning = False
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.is_pinning
+
+
+def test_no_worker_is_forked_while_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next epoch waits for that, and gets nothing that was pinned for the one before."""
+    dataset = Noting(8)
+    begun, ended = threading.Event(), threading.Event()
+
+    def pin(batch: Any, device: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() or ended.is_set():
+            return batch
+        dataset.is_pinning = True
+        begun.set()
+        assert ended.wait(60)
+        dataset.is_pinning = False
+        return "of the epoch before"
+
+    monkeypatch.setattr(names, "pin", pin)
+    made = loader(
+        dataset,
+        batch_size=None,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    iterator = pinned_by(iter(made))
+    testing.await_workers(made)
+    taken = 0
+    while not begun.wait(0.01):  # until a batch was ready when another one was returned
+        assert next(iterator) == [taken, False]
+        taken += 1
+    testing.kill(made, 0)
+    while testing.ready(made)[0]:  # until its death is known
+        time.sleep(0.001)
+    threading.Timer(0.2, ended.set).start()
+    assert list(made) == [[number, False] for number in range(8)]
+
+
+PINNING_AT_THE_END = """
+import threading
+import cseq
+from cseq.adapters.torch import names
+
+begun, left = threading.Event(), threading.Event()
+
+def pin(batch, device):
+    if threading.current_thread() is not threading.main_thread():
+        begun.set()
+        left.wait()
+        print("pinned")
+    return batch
+
+names.pin = pin
+loader = cseq.DataLoader(range(100), num_workers=1, persistent_workers=True)
+iterator = iter(loader)
+iterator._pin_memory = True
+while not begun.wait(0.01):
+    next(iterator)
+print("the loop is left", flush=True)
+threading.Timer(0.2, left.set).start()
+"""
+
+
+def test_the_program_ends_while_a_batch_is_pinned(run_script: RunScript) -> None:
+    """It waits for that: the device's library must not end in the middle of a call."""
+    done = run_script(PINNING_AT_THE_END)
+    assert (done.returncode, done.stdout) == (0, "the loop is left\npinned\n"), done.stderr
+
+
+def test_a_thread_that_pins_has_the_loops_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+
+    class Module:
+        is_available = staticmethod(lambda: True)
+        current_device = staticmethod(lambda: 3)
+        set_device = chosen.append
+
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "cuda", Module)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    names.settle_pinning("cuda")()
+    names.settle_pinning(None)()
+    assert chosen == [3, 3]
+    assert threads == [1, 1]
 
 
 # ── 11: one slow sample ────────────────────────────────────────────────────────────────────

@@ -354,16 +354,28 @@ class TorchData(Loop):
         self.loader.shutdown()
 
 
+def cloned(batch: Any, _: Any) -> Any:
+    """Stand in for pinning."""
+    name, data = batch
+    return name, data.clone()
+
+
 class TorchLoader(Loop):
     """`cseq.DataLoader`, with workers that persist, or without any."""
 
     def __init__(
-        self, rng: random.Random, *, ordered: bool = True, has_workers: bool = True
+        self,
+        rng: random.Random,
+        *,
+        ordered: bool = True,
+        has_workers: bool = True,
+        pins: bool = False,
     ) -> None:
         super().__init__(rng)
-        from cseq.adapters.torch import DataLoader
+        from cseq.adapters.torch import DataLoader, names
 
-        self.ordered = ordered
+        self.ordered, self.pins = ordered, pins
+        names.pin = cloned  # without an accelerator nothing can be pinned
         self.chosen: list[int] = []
         workers: dict[str, Any] = {
             "num_workers": rng.randint(1, 3),
@@ -382,6 +394,8 @@ class TorchLoader(Loop):
         self.chosen = self.names()
         self.broken = False
         self.items = iter(self.loader)
+        if self.pins:  # as it does where there is an accelerator
+            self.items._pin_memory = True  # type: ignore[attr-defined]
         return self.chosen
 
     def take(self) -> bool:
@@ -424,6 +438,7 @@ KINDS = {
     "returnn": Kind(Returnn, ("returnn",)),
     "torchdata": Kind(TorchData, ("torch", "torchdata")),
     "torch": Kind(TorchLoader, ("torch",)),
+    "torch pinned": Kind(partial(TorchLoader, pins=True), ("torch",)),
     "torch unordered": Kind(partial(TorchLoader, ordered=False), ("torch",)),
     "torch inline": Kind(partial(TorchLoader, has_workers=False), ("torch",)),
 }

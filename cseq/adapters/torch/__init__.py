@@ -9,6 +9,7 @@ docs/how-to/from-dataloader.md has both.
     trainer                                               worker process
       loader.DataLoader ─► iterator.WorkersIterator         worker.Batches: seeds, fetches, collates
         taking.py  the next batch
+        pinning.py pins the one after it
         order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
         state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot
 

@@ -14,6 +14,7 @@ import torch
 from cseq import failure
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import leaves_no_trace, noted, order_of, states_before
+from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
@@ -84,6 +85,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._begun = states_before(loader._index_sampler)
         names.Base.__init__(self, loader)
         self._profile_name = names.profile_name(names.Workers)
+        self._pinner = Pinner(self._pin_memory_device)
         self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = bool(getattr(loader, "in_order", True))  # before torch 2.6 there is none
@@ -170,6 +172,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 self._base_seed = resume.base_seed
         self._ended = False
         self._received.clear()
+        self._pinner.wait()  # no worker is forked in the middle of it
+        self._pinner.forget()
         self._error = None
         self._number += 1
         if not first_iter:  # a worker that has sent a state has read its own
@@ -285,11 +289,23 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._behind = number, state
         if self._pin_memory:
             try:
-                return names.pin(item, self._pin_memory_device)
+                item = self._pinner.pin(self._received[0], item)
             except Exception as error:
                 self._error, self._place = error, None
                 raise
+            self._pin_next()
         return item
+
+    def _pin_next(self) -> None:
+        """Have the batch after the one that is received pinned beside the loop, if it is ready.
+
+        It stays in the engine, and is taken as any other: no key is drawn for it.
+        """
+        following = self._streams.glance()
+        batch = following.batch if type(following) is worker.Stated else following
+        self._pinner.forget()
+        if type(batch) not in (type(None), worker.Raised, ItemFailure):
+            self._pinner.begin(following, batch)
 
     def _next_item(self) -> Any:
         """Return the item that is received, or receive the next one; see `worker`."""
@@ -363,6 +379,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         if self._shutdown:
             return
         self._ended = True
+        self._pinner.close()
         for process in self._workers:
             process.keep()
         if self.progress.stats is None:  # if `close` was interrupted, they are there already

@@ -12,6 +12,7 @@ when it is imported, and each name is used once, as the loader uses it.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -73,6 +74,21 @@ profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
 
 # The method that makes an iterator; without it, `__iter__` can be told only to use torch's own.
 SEAM = "_get_iterator" if hasattr(data.DataLoader, "_get_iterator") else "__iter__"
+
+
+def settle_pinning(device: str | None) -> Any:
+    """Return what a thread that pins for this device has to call first, as torch's own does."""
+    module = getattr(torch, torch.device(device or "cuda").type, None)
+    if module is None or not module.is_available():
+        return partial(torch.set_num_threads, 1)
+    index = module.current_device()  # of the thread that asks
+
+    def settle() -> None:
+        torch.set_num_threads(1)  # of the copy, for this thread
+        module.set_device(index)  # else it begins to use the first one
+
+    return settle
+
 
 _KNOWN = {
     "self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers",

@@ -1,0 +1,113 @@
+"""Pinning of batches; of the next one while the loop works with the one before."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from cseq.adapters.torch import names
+from cseq.threads import Latch, Threads
+
+__all__ = ["Pinner"]
+
+EXIT_SECONDS = 15.0  # how long the interpreter's end waits for a batch that is being pinned
+
+
+class Pinner:
+    """Pins batches; its thread, one at a time, runs from the first `begin` on, until `close`.
+
+    A signal handler may raise in any method: a batch may then be pinned twice.
+
+    Parameters
+    ----------
+    device : str or None
+        See `DataLoader`.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._pid = os.getpid()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = Threads()
+        self._job: Job | None = None  # that was begun last
+        _pinners.add(self)
+
+    def pin(self, item: Any, batch: Any) -> Any:
+        """Return the batch of an item, pinned: on the thread if begun there, or else here."""
+        job = self._job
+        if job is not None and job.item is item and self.wait() and job.is_pinned:
+            return job.batch
+        return names.pin(batch, self._device)
+
+    def begin(self, item: Any, batch: Any) -> None:
+        """Have the thread pin the batch of an item."""
+        if not self._threads.begun:
+            try:
+                work = partial(_work, self._jobs, names.settle_pinning(self._device))
+                self._threads.add("cseq-pin", work)
+                self._threads.start()
+            except RuntimeError:  # the system has no more threads, or the interpreter is ending
+                self._threads = Threads()
+                return
+        self._job = Job(item, batch, self._device)
+        self._jobs.put(self._job)  # no handler runs between this and the line before
+
+    def forget(self) -> None:
+        """Keep no batch."""
+        self._job = None
+
+    def wait(self, seconds: float = -1.0) -> bool:
+        """Wait until nothing is being pinned. False: not by then, or not in this process."""
+        job = self._job
+        return job is None or (self._pid == os.getpid() and job.done.wait(seconds))
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        self._jobs.put(None)
+        self._job = None
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
+
+
+class Job:
+    """A batch that is pinned on the thread."""
+
+    def __init__(self, item: Any, batch: Any, device: str | None) -> None:
+        self.item = item
+        self.batch = batch
+        self.is_pinned = False
+        self.done = Latch()
+        self._device = device
+
+    def run(self) -> None:
+        """Pin the batch."""
+        try:
+            self.batch = names.pin(self.batch, self._device)
+            self.is_pinned = True
+        except BaseException:  # noqa: BLE001 - the loop pins it again, which raises it there
+            pass
+        finally:
+            self.done.set()
+
+
+def _work(jobs: SimpleQueue[Job | None], settle: Any) -> None:
+    """Run the thread; it keeps no batch while it waits for the next one."""
+    settle()
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job
+
+
+_pinners: weakref.WeakSet[Pinner] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    """Keep the interpreter from ending in the middle of a call of the device's library."""
+    for pinner in list(_pinners):
+        pinner.wait(EXIT_SECONDS)
