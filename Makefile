@@ -22,7 +22,7 @@
 #   interrupts         tests/stress
 #   sanitizers         tests/c
 #   stress             tests/stress
-#   torch-versions     tests/adapters
+#   torch-versions     tests/contract/adapters
 #   wheels             tests/platforms/wheels
 #   wine               tests/platforms/wine
 #
@@ -99,7 +99,7 @@ lint: build check-headers $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
 	$(BIN)/zizmor --offline --no-progress .github
-	$(PY) -m pytest tests/test_typing.py tests/test_packaging.py
+	$(PY) -m pytest tests/project/test_typing.py tests/project/test_packaging.py
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest.txt --ignore-unused-allowlist $(CORE)
 

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 RESULTS = FOLDER.parent / "results"
 TESTS = ("tests/gpu",)
-REHEARSED = (*TESTS, "tests/converter/test_cuda.py::test_converters_without_a_device")
+REHEARSED = (*TESTS, "tests/unit/converter/test_cuda.py::test_converters_without_a_device")
 FIGURES = ("passed", "failed", "skipped")
 
 

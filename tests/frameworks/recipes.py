@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-# The pages, and how many of their blocks are no files, but whole scripts (tests/test_examples.py).
+# The pages, and how many of their blocks are no files, but whole scripts (test_examples.py).
 PAGES = {"frameworks.md": 0, "from-dataloader.md": 1}
 BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

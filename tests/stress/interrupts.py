@@ -25,7 +25,7 @@ import numpy as np
 from streams import Alarm
 from stress import left_behind
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 from streaming import lost_slots
 

@@ -2,7 +2,7 @@
 
 Methods and attributes of torch's loader and iterators are used where they are needed
 (`_get_iterator`, `_index_sampler`, `_base_seed`, …), and so is what is multiprocessing's own, in
-`cseq.launcher.identity` and `cseq.spawning`. tests/adapters/test_torch_names.py has a test for each
+`cseq.launcher.identity` and `cseq.spawning`. test_torch_names.py has a test for each
 of all these, so that a torch which lacks one, or means something else by it, is found out by name.
 
 With such a torch every loader has torch's own iterator: `REASON` says why. So nothing here fails

@@ -6,4 +6,4 @@ check-darwin: $(VENV)/.test
 	cd build/darwin && CFLAGS="-w -U__linux__ -D__APPLE__ -include $(CURDIR)/build/darwin/tests/c/darwin.h" \
 		$(abspath $(PY)) setup.py --quiet build_ext --inplace
 	cd build/darwin && PYTHONPATH=$(CURDIR)/build/darwin/tests/platforms/darwin $(abspath $(PY)) -m pytest \
-		-n $(JOBS) --ignore tests/test_typing.py $(ARGS)
+		-n $(JOBS) --ignore tests/project/test_typing.py $(ARGS)

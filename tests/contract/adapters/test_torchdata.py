@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from interrupting import first_hits, interrupted
-from killing import CODE, WORDS, is_alive, kill
+from killing import CODE, WORDS, await_closings, is_alive, kill
 from kinds import QUICKEST
 
 torch = pytest.importorskip("torch")
@@ -33,7 +33,6 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService, engine, relay  # noqa: E402
-from cseq.run import await_closings  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from conftest import import_path
 
 import cseq
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}
 GROUPS_OF_PEERS = {
     "adapters",

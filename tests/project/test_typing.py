@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import import_path
 
-SCRIPTS = sorted((Path(__file__).parent / "typing").glob("*.py"))
+SCRIPTS = sorted((Path(__file__).parents[1] / "typing").glob("*.py"))
 
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 

@@ -1,6 +1,6 @@
 """fisher-yates-v1 and generator-states-v1 in plain Python: docs/inside/shuffle.md as a program.
 
-``python tests/reference.py shuffle > tests/golden/shuffle.json`` writes the file that is there, and
+``python tests/helpers/reference.py shuffle > tests/golden/shuffle.json`` writes the file there, and
 ``states`` in place of ``shuffle`` the other one.
 """
 

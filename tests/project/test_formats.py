@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import import_path
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "formats"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "formats"
 PROGRAMS = ("measuring", "run", "torchvision_cpu")
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in PROGRAMS)
 

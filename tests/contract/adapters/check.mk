@@ -19,5 +19,5 @@ check-torch-versions: build $(TORCH_VERSIONS:%=.torch-env/%/.made)
 	for version in $(TORCH_VERSIONS); do \
 		case $$version in 2.4.*|2.5.*) chosen='$(NO_IN_ORDER)';; *) chosen=;; esac; \
 		eval PYTHONPATH=. .torch-env/$$version/bin/python -m pytest -n $(JOBS) $$chosen \
-			tests/adapters/test_torch_*.py $(ARGS) || exit 1; \
+			tests/*/adapters/test_torch_*.py $(ARGS) || exit 1; \
 	done

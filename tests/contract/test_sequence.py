@@ -834,19 +834,6 @@ print("done", "torch" in sys.modules)
     assert re.match(r"WARNING .*torch", lines[0])
 
 
-def test_no_cuda_is_said_once(
-    no_cuda: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without CUDA, 'cuda' says so in the log, once in the life of the process."""
-    from cseq.converter import output
-
-    output.say_once.cache_clear()
-    for _ in range(2):
-        with MTSequence(Indices1, 4, num_workers=1).start():
-            pass
-    assert len([r for r in caplog.records if "CUDA" in r.getMessage()]) == 1
-
-
 @pytest.mark.parametrize("kind", PROCESSES[:2], ids=by_name)
 def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
     """Workers do not import torch for cseq's sake, whatever the out_type."""

@@ -28,7 +28,7 @@ import cseq
 from cseq._core import Order
 from cseq._core import derive as core_derive
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 FILE = json.loads((HERE / "golden" / "shuffle.json").read_text(encoding="ascii"))
 
 seeds = st.integers(0, WORD)

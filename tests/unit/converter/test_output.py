@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from converting import FLOAT, same_bits
 
+import cseq
 from cseq.converter.host import Converter
 from cseq.converter.output import (
     cast_dtype,
@@ -272,3 +273,15 @@ def test_what_needs_no_torch_is_left() -> None:
     for out_type in ("null", np.negative):
         output = parse(out_type, None)
         assert resolve(output) is output
+
+
+def test_no_cuda_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without CUDA, 'cuda' says so in the log, once in the life of the process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    say_once.cache_clear()
+    for _ in range(2):
+        with cseq.MTSequence(np.arange, 4, num_workers=1).start():
+            pass
+    assert len([r for r in caplog.records if "CUDA" in r.getMessage()]) == 1

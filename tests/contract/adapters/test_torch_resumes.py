@@ -2,7 +2,7 @@
 
 A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, by
 cseq's loader or by torchdata's, and where it is taken again before it is used. For other seeds than
-those of the test: ``python tests/adapters/test_torch_resumes.py FIRST COUNT``.
+those of the test: ``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
 """
 
 from __future__ import annotations

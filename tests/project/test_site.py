@@ -14,7 +14,7 @@ import pytest
 
 import cseq
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
 PAGES = sorted(DOCS.rglob("*.md"))

@@ -21,7 +21,7 @@ import pytest
 from conftest import HAS_PROC
 from interrupting import first_hits, interrupted
 from killing import WORDS, await_death, kill
-from kinds import FIRST_PROCESS, QUICKEST
+from kinds import FIRST_PROCESS, QUICKEST, start_methods
 
 import cseq
 from cseq import testing
@@ -35,7 +35,6 @@ from returnn.datasets.cached2 import CachedDataset2
 from returnn.datasets.map import MapDatasetBase
 
 from cseq.adapters.returnn import MultiProcDataset
-from cseq.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,11 +25,10 @@ from adverse import (
     reference,
 )
 from killing import CODE, WORDS
-from kinds import QUICKEST
+from kinds import QUICKEST, start_methods
 
 import cseq
 from cseq import testing
-from cseq.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Script: TypeAlias = Callable[..., str]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 # The README and the pages of the site, but the one whose script kills a worker: the log says so.
 KILLING = "docs/inside/reliability.md"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-
-from cseq.launcher import start_methods
+from kinds import start_methods
 
 if TYPE_CHECKING:
     from conftest import RunScript

@@ -17,7 +17,7 @@ import pytest
 
 import cseq
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(cseq.__file__).resolve().parent
 TEXTS = (".py", ".pyx", ".pyi", ".md", ".toml", ".yml", "Makefile", ".mk")
 BUILD_TOOLS = [name for name in ("Cython", "setuptools") if find_spec(name) is None]

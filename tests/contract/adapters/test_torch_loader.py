@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 
 from conftest import import_path  # noqa: E402
 from interrupting import first_hits, interrupted  # noqa: E402
-from killing import kill  # noqa: E402
+from killing import KILLED, kill  # noqa: E402
 from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
@@ -42,8 +42,6 @@ from torch_data import (  # noqa: E402
 
 import cseq.testing  # noqa: E402
 from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
-from cseq.adapters.torch.order import leaves_no_trace  # noqa: E402
-from cseq.launcher.base import KILLED  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,24 +178,6 @@ def test_a_data_set_that_has_the_loaders_generator() -> None:
         return run(kind, Noisy(generator), 2, options)
 
     assert same(noisy(cseq.DataLoader), noisy(data.DataLoader))
-
-
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
-        (data.SequentialSampler(range(9)), False),
-        (data.RandomSampler(range(9)), True),
-        (data.RandomSampler(range(9), generator=torch.Generator()), False),
-        (data.DistributedSampler(Plain(9), num_replicas=2, rank=0), True),
-        (Levelling(Levelled()), False),
-        (range(9), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.parametrize("batched", [True, False])
-def test_keys_that_may_be_drawn_before_a_fork(sampler: Any, expected: bool, batched: bool) -> None:
-    index_sampler = data.BatchSampler(sampler, 2, drop_last=False) if batched else sampler
-    assert leaves_no_trace(index_sampler) is expected
 
 
 @pytest.mark.parametrize("sizes", [(1, 4, 2), (3, 5), (0, 4, 9), (5, 1, 3, 0, 2)], ids=str)

@@ -293,7 +293,8 @@ def test_a_wrong_argument(value: Any) -> None:
 # -- the states themselves
 
 
-FILE = json.loads((Path(__file__).parent / "golden" / "states.json").read_text(encoding="ascii"))
+GOLDEN = Path(__file__).parents[1] / "golden" / "states.json"
+FILE = json.loads(GOLDEN.read_text(encoding="ascii"))
 
 
 class Place:
@@ -339,7 +340,7 @@ def test_golden_states(record: dict[str, Any]) -> None:
 def test_golden_file_is_the_references() -> None:
     """What is in the golden file comes from the reference; some of it is on the page."""
     assert golden_states() == FILE
-    page = (Path(__file__).parents[1] / "docs" / "inside" / "shuffle.md").read_text(
+    page = (Path(__file__).parents[2] / "docs" / "inside" / "shuffle.md").read_text(
         encoding="utf-8"
     )
     text = page.partition("Of `generator-states-v1`")[2].replace("2⁶⁴-1", str(2**64 - 1))

@@ -14,8 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import RunScript
 
-SLOW_PY = Path(__file__).with_name("slow.py")
-CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+SLOW_PY = Path(__file__).parents[1] / "slow.py"
+CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text(encoding="utf-8")
 IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
 
 needs_proc = pytest.mark.needs("Linux")
