@@ -389,9 +389,10 @@ class Supervisor:
         """Ensure that a worker has ended, post its tickets again, and replace it."""
         child, owner = worker.child, worker.owner
         exitcode = child.status(ENDING)
-        if not child.gone:  # a process may close its socket and live on
-            child.kill()
-            exitcode = child.status(LAST_GRACE)
+        if exitcode is None:  # a process may close its socket and live on; its server may be late
+            if not child.gone:
+                child.kill()
+            exitcode = child.status(GRACE)
         if not child.gone:
             raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and has not ended")
         self._selector.unregister(child.sock)

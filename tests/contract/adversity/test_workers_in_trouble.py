@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,38 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
                 for worker in range(3):
                     testing.kill(m, worker)
         assert got == reference()
+
+
+class Parents:
+    """Each sample is the process that has forked its worker."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.full(len(indices), os.getppid())
+
+
+@pytest.mark.skipif("forkserver" not in start_methods(), reason="no fork server")
+def test_a_death_that_the_fork_server_reports_late(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker's exit code is waited for: on a busy machine the log has the same text."""
+    logged = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.set()  # type: ignore[method-assign]
+    with manager(Parents, start_method="forkserver").start() as m:
+        testing.await_workers(m)
+        batches = iter(m)
+        server = int(next(batches)[0])
+        logging.getLogger("cseq").addHandler(handler)
+        try:
+            os.kill(server, signal.SIGSTOP)
+            testing.kill(m, 0)
+            logged.wait(1)  # nothing is, unless the code is given up
+            os.kill(server, signal.SIGCONT)
+            assert logged.wait(60)
+            assert sum(len(batch) for batch in batches) == SAMPLES - BATCH
+        finally:
+            logging.getLogger("cseq").removeHandler(handler)
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker 0 was killed by SIGKILL: replaced"
+    ]
 
 
 POINTS = ["claim", "slice", "index", "encode", "publish", "published", "notify"]
