@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import copyreg
 import functools
 import pickle
 import signal
@@ -249,6 +250,19 @@ def _own_class(error: BaseException) -> type[BaseException]:
     return cls
 
 
+class _Telling(type):
+    """The class of the classes that `_telling` makes. One is pickled as the class it is made of."""
+
+
+def _pickled(cls: type) -> Any:
+    """Return how a class is pickled: as another one, or (a subclass of the user's) by its name."""
+    told = vars(cls).get("__told__")
+    return cls.__qualname__ if told is None else (copy.copy, (told,))
+
+
+copyreg.pickle(_Telling, _pickled)
+
+
 @functools.lru_cache(maxsize=64)
 def _telling(cls: type[BaseException]) -> type[BaseException]:
     """Make the class of exceptions that tell the traceback of their worker."""
@@ -256,7 +270,10 @@ def _telling(cls: type[BaseException]) -> type[BaseException]:
     if registers or issubclass(cls, SyntaxError):
         raise TypeError(f"{cls.__qualname__} knows its subclasses, or is not shown by its text")
 
-    make: Any = type(cls)
+    make: Any = _Telling
+    if type(cls) is not type:
+        make = type(_Telling.__name__, (_Telling, type(cls)), {})
+        copyreg.pickle(make, _pickled)
 
     def text(self: BaseException) -> str:
         own, cause = cls.__str__(self), CAUSE.__get__(self)

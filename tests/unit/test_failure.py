@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -49,6 +50,10 @@ class Slotted(LookupError):
 
     def __str__(self) -> str:
         return f"no {self.key}"
+
+
+class Abstract(Exception, metaclass=abc.ABCMeta):
+    """Has a class of its own for its class."""
 
 
 class Untravelled(Exception):
@@ -400,6 +405,7 @@ TOLD: list[Callable[[], BaseException]] = [
     lambda: Coded(7, reason="wet"),
     lambda: Slotted("key"),
     lambda: Frozen("x"),
+    lambda: Abstract("x"),
 ]
 
 
@@ -431,6 +437,7 @@ def test_the_text_has_the_traceback_of_the_worker() -> None:
             assert shown.count("raise TOLD") == 1
             if type(sent) not in (Coded, Slotted, Frozen):  # pickle cannot
                 assert type(pickle.loads(pickle.dumps(got))) is type(sent)
+            assert pickle.loads(pickle.dumps(type(got))) is type(sent)
             again = there_and_back(got)
             assert (type(again), again.args) == (type(sent), sent.args)
 
