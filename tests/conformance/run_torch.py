@@ -49,8 +49,8 @@ def download(folder: Path) -> bytes:
 def torch_tests() -> Path:
     """Return a folder with torch's test file: the one TORCH_TESTS names, or one made once."""
     folder = Path(os.environ.get("TORCH_TESTS", BUILD / f"torch-{VERSION}")).resolve()
+    BUILD.mkdir(parents=True, exist_ok=True)  # of the outcomes, too
     if not (folder / TEST).is_file():
-        BUILD.mkdir(parents=True, exist_ok=True)
         try:
             with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
                 text = download(Path(scratch))
