@@ -13,7 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 
 from killing import kill
-from test_torchdata import (
+from torchdata.datapipes.iter import IterableWrapper
+from torchdata_graphs import (
     MULTI,
     QUICK,
     dispatched,
@@ -24,7 +25,6 @@ from test_torchdata import (
     summed,
     with_pid,
 )
-from torchdata.datapipes.iter import IterableWrapper
 
 import cseq
 from cseq.adapters.torchdata import relay

@@ -1,0 +1,327 @@
+"""Exceptions, deaths, Ctrl-C and ends in `cseq.adapters.returnn`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from interrupting import first_hits, interrupted
+from killing import WORDS, await_death, kill
+
+import cseq
+from cseq import testing
+
+pytest.importorskip("returnn")
+
+from returnn.datasets.basic import init_dataset
+
+from cseq.adapters.returnn import MultiProcDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from conftest import RunScript
+from returnn_data import (
+    TASK,
+    Breaking,
+    Broken,
+    BrokenFromTheStart,
+    Gated,
+    Numbers,
+    Own,
+    Random,
+    Shares,
+    add_noise,
+    assert_same,
+    make,
+    numbers,
+    sequences,
+    tags,
+)
+
+# ── 14: errors, deaths, time ───────────────────────────────────────────────────────────────
+
+
+def test_an_exception_of_a_sequence(make: Any) -> None:
+    """It arrives as itself, with the worker's traceback and number; the next epoch is fine."""
+    dataset = make(numbers(Broken))
+    dataset.init_seq_order(epoch=1)
+    with pytest.raises(LookupError, match="five is missing") as caught:
+        tags(dataset, None)
+    assert caught.value.__cause__.worker == 1
+    assert "LookupError" in str(caught.value)
+    with pytest.raises(RuntimeError, match="five is missing"):
+        dataset.load_seqs(5, 6)
+    dataset.init_seq_order(epoch=2, seq_order=[4, 3, 2])
+    assert tags(dataset, None) == ["seq-4", "seq-3", "seq-2"]
+
+
+def test_an_exception_at_the_start() -> None:
+    """A wrapped dataset that cannot be made raises what it raises, at every attempt."""
+    dataset = MultiProcDataset(numbers(BrokenFromTheStart), 2, 1)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="nothing is there") as caught:
+            dataset.initialize()
+        assert caught.value.__cause__.worker == 0
+    dataset.close()
+
+
+def test_an_empty_dataset(make: Any) -> None:
+    """RETURNN refuses to order no sequences; its AssertionError arrives."""
+    dataset = make(numbers(Numbers, 0))
+    with pytest.raises(AssertionError):
+        dataset.init_seq_order(epoch=1)
+
+
+@pytest.mark.parametrize("method", ["seq_order", "dedicated"])
+def test_a_killed_worker_is_replaced(make: Any, method: str) -> None:
+    """Its sequences are loaded again: the stream does not show it."""
+    plan = TASK if method == "seq_order" else {"class": Shares, "sizes": [9, 14], "known": False}
+    dataset = make(plan, sharding_method=method)
+    expected = sequences(dataset)
+    dataset.init_seq_order(epoch=1)
+    dataset.load_seqs(0, 8)
+    for pid in dataset.pids():
+        kill(pid)
+    dataset.load_seqs(8, 9)
+    rest = [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
+    while dataset.is_less_than_num_seqs(8 + len(rest)):
+        dataset.load_seqs(8 + len(rest), 9 + len(rest))
+        rest += [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
+    assert_same(rest, [(tag, {k: data[k] for k in rest[0][1]}) for tag, data in expected[8:]])
+    assert dataset.stats().restarts >= 1
+
+
+def test_cseq_testing_knows_its_workers(make: Any) -> None:
+    """They can be killed by their numbers, as long as they run."""
+    dataset = make(TASK)
+    expected = sequences(dataset)
+    testing.await_workers(dataset)
+    assert testing.kill(dataset, 1) == dataset.pids()[1]
+    while not dataset.stats().restarts:
+        time.sleep(0.001)
+    assert_same(sequences(dataset), expected)
+    dataset.close()
+    with pytest.raises(RuntimeError, match="not running"):
+        testing.pids(dataset)
+
+
+def test_deaths_can_be_errors(make: Any) -> None:
+    """With `max_restarts=0`, a killed worker is a WorkerDied that names it; then all is well."""
+    dataset = make(TASK, 2, 1, max_restarts=0)
+    dataset.init_seq_order(epoch=1)
+    kill(dataset.pids()[1])
+    with pytest.raises(cseq.WorkerDied, match=f"worker 1 {WORDS}") as caught:
+        dataset.load_seqs(0, 23)
+    assert caught.value.worker == 1
+    assert len(tags(dataset)) == 23
+
+
+@pytest.mark.needs("POSIX")
+def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
+    """`timeout` bounds a sequence: an error that shows where the worker is, or another attempt."""
+    os.mkfifo(tmp_path / "gate")
+    dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3)
+    with pytest.raises(cseq.WorkerTimeout, match="is here"):
+        tags(dataset)
+    assert dataset.pids() == []
+    (tmp_path / "again").unlink(missing_ok=True)
+    dataset = make(numbers(Gated, str(tmp_path), 2), timeout=3.0, on_timeout="restart")
+    assert len(tags(dataset)) == 12
+    assert dataset.stats().restarts == 1
+
+
+STEPS = ("adapters/returnn/__init__.py", "stream.py", "transport.py", "codec.py")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("buffer_size", "start"), [(1, 2), (8, 2), (1, 4)])
+def test_ctrl_c_anywhere_in_loading(make: Any, buffer_size: int, start: int, known: bool) -> None:
+    """Wherever in `load_seqs` a signal handler raises: the next call goes on as if nothing was."""
+    plan = {"class": Shares, "sizes": [3, 4], "known": known}
+    dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
+    expected = tags(dataset)
+
+    def step(countdown: int) -> bool:
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(0, 2)
+        with interrupted(countdown, *STEPS) as struck:
+            dataset.load_seqs(start, 9)
+        dataset.load_seqs(start, 9)
+        assert [seq.seq_idx for seq in dataset.added_data] == list(range(start, 7))
+        assert [seq.seq_tag for seq in dataset.added_data] == expected[start:]
+        assert dataset.num_seqs == 7
+        assert dataset.get_num_timesteps()["data"] == 7
+        return struck.is_set()
+
+    assert first_hits(step) > 50
+
+
+@pytest.mark.parametrize("buffer_size", [1, 8])
+def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int) -> None:
+    """Wherever it comes: after an exception no epoch ends as if it had been whole."""
+    plan = {"class": Breaking, "sizes": [9, 9], "known": False}
+    dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
+
+    def step(countdown: int) -> bool:
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(0, 4)
+        with interrupted(countdown, *STEPS) as struck, pytest.raises(LookupError):
+            dataset.load_seqs(4, 18)
+        for _ in range(2):
+            with pytest.raises((LookupError, RuntimeError), match="two is missing"):
+                dataset.load_seqs(4, 18)
+        assert [seq.seq_idx for seq in dataset.added_data] == [4]
+        return struck.is_set()
+
+    assert first_hits(step) > 10
+
+
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make: Any) -> None:
+    """Wherever in `init_seq_order` it comes: no epoch is under way, or the new one."""
+    dataset = make(TASK, 2, 2)
+    expected = [None, tags(dataset, 1), tags(dataset, 2)]
+
+    def step(countdown: int) -> bool:
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(0, 3)
+        with interrupted(countdown, "adapters/returnn/__init__.py") as struck:
+            dataset.init_seq_order(epoch=2)
+        try:
+            got = tags(dataset, None)
+        except (RuntimeError, AssertionError):
+            assert struck.is_set()
+        else:
+            assert got in ([], expected[2])
+        dataset.init_seq_order(epoch=1)
+        dataset.load_seqs(22, 23)
+        assert dataset.get_tag(22) == expected[1][-1]
+        return struck.is_set()
+
+    assert first_hits(step) > 20
+
+
+# ── 9 of D: randomness ─────────────────────────────────────────────────────────────────────
+
+POSTPROCESSED = {
+    "class": "PostprocessingDataset",
+    "dataset": {**TASK, "num_seqs": 7},
+    "map_seq": add_noise,
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        numbers(Random),
+        {"class": Own},
+        POSTPROCESSED,
+        {"class": "MetaDataset", "inner": POSTPROCESSED},
+    ],
+)
+def test_augmentation_does_not_depend_on_the_number_of_workers(
+    make: Any, plan: dict[str, Any]
+) -> None:
+    """It differs between sequences and epochs; any workers draw the same, also after a death."""
+    if plan["class"] == "MetaDataset":
+        data = {key: ("inner", key) for key in ("data", "classes")}
+        plan = {"class": "MetaDataset", "datasets": {"inner": plan["inner"]}, "data_map": data}
+    dataset = make(plan, 1)
+    expected = sequences(dataset)
+    assert len({data["data"].tobytes() for _, data in expected}) == len(expected)
+    assert not np.array_equal(sequences(dataset, 2)[0][1]["data"], expected[0][1]["data"])
+    dataset = make(plan, 2, 1)
+    assert_same(sequences(dataset), expected)
+    dataset.init_seq_order(epoch=1)
+    kill(dataset.pids()[0])
+    assert_same(sequences(dataset, None), expected)
+
+
+# ── 15: in other processes ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.needs("fork")
+def test_in_a_worker_of_a_data_loader(make: Any) -> None:
+    """A dataset works in torch's workers, which are daemonic: as a copy, or forked with them."""
+    data = pytest.importorskip("torch.utils.data")
+    expected = tags(init_dataset(TASK))
+
+    class Tags(data.IterableDataset):
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __iter__(self) -> Iterator[str]:
+            yield from tags(self.dataset)
+            self.dataset.close()
+
+    dataset = make(TASK)
+    assert tags(dataset) == expected  # its workers run, and stay this process's own
+    options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
+    assert list(data.DataLoader(Tags(dataset), **options)) == expected
+    assert tags(dataset) == expected
+
+
+def test_in_another_thread(make: Any) -> None:
+    """Sequences may be loaded by another thread than the one that began the epoch."""
+    dataset = make(TASK)
+    dataset.init_seq_order(epoch=1)
+    thread = threading.Thread(target=dataset.load_seqs, args=(0, 5))
+    thread.start()
+    thread.join()
+    assert dataset.get_tag(4) == tags(init_dataset(TASK))[4]
+
+
+# ── 16: the end ────────────────────────────────────────────────────────────────────────────
+
+
+def test_closing(make: Any) -> None:
+    """`close` ends the workers at once, twice is fine, and a later use starts new ones."""
+    dataset = make(TASK)
+    expected = tags(dataset)
+    dataset.init_seq_order(epoch=1)
+    dataset.load_seqs(0, 1)
+    for _ in range(2):
+        dataset.close()
+        assert dataset.pids() == []
+    with pytest.raises(RuntimeError, match="init_seq_order"):
+        dataset.load_seqs(1, 2)
+    assert tags(dataset) == expected
+
+
+def test_a_dataset_that_is_dropped_ends_its_workers() -> None:
+    """The workers go with the last reference, without a garbage collection."""
+    dataset = init_dataset(
+        {"class": MultiProcDataset, "dataset": TASK, "num_workers": 2, "buffer_size": 1}
+    )
+    dataset.init_seq_order(epoch=1)
+    dataset.load_seqs(0, 3)
+    pids = dataset.pids()
+    del dataset
+    for pid in pids:  # another thread sees to it
+        await_death(pid)
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), KILL)", "os._exit(0)"])
+def test_no_process_outlives_the_trainer(run_script: RunScript, end: str) -> None:
+    """At a normal end, at `os._exit` and at SIGKILL alike: who holds its output has gone."""
+    script = f"""
+import os
+from cseq.launcher.base import KILL
+from cseq.adapters.returnn import MultiProcDataset
+plan = {{"class": "Task12AXDataset", "num_seqs": 9}}
+inner = {{"class": MultiProcDataset, "dataset": plan, "num_workers": 1, "buffer_size": 1}}
+dataset = MultiProcDataset(inner, 2, 2)
+dataset.initialize()
+dataset.init_seq_order(epoch=1)
+dataset.load_seqs(0, 4)
+print(dataset.get_tag(3), flush=True)
+{end}
+"""
+    done = run_script(script)
+    assert done.stdout.endswith("seq-3\n"), done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,178 @@
+"""`state_dict()` of `cseq.DataLoader` with data sets that have, or have no, states of their own."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_data import (  # noqa: E402
+    Plain,
+    Sharded,
+    same,
+)
+from torch_states import Counted, Counting, Epochs, Rotated, left_and_resumed, loader, taken  # noqa: E402
+
+pytestmark = [
+    pytest.mark.needs("quick processes"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+
+class Drawing(Plain):
+    """Draws from torch's generator, which is its state."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1000, ()))
+
+    def state_dict(self) -> Any:
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: Any) -> None:
+        torch.set_rng_state(state["generator"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("every", [1, 15])
+def test_map_style_data_with_a_state(num_workers: int, every: int) -> None:
+    made = loader(Drawing(12), num_workers, shuffle=True, snapshot_every_n_steps=every)
+    iterator = iter(made)
+    first = made.state_dict()
+    batches = taken(iterator, 5)
+    state = made.state_dict()
+    made.load_state_dict(state)
+    batches += made
+    made.load_state_dict(first)
+    assert same(list(made), batches)
+    assert len(batches) == 12
+    with pytest.raises(ValueError, match=rf"num_workers={num_workers} .* num_workers=3"):
+        loader(Drawing(12), 3, shuffle=True).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("where", ["iterator", "dataset"])
+def test_a_data_set_with_a_state(where: str, every: int, num_workers: int) -> None:
+    def make() -> Any:
+        return loader(Counted(40, where), num_workers, batch_size=2, snapshot_every_n_steps=every)
+
+    rest, resumed, state = left_and_resumed(make, 8)
+    assert [numbers.tolist() for numbers, _ in resumed] == [numbers.tolist() for numbers, _ in rest]
+    assert len(rest) >= 11
+    made = max(int(made.max()) for _, made in resumed)
+    if every == 1:
+        assert made < 40 // max(1, num_workers)  # what came before was not made again
+    assert state["kind"] == "iterable"
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_a_data_set_without_a_state_is_read_again(count: int) -> None:
+    for sizes in ((3, 9, 5), (6,)):
+
+        def make(sizes: Any = sizes) -> Any:
+            return loader(Sharded(*sizes), len(sizes), batch_size=2)
+
+        rest, resumed, _ = left_and_resumed(make, min(count, 2 * len(sizes)))
+        assert [b[1].tolist() for b in rest] == [b[1].tolist() for b in resumed]
+    rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(14), 0, batch_size=2), count)
+    assert len(rest) == 7 - count
+    assert [b[1].tolist() for b in rest] == [b[1].tolist() for b in resumed]
+
+
+def test_iterable_generators_go_on_with_seeds_for_each_batch() -> None:
+    rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(9, 4), batch_size=2, rng="batch"), 3)
+    assert same(rest, resumed)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_finished_epoch_leaves_the_data_set_where_it_is(num_workers: int) -> None:
+    def make() -> Any:
+        persistent = num_workers > 0
+        return loader(Epochs(False), num_workers, batch_size=None, persistent_workers=persistent)
+
+    made = make()
+    first, state, second = list(made), made.state_dict(), list(made)
+    assert {epoch for epoch, _ in first} == {0}
+    assert {epoch for epoch, _ in second} == {1}
+    made._iterator = None
+    made = make()
+    made.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert list(made) == second
+    made._iterator = None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterator_of_its_own_is_left_where_it_is(num_workers: int) -> None:
+    """Its state, which is the data set's, goes on behind a finished epoch, and in the next."""
+
+    def make() -> Any:
+        return loader(
+            Epochs(True), num_workers, batch_size=None, persistent_workers=num_workers > 0
+        )
+
+    made = make()
+    list(made)
+    state = made.state_dict()
+    second = list(made)
+    iterator = iter(made)
+    begun = made.state_dict()
+    third = list(iterator)
+    assert {epoch for epoch, _ in second} == {1}
+    assert {epoch for epoch, _ in third} == {2}
+    for each, epochs in ((state, [second, third]), (begun, [third])):
+        again = make()
+        again.load_state_dict(pickle.loads(pickle.dumps(each)))
+        for epoch in epochs:
+            assert list(again) == epoch
+        again._iterator = None
+    made._iterator = None
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_workers_that_persist_keep_what_they_had(count: int) -> None:
+    """A data set's state is that of its worker, which may have no batch in a whole epoch's rest."""
+
+    def make() -> Any:
+        return loader(Counting(8), batch_size=2, persistent_workers=True)
+
+    made = make()
+    list(made)
+    iterator = iter(made)
+    taken(iterator, count)
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    rest = [list(iterator), list(made)]
+    again = make()
+    again.load_state_dict(state)
+    assert same([list(again), list(again)], rest)
+    made._iterator = again._iterator = None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_short_batch_ends_a_sampler(num_workers: int) -> None:
+    """It came to its end for that batch: the rest of the epoch is empty, and not the next one."""
+
+    def make() -> Any:
+        return loader(Plain(5), num_workers, sampler=Rotated(5), batch_size=2)
+
+    made = make()
+    iterator = iter(made)
+    taken(iterator, 3)
+    state = made.state_dict()
+    rest = [list(iterator), list(made), list(made)]
+    assert rest[0] == []
+    again = make()
+    again.load_state_dict(state)
+    assert same([list(again), list(again), list(again)], rest)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_set_that_is_its_own_iterator(num_workers: int) -> None:
+    """Its state is set behind `iter`, which begins it anew."""
+    rest, resumed, _ = left_and_resumed(
+        lambda: loader(Epochs(True), num_workers, batch_size=None), 3
+    )
+    assert rest == resumed
+    assert rest

@@ -1,0 +1,395 @@
+"""Ctrl-C, deaths and time limits in a `cseq.DataLoader`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from interrupting import first_hits, interrupted  # noqa: E402
+from killing import kill  # noqa: E402
+from torch_data import (  # noqa: E402
+    Augmented,
+    Counting,
+    Plain,
+    Sharded,
+    drawn,
+    same,
+    seed_all,
+    without_told,
+)
+
+import cseq.testing  # noqa: E402
+from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+from torch_loaders import FORK, QUICK, Failing, Told, forked, loader, run  # noqa: E402
+
+pytestmark = [
+    pytest.mark.needs("quick processes"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+
+class Unsent(Plain):
+    """Its sample 1 cannot be pickled."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Refusing() if index == 1 else index
+
+
+class Refusing:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise LookupError("two is missing")
+
+
+INTERRUPTED: dict[str, dict[str, Any]] = {
+    "map": {},
+    "profiled": {},
+    "unordered": {"in_order": False},
+    "seeded": {"rng": "batch"},
+    "skipping": {"on_error": "skip"},
+    "unsent": {"dataset": Unsent(9)},
+    "unsent skipping": {"dataset": Unsent(9), "on_error": "skip", "in_order": False},
+    "iterable": {"dataset": Failing(5, 2, 3)},
+    "unordered iterable": {"dataset": Failing(5, 2, 3), "in_order": False},
+}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_ctrl_c_anywhere_in_next(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a signal handler raises: nothing is lost or doubled, nor in the state."""
+    if kind == "profiled":
+        monkeypatch.setattr(names, "profiler_enabled", lambda: True)
+    options: dict[str, Any] = {"dataset": Missing(9), "num_workers": 3, **INTERRUPTED[kind]}
+    made = loader(batch_size=None, persistent_workers=True, **options)
+    interrupt_anywhere(made, "iterator.py", "taking.py")
+
+
+@pytest.mark.parametrize("kind", ["map", "profiled", "seeded", "skipping", "iterable"])
+def test_ctrl_c_anywhere_in_next_without_workers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same; and the trainer's generators are as they were."""
+    if kind == "profiled":
+        monkeypatch.setattr(names, "profiler_enabled", lambda: True)
+    options: dict[str, Any] = {"dataset": Missing(9), **INTERRUPTED[kind]}
+    made = cseq.DataLoader(batch_size=None, **options)
+    interrupt_anywhere(made, "inline.py", "taking.py", "seeds.py", "../../seeding.py")
+
+
+def interrupt_anywhere(made: Any, *files: str) -> None:
+    """Interrupt each `next` of an epoch at each place in some files of the adapter."""
+    files = tuple(os.path.normpath(f"adapters/torch/{name}").replace(os.sep, "/") for name in files)
+    expected, ordered = everything(iter(made)), getattr(made, "in_order", True)
+    hits = 0
+    for behind in range(len(expected) + 1):
+
+        def step(countdown: int, behind: int = behind) -> bool:
+            iterator = iter(made)
+            got = [take(iterator) for _ in range(behind)]
+            seed_all()
+            with interrupted(countdown, *files) as struck:
+                got.append(take(iterator))
+            own = drawn()
+            seed_all()
+            assert own == drawn()
+            taken = made.state_dict()["_num_yielded"]
+            left_out = sum(number < taken for number, _ in made.skipped)
+            assert taken == len(got) - got.count("end") + left_out
+            got += everything(iterator)
+            got = [each for each in got if each != "end"]
+            assert (got if ordered else sorted(map(str, got))) == (
+                expected if ordered else sorted(map(str, expected))
+            )
+            returned = [each for each in got if each != "two is missing"]
+            assert iterator._num_yielded == len(returned)
+            return struck.is_set()
+
+        hits += first_hits(step)
+    assert hits > 3 * len(expected)
+
+
+def test_ctrl_c_behind_a_key() -> None:
+    """Of persistent workers, the keys of all batches that were not taken are known."""
+    sampler = Counting([f"key {number}" for number in range(9)])  # written by Python code
+    made = loader(Plain(9), sampler=sampler, batch_size=None, persistent_workers=True)
+    for behind in range(3):
+
+        def step(countdown: int, behind: int = behind) -> bool:
+            sampler.count = 0
+            iterator = iter(made)
+            for _ in range(behind):
+                next(iterator)
+            with interrupted(countdown, "stream.py") as struck:
+                next(iterator)
+            taken = made.state_dict()["_num_yielded"]
+            known = [number for number, _ in iterator._drawn if number >= taken]
+            assert known == list(range(taken, sampler.count))
+            return struck.is_set()
+
+        assert first_hits(step) > 3
+
+
+def test_ctrl_c_in_shutdown() -> None:
+    """Wherever it strikes, a second call ends the workers."""
+    files = "adapters/torch/iterator.py", "stream.py", "run.py"
+
+    def step(countdown: int) -> bool:
+        iterator = iter(loader(Plain(4), batch_size=None))
+        assert next(iterator) == 0
+        assert all(process.is_alive() for process in iterator._workers)
+        with interrupted(countdown, *files) as struck:
+            iterator._shutdown_workers()
+        iterator._shutdown_workers()
+        assert not any(process.is_alive() for process in iterator._workers)
+        assert list(iterator) == []
+        return struck.is_set()
+
+    stride = 1 if QUICK == "fork" else 4  # each step starts two workers, which may import torch
+    assert first_hits(step, stride) > 3
+
+
+class Pressing(Plain):
+    """Ctrl-C is pressed in the middle of its sample 4, once."""
+
+    pressed = False
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4 and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return index
+
+
+def test_ctrl_c_in_a_data_set_without_workers() -> None:
+    """Its batch is made again by the next call, and by a resume."""
+    made = cseq.DataLoader(Pressing(8), batch_size=2)
+    iterator = iter(made)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    state = made.state_dict()
+    assert state["_num_yielded"] == 2
+    assert [batch.tolist() for batch in iterator] == [[4, 5], [6, 7]]
+    made.load_state_dict(state)
+    assert [batch.tolist() for batch in made] == [[4, 5], [6, 7]]
+
+
+class Pressed(Counting):
+    """Ctrl-C is pressed while it draws its third key."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (0, 1)
+        raise KeyboardInterrupt
+
+
+class Unpressed(Counting):
+    """The same, of a sampler whose iterator goes on, and is nothing but an iterator."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count == 3:
+            raise KeyboardInterrupt
+        if self.count == 6:
+            raise StopIteration
+        return self.count
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ctrl_c_in_a_sampler(num_workers: int) -> None:
+    """A generator ends with it: what may be missing is not taken for the end of the epoch."""
+    options: Any = {**FORK, "prefetch_factor": 1} if num_workers else {}
+    made = cseq.DataLoader(Plain(9), sampler=Pressed(()), batch_size=None, **options)
+    iterator = iter(made)
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the rest of the epoch may be missing"):
+            list(iterator)
+    assert not made.state_dict()["_iterator_finished"]
+    sampler = Unpressed(())
+    made = cseq.DataLoader(Plain(9), sampler=sampler, batch_size=None, **options)
+    iterator = iter(made)
+    taken = []
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            taken.append(next(iterator))
+    assert [*taken, *iterator] == [1, 2, 4, 5]
+    assert made.state_dict()["_iterator_finished"]
+
+
+class Missing(Plain):
+    """Its sample 1 is missing."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise LookupError("two is missing")
+        return index
+
+
+def take(iterator: Any) -> Any:
+    """Take a batch, or what was raised instead of it."""
+    try:
+        return next(iterator, "end")
+    except (LookupError, TypeError) as error:
+        return "two is missing" if "two is missing" in str(error) else repr(error)
+
+
+def everything(iterator: Any) -> list[Any]:
+    """Take all that is left."""
+    return list(iter(lambda: take(iterator), "end"))
+
+
+class Stuck(Plain):
+    """Waits until a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(3)
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        while not self.path.exists():
+            a_place_to_be_found()
+        return index
+
+
+def a_place_to_be_found() -> None:
+    """Its name is in the stack."""
+    time.sleep(0.05)
+
+
+@forked  # a worker that imports torch is not yet where this looks
+def test_a_timeout_shows_where_the_worker_is(tmp_path: Path) -> None:
+    path = tmp_path / "gate"
+    iterator = iter(loader(Stuck(path), batch_size=None, timeout=0.5))
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.5 seconds") as late:
+        next(iterator)
+    assert isinstance(late.value, TimeoutError)
+    assert isinstance(late.value, LoaderTimeout)
+    assert "a_place_to_be_found" in str(late.value)
+    path.touch()
+    assert next(iterator) == 0
+    assert list(iterator) == [1, 2]
+
+
+def test_a_killed_worker_is_replaced() -> None:
+    iterator = iter(loader(Plain(200), batch_size=None))
+    taken = [next(iterator) for _ in range(5)]
+    kill(iterator._workers[1].pid)
+    taken += iterator
+    assert taken == list(range(200))
+
+
+class Deadly(Plain):
+    """Ends its process."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            kill(os.getpid())
+        return index
+
+
+def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
+    iterator = iter(loader(Deadly(4), batch_size=None))
+    assert next(iterator) == 0
+    told = r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
+    with pytest.raises(cseq.WorkerDied, match=told) as caught:
+        next(iterator)
+    died = caught.value
+    if os.name == "posix":
+        assert f"DataLoader worker (pid {died.pid}) is killed by signal" in str(died)
+    assert died.indices == [1]
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_death_names_the_key(batch_size: int | None) -> None:
+    """And not the number that batches have with generators seeded for each."""
+    iterator = iter(loader(Deadly(4), batch_size=batch_size, rng="batch", num_workers=1))
+    next(iterator)
+    named = r"\(1\)" if batch_size is None else r"\(\[1\]\)"
+    with pytest.raises(cseq.WorkerDied, match=f"batch 1 {named} of worker 0, epoch 0") as caught:
+        next(iterator)
+    assert caught.value.indices == [1]
+
+
+def test_who_makes_the_batches_behind_a_resume() -> None:
+    """Worker k mod N makes batch k, of the epoch that is resumed, and of the next one."""
+    options: Any = {"batch_size": None, "persistent_workers": True}
+    made = loader(Told(8), num_workers=3, **options)
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(4)]
+    assert taken + list(iterator) == [0, 1, 2, 0, 1, 2, 0, 1]
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(4)]
+    again = loader(Told(8), num_workers=3, **options)
+    again.load_state_dict(made.state_dict())
+    assert list(again) == [1, 2, 0, 1]
+    assert list(again) == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_a_death_behind_a_resume_names_the_worker() -> None:
+    made = loader(Told(8), num_workers=3, batch_size=None)
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(4)]
+    assert taken == [0, 1, 2, 0]
+    again = loader(Told(8, deadly=5), num_workers=3, batch_size=None)
+    again.load_state_dict(made.state_dict())
+    iterator = iter(again)
+    assert next(iterator) == 1
+    pid = iterator._workers[2].pid
+    with pytest.raises(cseq.WorkerDied, match="worker 2") as caught:
+        next(iterator)
+    assert (caught.value.worker, caught.value.batch) == (2, 1)
+    assert pid
+
+
+def test_death_in_an_iterable_data_set() -> None:
+    made = loader(Sharded(60, 60), batch_size=2)
+    seed_all()
+    expected = list(made)
+    seed_all()
+    iterator = iter(made)
+    taken = [next(iterator) for _ in range(3)]
+    kill(iterator._workers[0].pid)
+    taken += iterator
+    assert same(taken, expected)
+
+
+# ── generators seeded for each batch ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_the_same_for_any_number_of_workers(persistent: bool) -> None:
+    options: Any = {"batch_size": 3, "shuffle": True, "rng": "batch"}
+    expected, after = run(cseq.DataLoader, Augmented(13), 2, options)
+    expected = [without_told(epoch) for epoch in expected]
+    assert not same(*expected)
+    for num_workers in (1, 2, 5):
+        forked = FORK | {"num_workers": num_workers, "persistent_workers": persistent}
+        batches, drawn_after = run(cseq.DataLoader, Augmented(13), 2, options | forked)
+        assert same([without_told(epoch) for epoch in batches], expected)
+        assert drawn_after == after
+
+
+def test_a_death_changes_no_batch() -> None:
+    options: Any = FORK | {"batch_size": 3, "shuffle": True, "rng": "batch"}
+    [expected], _ = run(cseq.DataLoader, Augmented(120), 1, options)
+    seed_all()
+    iterator = iter(cseq.DataLoader(Augmented(120), **options))
+    taken = [next(iterator) for _ in range(4)]
+    kill(iterator._workers[0].pid)
+    taken += iterator
+    assert same(without_told(taken), without_told(expected))

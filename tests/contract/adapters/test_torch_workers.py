@@ -1,0 +1,337 @@
+"""What a data set sees of its worker, and what exceptions do: `cseq.DataLoader` as torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import decimal
+import multiprocessing
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils import data  # noqa: E402
+from torch_data import (  # noqa: E402
+    Plain,
+    Sharded,
+)
+
+import cseq.testing  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+from torch_loaders import FORK, QUICK, check, forked, loader  # noqa: E402
+
+pytestmark = [
+    pytest.mark.needs("quick processes"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+]
+
+
+# ── in a worker ────────────────────────────────────────────────────────────────────────────
+
+
+class Informed(Plain):
+    """Tells what a worker knows."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = data.get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()
+
+
+def test_worker_info() -> None:
+    torch.manual_seed(1)
+    theirs = list(data.DataLoader(Informed(4), batch_size=None, **FORK))
+    torch.manual_seed(1)
+    assert list(loader(Informed(4), batch_size=None)) == theirs
+    assert data.get_worker_info() is None
+
+
+def test_worker_init_fn() -> None:
+    def init(number: int) -> None:
+        info = data.get_worker_info()
+        assert info is not None
+        assert info.id == number
+        info.dataset.length = 100 + number  # type: ignore[attr-defined]
+
+    class Told(Plain):
+        def __getitem__(self, index: int) -> int:
+            return self.length
+
+    made = loader(Told(4), batch_size=None, worker_init_fn=init)
+    assert list(made) == [100, 101, 100, 101]
+
+
+class Nested(Plain):
+    """Has a loader with a worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        inner = cseq.DataLoader(Plain(3), batch_size=None, num_workers=1)
+        return list(inner), multiprocessing.parent_process() is None
+
+
+def test_a_loader_in_a_worker() -> None:
+    made = loader(Nested(2), batch_size=None, num_workers=1)
+    assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_profile_has_torchs_name(num_workers: int) -> None:
+    """Traces are searched for it."""
+
+    def names_in(made: Any) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            list(made)
+        return {each.name for each in profile.events() if each.name.startswith("enumerate")}
+
+    options: Any = (FORK if num_workers else {}) | {"num_workers": num_workers}
+    expected = names_in(data.DataLoader(Plain(2), **options))
+    assert len(expected) == 1
+    assert names_in(cseq.DataLoader(Plain(2), **options)) == expected
+
+
+class Leaving(Plain):
+    """Raises what ends a program."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(8)
+        self.error = error
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise self.error
+        return index
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_a_worker_that_would_leave(error: BaseException) -> None:
+    """The trainer does not end as if all were well: torch's exception, in place of the batch."""
+    iterator = iter(loader(Leaving(error), batch_size=None))
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    name = type(error).__name__
+    with pytest.raises(RuntimeError, match=rf"\(pid\(s\) \d+\) exited unexpectedly: {name}"):
+        next(iterator)
+    assert list(iterator) == [4, 5, 6, 7]
+    left_out = loader(Leaving(error), batch_size=None, on_error="skip")
+    assert list(left_out) == [0, 1, 2, 4, 5, 6, 7]
+
+
+class Threads(Plain):
+    """Tells the thread's name, which lines of logs have."""
+
+    def __getitem__(self, index: int) -> str:
+        return threading.current_thread().name
+
+
+def test_the_thread_of_a_worker() -> None:
+    assert list(loader(Threads(2), batch_size=None)) == ["MainThread"] * 2
+
+
+class Related(Plain):
+    """Tells what multiprocessing knows of its process, and of the trainer's."""
+
+    def __getitem__(self, index: int) -> Any:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join(0.01)
+        numbers = multiprocessing.current_process()._identity  # type: ignore[attr-defined]
+        return parent.pid, parent.name, parent.is_alive(), numbers
+
+
+def test_what_multiprocessing_knows_of_the_trainer() -> None:
+    """And workers have different numbers, which users choose devices and files by."""
+    told = os.getpid(), multiprocessing.current_process().name, True
+    assert list(loader(Related(2), batch_size=None)) == [[*told, [1]], [*told, [2]]]
+
+
+class Shared(Plain):
+    """Uses what multiprocessing shares."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        context = multiprocessing.get_context(QUICK)
+        self.queue = context.Queue()
+
+    def __getitem__(self, index: int) -> int:
+        self.queue.put(index)
+        return index
+
+
+def test_what_multiprocessing_shares() -> None:
+    dataset = Shared()
+    assert list(loader(dataset, batch_size=None)) == list(range(6))
+    assert sorted(dataset.queue.get(timeout=10) for _ in range(6)) == list(range(6))
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+OWN_VALUE = contextvars.ContextVar("OWN_VALUE", default=0)
+
+
+class Inherited(Plain):
+    """Its samples depend on what a thread has of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        with contextlib.suppress(FloatingPointError):
+            np.float64(1) / np.float64(0)
+            return "divided"
+        third = str(decimal.Decimal(1) / 3)
+        return OWN_VALUE.get(), third, torch.ones(1, 1) @ torch.ones(1, 1), index
+
+
+@forked
+def test_what_the_calling_thread_has_is_inherited() -> None:
+    def told() -> None:
+        OWN_VALUE.set(7)
+        decimal.getcontext().prec = 9
+        with np.errstate(all="raise"), torch.autocast("cpu", torch.bfloat16):
+            [[[value, third, product, _]]] = check(Inherited(1), epochs=1)
+        assert value.item() == 7
+        assert third == ("0.333333333",)
+        assert product.dtype == torch.bfloat16
+
+    contextvars.copy_context().run(told)
+
+
+@forked
+def test_no_grad_is_inherited() -> None:
+    class Graded(Plain):
+        def __getitem__(self, index: int) -> bool:
+            return torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert list(loader(Graded(2), batch_size=None)) == [False, False]
+    assert list(loader(Graded(2), batch_size=None)) == [True, True]
+
+
+# ── errors ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Odd(Exception):
+    """Takes two arguments, and has an attribute."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+        self.two = two
+
+
+class Raising(Plain):
+    """Raises for odd indices."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise Odd(index, 2)
+        if index == 3:
+            raise FileNotFoundError(2, "no such thing", "name")
+        if index == 5:
+            raise StopIteration
+        return index
+
+
+def test_exceptions_are_the_original_ones_and_end_nothing() -> None:
+    iterator = iter(loader(Raising(7), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(Odd, match="1 and 2") as odd:
+        next(iterator)
+    assert odd.value.two == 2
+    assert "in __getitem__" in str(odd.value)
+    if hasattr(odd.value, "__notes__"):  # from Python 3.11 on
+        assert str(odd.value).startswith("Caught Odd in DataLoader worker process 1.\nOriginal")
+    assert next(iterator) == 2
+    with pytest.raises(FileNotFoundError) as missing:
+        next(iterator)
+    assert missing.value.errno == 2
+    assert missing.value.filename == "name"
+    assert next(iterator) == 4
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    assert next(iterator) == 6
+    assert list(iterator) == []
+
+
+def test_exceptions_without_workers() -> None:
+    iterator = iter(cseq.DataLoader(Raising(7), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(Odd):
+        next(iterator)
+    assert [next(iterator)] == [2]
+    with pytest.raises(FileNotFoundError):
+        next(iterator)
+    assert next(iterator) == 4
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    assert list(iterator) == [6]
+
+
+class Halting(data.IterableDataset[Any]):
+    """An iterator that raises once and goes on."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = -1
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at == 1:
+            raise ValueError("once")
+        if self.at == 4:
+            raise StopIteration
+        return self.at
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterable_that_raised_is_asked_again(num_workers: int) -> None:
+    options = FORK | {"num_workers": num_workers} if num_workers else {}
+    iterator = iter(cseq.DataLoader(Halting(), batch_size=None, **options))
+    assert next(iterator) == 0
+    with pytest.raises(ValueError, match="once"):
+        next(iterator)
+    assert list(iterator) == [2, 3]
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_an_exception_of_worker_init_fn(iterable: bool) -> None:
+    def init(number: int) -> None:
+        raise OSError(5, "init")
+
+    dataset: Any = Sharded(2, 2) if iterable else Plain(3)
+    iterator = iter(loader(dataset, worker_init_fn=init, batch_size=None))
+    with pytest.raises(OSError, match="init") as caught:
+        next(iterator)
+    assert caught.value.errno == 5
+
+
+class Unsendable(Plain):
+    """Its sample 1 cannot be pickled."""
+
+    def __getitem__(self, index: int) -> Any:
+        return threading.Lock() if index == 1 else index
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
+    iterator = iter(loader(Unsendable(4), batch_size=None))
+    assert next(iterator) == 0
+    with pytest.raises(TypeError, match="lock"):
+        next(iterator)
+    assert list(iterator) == [2, 3]
+
+
+def test_a_batch_that_cannot_be_sent_counts() -> None:
+    made = loader(Unsendable(6), batch_size=None)
+    iterator = iter(made)
+    assert next(iterator) == 0
+    with pytest.raises(TypeError, match="lock") as caught:
+        next(iterator)
+    assert "making" in "".join(getattr(caught.value, "__notes__", ["making"]))
+    assert made.state_dict()["_num_yielded"] == 2
+    assert next(iterator) == 2
+    made.load_state_dict(made.state_dict())
+    assert list(made) == [3, 4, 5]

@@ -1,0 +1,397 @@
+"""Ends, exceptions, deaths and Ctrl-C in the processes of `cseq.adapters.torchdata`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from interrupting import first_hits, interrupted
+from killing import CODE, WORDS, kill
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
+
+from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
+
+import cseq  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from conftest import RunScript
+from torchdata_graphs import (  # noqa: E402
+    MULTI,
+    QUICK,
+    Odd,
+    Oops,
+    Raising,
+    Stays,
+    dispatched,
+    double,
+    loader,
+    numbers,
+    random_dispatched_graph,
+    random_graph,
+    service,
+    slowly,
+    with_pid,
+)
+
+# Many loaders are started here, whose processes import torch: for minutes where they are spawned.
+pytestmark = pytest.mark.needs("quick processes")
+
+
+# -- 11, D 2, 3: ending
+
+
+@pytest.mark.parametrize("make", [numbers, dispatched])
+@pytest.mark.parametrize(("worker", "main"), [(0, 0), (0, 10), (10, 0), (10, 10)])
+def test_shutdown_after_some_items(make: Any, worker: int, main: int) -> None:
+    """`shutdown` returns whatever is on its way, and twice is fine."""
+    for taken in (0, 1, 10):
+        options = {"worker_prefetch_cnt": worker, "main_prefetch_cnt": main}
+        loaded = loader(make(1000).map(double).batch(4), **options)
+        assert len(list(itertools.islice(iter(loaded), taken))) == taken
+        loaded.shutdown()
+        loaded.shutdown()
+        with pytest.raises(RuntimeError, match="already been shut down"):
+            iter(loaded)
+
+
+def test_shutdown_before_anything() -> None:
+    """A loader that was never iterated can be shut down, and so can a service."""
+    loader(numbers()).shutdown()
+    service().finalize()
+
+
+def test_a_loader_that_is_dropped() -> None:
+    """A loader that nobody holds any more ends its processes, in the middle of an epoch, too."""
+    items = iter(loader(dispatched(1000)))
+    assert next(items) == 0
+    del items  # `nothing_left_behind` looks
+
+
+def test_shutdown_with_a_thread_that_reads() -> None:
+    """Threads of pipes in the main process that wait for an item are no obstacle."""
+    pipe = Stays(numbers(100).map(functools.partial(slowly, 0.05))).prefetch(3)
+    loaded = loader(pipe, worker_prefetch_cnt=0, main_prefetch_cnt=0)
+    items = iter(loaded)
+    assert next(items) == 0
+    items = iter(loaded)
+    assert [next(items), next(items)] == [0, 1]
+    loaded.shutdown()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers that hang be killed soon."""
+    monkeypatch.setattr("cseq.supervisor.GRACE", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_shutdown_while_workers_hang() -> None:
+    """Workers that hang in the user's code are ended by force."""
+    loaded = loader(numbers().map(functools.partial(slowly, 1e6)))
+    iter(loaded)
+    loaded.shutdown()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_shutdown_from_another_thread() -> None:
+    """A loop that waits for an item gets an InterruptedError when another thread ends it all."""
+    loaded = loader(dispatched().map(functools.partial(slowly, 1e6)))
+    items = iter(loaded)
+    thread = threading.Timer(0.3, loaded.reading_service.finalize)
+    thread.start()
+    with pytest.raises(InterruptedError):
+        next(items)
+    thread.join()
+
+
+# -- 11: Ctrl-C
+
+STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "engine", "ends", "relay"))
+STARTING = (*STEPS, "adapters/torchdata/graph.py")
+
+
+def in_three_parts() -> Any:
+    """A graph for the dispatching process, the workers and the main process."""
+    return Stays(dispatched(12).map(double))
+
+
+@pytest.mark.parametrize("verb", ["iter", "_pause", "_resume"])
+def test_ctrl_c_in_an_epoch(verb: str) -> None:
+    """Wherever in a loader's calls a signal handler raises: doing it again goes well."""
+    with loader(in_three_parts()) as loaded:
+
+        def step(countdown: int) -> bool:
+            items = iter(loaded)
+            got = list(itertools.islice(items, 3))
+            if verb == "_resume":
+                loaded._pause()
+            with interrupted(countdown, *STEPS, "stream.py") as struck:
+                iter(loaded) if verb == "iter" else getattr(loaded, verb)()
+            if verb == "iter":
+                items, got = iter(loaded), []
+            elif loaded._is_paused:
+                loaded._resume()
+            assert got + list(items) == list(range(0, 24, 2))
+            return struck.is_set()
+
+        assert first_hits(step) > 30
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of sockets that were just made
+def test_ctrl_c_in_the_first_iter() -> None:
+    """Where the start was interrupted, the graph is whole and can be started."""
+
+    def step(countdown: int) -> bool:
+        with loader(in_three_parts()) as loaded:
+            with interrupted(countdown, *STARTING) as struck:
+                iter(loaded)
+            assert list(loaded) == list(range(0, 24, 2))
+        return struck.is_set()
+
+    assert first_hits(step, 11) > 20
+
+
+def test_ctrl_c_in_shutdown() -> None:
+    """Where the end was interrupted, dropping the loader ends its processes."""
+
+    def step(countdown: int) -> bool:
+        loaded = loader(in_three_parts())
+        assert next(iter(loaded)) == 0
+        with interrupted(countdown, *STEPS) as struck:
+            loaded.shutdown()
+        return struck.is_set()  # `nothing_left_behind` looks
+
+    assert first_hits(step, 5) > 8
+
+
+def test_a_graph_that_could_not_be_started_is_whole() -> None:
+    """A start that fails (here: something cannot be pickled) is no obstacle to another one."""
+    lock = threading.Lock()
+    pipe = dispatched(6).map(double)
+    reading = service(context="spawn")
+    pipe.of_the_user = lock
+    with pytest.raises(TypeError, match="lock"):
+        reading.initialize(pipe)
+    del pipe.of_the_user
+    with loader(pipe) as loaded:
+        assert list(loaded) == list(range(0, 12, 2))
+
+
+# -- 12, D 9: exceptions
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_exception_in_a_worker(num_workers: int, ahead: int) -> None:
+    """An exception comes in the place of its item, as its type, with place and traceback in it."""
+    pipe = Raising(numbers(100), 4, Oops("it happened"))
+    with loader(pipe, num_workers, worker_prefetch_cnt=ahead) as loaded:
+        items = iter(loaded)
+        assert list(itertools.islice(items, 4 * num_workers)) == list(range(4 * num_workers))
+        with pytest.raises(Oops) as caught:
+            next(items)
+        text = str(caught.value)
+        assert text.startswith("Caught Oops in worker process 0.\nOriginal Traceback (most recent")
+        assert text.count("Caught") == 1
+        assert "Oops: it happened" in text
+        assert "in __iter__" in text
+        with pytest.raises(RuntimeError, match="already been shut down"):
+            iter(loaded)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_exception_in_the_dispatching_process(num_workers: int) -> None:
+    """It comes in the place of its item, and says that it was there."""
+    pipe = Raising(IterableWrapper(range(100)), 7, Oops("it happened"))
+    pipe = pipe.sharding_round_robin_dispatch(MULTI).map(double)
+    with loader(pipe, num_workers) as loaded:
+        items = iter(loaded)
+        assert list(itertools.islice(items, 7)) == list(range(0, 14, 2))
+        with pytest.raises(Oops) as caught:
+            next(items)
+    text = str(caught.value)
+    assert text.startswith("Caught Oops in dispatching process.\nOriginal Traceback (most recent")
+    assert text.count("Caught") == 1
+
+
+@pytest.mark.parametrize("make", [numbers, dispatched])
+def test_exceptions_that_are_made_otherwise(make: Any) -> None:
+    """KeyError shows its text in full; one that cannot be made from a text is a RuntimeError."""
+    for error, expected in ((KeyError("lost"), KeyError), (Odd(1, 2), RuntimeError)):
+        with loader(Raising(make(), 0, error)) as loaded, pytest.raises(expected) as caught:
+            list(loaded)
+        assert f"Caught {type(error).__name__} in worker process 0.\n" in str(caught.value)
+
+
+def raise_in_one(pipe: Any, info: Any, *more: Any) -> Any:
+    if info.worker_id == 1:
+        raise Oops("it happened")
+    return pipe
+
+
+def forget(pipe: Any, *more: Any) -> None:
+    """Return nothing, as a function does whose return was forgotten."""
+
+
+@pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
+@pytest.mark.parametrize("make", [numbers, dispatched])
+def test_exception_in_a_worker_function(name: str, make: Any) -> None:
+    """What the worker functions raise comes out of `iter()`, again each time."""
+    with loader(make(), **{name: raise_in_one}) as loaded:
+        for _ in range(2):
+            with pytest.raises(Oops, match=r"Caught Oops in worker process 1\.\nOriginal Trace"):
+                iter(loaded)
+
+
+@pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
+def test_worker_functions_have_to_return_a_pipe(name: str) -> None:
+    """A function that returns no datapipe is told so."""
+    with (
+        loader(numbers(), **{name: forget}) as loaded,
+        pytest.raises(TypeError, match=f"{name} returned None, which is no datapipe"),
+    ):
+        iter(loaded)
+
+
+class Unpausable(IterDataPipe):
+    """A pipe that cannot be paused."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+    def pause(self) -> None:
+        raise Oops("not now")
+
+
+def test_exception_in_pause() -> None:
+    """What a pipe raises when it is paused comes out of the pause."""
+    with loader(Unpausable()) as loaded:
+        iter(loaded)
+        with pytest.raises(Oops, match="Caught Oops in worker process 0"):
+            loaded._pause()
+
+
+# -- D 2: death
+
+
+@pytest.mark.parametrize("make", [numbers, dispatched])
+def test_killed_worker(make: Any) -> None:
+    """Without `max_restarts`, the death of a worker is an error that says so."""
+    with loader(make(1000).map(with_pid)) as loaded:
+        items = iter(loaded)
+        kill(next(items)[1])
+        with pytest.raises(cseq.WorkerDied, match=WORDS):
+            list(items)
+
+
+def test_killed_worker_that_was_idle() -> None:
+    """A worker that dies between two epochs is an error as the next one begins."""
+    with loader(numbers(4).map(with_pid)) as loaded:
+        (_, pid), *_ = list(loaded)
+        kill(pid)
+        with pytest.raises(cseq.WorkerDied):
+            list(loaded)
+
+
+@pytest.mark.parametrize("make", [random_graph, random_dispatched_graph])
+def test_replaced_workers(make: Any) -> None:
+    """With `max_restarts`, workers and dispatcher are replaced, and the items are the same."""
+    first, second = make().map(with_pid), make().map(with_pid)
+    with loader(first) as calm, loader(second, max_restarts=10) as shaken:
+        for loaded in (calm, shaken):
+            loaded.seed(11)
+        for _ in range(2):
+            expected = [item for item, _ in calm]
+            got = []
+            for item, pid in shaken:
+                got.append(item)
+                if len(got) in (1, 2, 5):
+                    kill(pid)  # it may have been killed before the item was taken
+            assert got == expected
+        assert shaken.reading_service.stats().restarts > 0
+
+
+def test_replaced_dispatching_process() -> None:
+    """A dispatching process that is replaced goes on where the dead one was."""
+    pipe = IterableWrapper(range(300)).map(with_pid).sharding_round_robin_dispatch(MULTI)
+    with loader(pipe.map(double), max_restarts=3, worker_prefetch_cnt=0) as loaded:
+        items = iter(loaded)
+        got = [next(items)]
+        kill(got[0][1])
+        got += items
+    assert [item[0] for item in got] == list(range(300))
+    assert len({item[1] for item in got}) == 2
+
+
+@pytest.mark.needs("POSIX")
+@pytest.mark.usefixtures("impatient")
+def test_timeout() -> None:
+    """An item that takes longer than `timeout` is an error that shows where its worker is."""
+    pipe = numbers().map(functools.partial(slowly, 1e6))
+    with loader(pipe, timeout=0.2) as loaded, pytest.raises(cseq.WorkerTimeout, match="slowly"):
+        list(loaded)
+
+
+@pytest.mark.needs("POSIX")
+def test_timeout_of_the_dispatching_process() -> None:
+    """Where it hangs, the error names it, or shows the worker that waits for it."""
+    pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
+    with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=0.3) as loaded:
+        items = iter(loaded)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cseq.supervisor.GRACE", 0.1)
+            with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
+                next(items)
+
+
+ORPHANS = """
+import os
+from cseq.launcher import start_methods
+from cseq.launcher.base import KILL
+from cseq.adapters.torchdata import MultiProcessingReadingService
+from torchdata.dataloader2 import DataLoader2
+from torchdata.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+def forever(item):
+    while True:
+        pass
+
+multi = SHARDING_PRIORITIES.MULTIPROCESSING
+pipe = IterableWrapper(range(100)).sharding_round_robin_dispatch(multi)
+service = MultiProcessingReadingService(2, start_methods()[-1])
+loader = DataLoader2(pipe.map(forever), reading_service=service)
+iter(loader)
+os.kill(os.getpid(), KILL)
+"""
+
+
+def test_no_orphans(run_script: RunScript, tmp_path: Path) -> None:
+    """When the main process is killed, all others go, even if they are busy; no file is left."""
+    done = run_script(ORPHANS, TMPDIR=str(tmp_path))
+    assert done.returncode == CODE  # and no process holds its output
+    if sys.platform == "linux":
+        assert not [name for name in os.listdir(tmp_path) if name.startswith("cseq-")]
+
+
+def in_a_process(item: int) -> int:
+    """Have another process compute."""
+    with multiprocessing.get_context(QUICK).Pool(1) as pool:
+        return pool.apply(double, (item,))
+
+
+def test_workers_may_have_children() -> None:
+    """A worker may start processes itself."""
+    with loader(numbers(2).map(in_a_process)) as loaded:
+        assert list(loaded) == [0, 2]

@@ -1,0 +1,158 @@
+"""States of a `DataLoader2` with cseq's workers."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
+
+from torchdata.dataloader2 import DataLoader2  # noqa: E402
+from torchdata.datapipes.iter import IterableWrapper  # noqa: E402
+from torchdata_graphs import (  # noqa: E402
+    MULTI,
+    Stays,
+    Uneven,
+    draw,
+    loader,
+    long_graph,
+    numbers,
+    service,
+    shuffled,
+)
+
+# Many loaders are started here, whose processes import torch: for minutes where they are spawned.
+pytestmark = pytest.mark.needs("quick processes")
+
+
+# -- 13, D 6: state
+
+
+def restored(state: dict[str, Any], num_workers: int = 2, **options: Any) -> Any:
+    return DataLoader2.from_state(state, service(num_workers, **options))
+
+
+def long_dispatched_graph() -> Any:
+    pipe = IterableWrapper(range(40)).shuffle().sharding_round_robin_dispatch(MULTI)
+    return pipe.map(draw).batch(2)
+
+
+def long_tail() -> Any:
+    return Stays(shuffled(40)).shuffle(buffer_size=7)
+
+
+GRAPHS = [long_graph, long_dispatched_graph, long_tail]
+
+
+@pytest.mark.parametrize("make", GRAPHS)
+@pytest.mark.parametrize("taken", [0, 1, 13])
+def test_state_within_an_epoch(make: Any, taken: int) -> None:
+    """A restored loader goes on with the next item, and with the same epochs after that."""
+    with loader(make()) as loaded:
+        loaded.seed(1)
+        list(loaded)
+        items = iter(loaded)
+        list(itertools.islice(items, taken))
+        state = pickle.loads(pickle.dumps(loaded.state_dict()))
+        expected = [list(items), list(loaded)]
+    with restored(state) as loaded:
+        assert [list(loaded), list(loaded)] == expected
+
+
+@pytest.mark.parametrize("make", GRAPHS)
+@pytest.mark.parametrize("taken", [None, 0, 5])
+def test_state_replayed_from_the_start(make: Any, taken: int | None) -> None:
+    """`_restore_checkpoint_beginning_of_epoch` goes back to the start, as with torchdata."""
+    with loader(make()) as loaded:
+        loaded.seed(1)
+        if taken is None:
+            state = loaded.state_dict()
+            got, items = [], loaded
+        else:
+            items = iter(loaded)
+            got = list(itertools.islice(items, taken))
+            state = loaded.state_dict()
+        got += items
+    with restored(state) as loaded:
+        loaded._restore_checkpoint_beginning_of_epoch()
+        assert list(loaded) == got
+
+
+def test_state_of_a_loader_without_seed() -> None:
+    """The rest of an epoch comes back even if nobody has chosen its seed."""
+    with loader(long_graph()) as loaded:
+        items = iter(loaded)
+        list(itertools.islice(items, 9))
+        state = loaded.state_dict()
+        expected = list(items)
+    with restored(state) as loaded:
+        assert list(loaded) == expected
+        assert len(list(loaded)) == 40
+
+
+def test_state_between_epochs() -> None:
+    """A state from after the end of an epoch begins the next one."""
+    with loader(long_graph()) as loaded:
+        loaded.seed(1)
+        list(loaded)
+        state = loaded.state_dict()
+        expected = list(loaded)
+    with restored(state) as loaded:
+        assert list(loaded) == expected
+
+
+def test_state_of_a_restored_loader() -> None:
+    """A loader that was restored can be left off again, at once or later."""
+    with loader(long_graph()) as loaded:
+        loaded.seed(1)
+        items = iter(loaded)
+        list(itertools.islice(items, 4))
+        state = loaded.state_dict()
+        expected = list(items)
+    with restored(state) as loaded:
+        items = iter(loaded)
+        state = loaded.state_dict()
+    with restored(state) as loaded:
+        items = iter(loaded)
+        assert list(itertools.islice(items, 6)) == expected[:6]
+        state = loaded.state_dict()
+    with restored(state) as loaded:
+        assert list(loaded) == expected[6:]
+
+
+def test_state_for_another_number_of_workers() -> None:
+    """A position within an epoch means nothing to another number of workers, which is said."""
+    with loader(numbers()) as loaded:
+        next(iter(loaded))
+        state = loaded.state_dict()
+    with restored(state, 3) as loaded, pytest.raises(ValueError, match="num_workers=2, not 3"):
+        iter(loaded)
+
+
+def test_state_of_a_graph_that_has_changed() -> None:
+    """Where a graph no longer has as many items as were taken, the loop is told."""
+    with loader(Uneven((5, 5))) as loaded:
+        list(itertools.islice(iter(loaded), 8))
+        state = loaded.state_dict()
+    state["serialized_datapipe"] = pickle.dumps(Uneven((2, 2)))
+    with (
+        restored(state) as loaded,
+        pytest.raises(RuntimeError, match=r"after 8 items .* only 4"),
+    ):
+        list(loaded)
+
+
+def test_state_when_epochs_repeat() -> None:
+    """With `repeat_epochs` a state has no position, as with torchdata."""
+    with loader(long_graph(), repeat_epochs=True) as loaded:
+        loaded.seed(1)
+        items = iter(loaded)
+        first = [next(items)]
+        state = loaded.state_dict()
+        first += items
+    with restored(state, repeat_epochs=True) as loaded:
+        assert list(loaded) == first

@@ -1,0 +1,103 @@
+"""Launchers with a worker that answers questions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cseq.launcher import make_launcher, start_methods
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from cseq.launcher import Child, Launcher
+
+PATIENCE = 60.0  # seconds: only a test that fails waits so long
+
+# What workers run: they evaluate what they are asked. It is a file, as they import it by name.
+ENTRIES = """
+import os, signal, socket, sys, threading
+
+def answer(sock, local=None):
+    import atexit, multiprocessing, subprocess
+    while question := sock.recv(1 << 16):
+        sock.sendall(repr(eval(question)).encode())
+
+def talk(sock):
+    while True:
+        sock.sendall(b"blah" * 1000)
+
+def ready(sock):
+    streams = [os.fstat(fd) for fd in (0, 1, 2)]  # they are there, whatever the trainer closed
+    sock.sendall(b"!" if sock.fileno() > 2 else b"?")
+    sock.recv(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the module of entries where workers find it."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "entries.py").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture(params=start_methods())
+def method(request: pytest.FixtureRequest) -> str:
+    """Each start method of this system."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make(method: str) -> Iterator[Callable[..., Launcher]]:
+    """Return a function that makes a launcher of this method, closed after the test."""
+    with closing() as make_any:
+        yield lambda **options: make_any(method, **options)
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Launcher]]:
+    """Return a function that makes a launcher with a fork server, closed after the test."""
+    if "forkserver" not in start_methods():
+        pytest.skip("this system has no fork server")
+    with closing() as make_any:
+        yield lambda **options: make_any("forkserver", **options)
+
+
+@contextlib.contextmanager
+def closing() -> Iterator[Callable[..., Launcher]]:
+    """Close whatever launchers are made."""
+    made = []
+
+    def make_any(method: str, entry: str = "entries:answer", **options: Any) -> Launcher:
+        made.append(make_launcher(method, entry=entry, **options))
+        return made[-1]
+
+    yield make_any
+    closed = [one.close(time.monotonic() + PATIENCE) for one in made]
+    assert all(closed), "something did not end"
+
+
+def ask(child: Child, question: str) -> Any:
+    """Have a worker evaluate an expression."""
+    child.sock.settimeout(PATIENCE)
+    child.sock.sendall(question.encode())
+    answer = child.sock.recv(1 << 16).decode()
+    assert answer, f"process {child.pid} has ended instead of answering {question!r}"
+    return eval(answer)
+
+
+def end_of(child: Child) -> int | None:
+    """Wait for a worker to end; return its exit code."""
+    code = child.status(PATIENCE)
+    assert child.gone
+    return code
+
+
+linux = pytest.mark.needs("Linux")

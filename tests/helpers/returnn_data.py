@@ -1,0 +1,229 @@
+"""RETURNN data sets, and `MultiProcDataset` over them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from kinds import QUICKEST
+
+import cseq
+
+pytest.importorskip("returnn")
+
+from returnn.datasets.basic import DatasetSeq, init_dataset
+from returnn.datasets.cached2 import CachedDataset2
+from returnn.datasets.map import MapDatasetBase
+
+from cseq.adapters.returnn import MultiProcDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+TASK = {"class": "Task12AXDataset", "num_seqs": 23, "seq_ordering": "random"}
+
+
+# ── datasets ───────────────────────────────────────────────────────────────────────────────
+
+
+class Numbers(MapDatasetBase):
+    """Sequence i is i % 4 + 1 frames of i."""
+
+    def __init__(self, length: int = 12) -> None:
+        super().__init__({"data": {"shape": (None, 2)}, "name": {"shape": (None,), "dtype": "str"}})
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        self.load(index)
+        data = np.full((index % 4 + 1, 2), index, np.float32)
+        return {"data": data, "name": np.array([f"number {index}"])}
+
+    def load(self, index: int) -> None:
+        """What else happens."""
+
+    def get_seq_len(self, index: int) -> int:
+        return index % 4 + 1
+
+
+class Gated(Numbers):
+    """Loads sequence `at` only when its first attempt is over, or a gate has been opened."""
+
+    def __init__(self, folder: str, at: int) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.at = at
+
+    def load(self, index: int) -> None:
+        if index != self.at or (self.folder / "again").exists():
+            return
+        (self.folder / "again").touch()
+        with open(self.folder / "gate", "rb") as gate:  # a fifo: opens when somebody writes
+            gate.read()
+
+
+class Broken(Numbers):
+    """Raises at sequence 5."""
+
+    def load(self, index: int) -> None:
+        if index == 5:
+            raise LookupError("five is missing")
+
+
+class BrokenFromTheStart(Numbers):
+    """Raises when it is made."""
+
+    def __init__(self) -> None:
+        raise LookupError("nothing is there")
+
+
+class Random(Numbers):
+    """Sequences of what the global generators draw, and cseq's own."""
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        drawn = [random.random(), np.random.random(), cseq.rng().random()]
+        return {"data": np.array([drawn]), "name": np.array(["random"])}
+
+
+class Shares(CachedDataset2):
+    """Shard k has `sizes[k]` sequences, and knows that or not."""
+
+    def __init__(self, sizes: list[int], *, known: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.sizes = sizes
+        self.known = known
+        self.num_inputs = 1
+        self.num_outputs = {"data": (1, 2)}
+
+    def supports_sharding(self) -> bool:
+        return True
+
+    def get_data_keys(self) -> list[str]:
+        return ["data"]
+
+    def init_seq_order(
+        self, epoch: Any = None, seq_list: Any = None, seq_order: Any = None
+    ) -> bool:
+        super().init_seq_order(epoch, seq_list, seq_order)
+        self._num_seqs = self.sizes[self._shard_index] if self.known else None
+        return True
+
+    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
+        if seq_idx >= self.sizes[self._shard_index]:
+            return None
+        data = np.full((1, 1), seq_idx, np.float32)
+        return DatasetSeq(seq_idx, data, seq_tag=f"{self._shard_index}:{seq_idx}")
+
+
+class Breaking(Shares):
+    """Shard 1 raises in the place of its third sequence."""
+
+    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
+        if (self._shard_index, seq_idx) == (1, 2):
+            raise LookupError("two is missing")
+        return super()._collect_single_seq(seq_idx)
+
+
+class Own(CachedDataset2):
+    """Sequences of what its own generators draw, as in RETURNN's datasets of audio and text."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_inputs = 2
+        self.num_outputs = {"data": (2, 2)}
+        self._audio_random = np.random.RandomState(1)
+        self.targets = self
+        self.rnd = np.random.RandomState(1)
+
+    def set_random_seed(self, seed: int) -> None:
+        self.rnd.seed(seed)
+
+    def get_data_keys(self) -> list[str]:
+        return ["data"]
+
+    def get_current_seq_order(self) -> Any:
+        return self.order
+
+    def init_seq_order(self, epoch: Any = None, seq_order: Any = None, **given: Any) -> bool:
+        super().init_seq_order(epoch, **given)
+        self.order = range(5) if seq_order is None else seq_order
+        self._num_seqs = len(self.order)
+        return True
+
+    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
+        drawn = [self._audio_random.random_sample(), self.rnd.random_sample()]
+        return DatasetSeq(seq_idx, np.array([drawn]), seq_tag=f"seq-{self.order[seq_idx]}")
+
+
+def add_noise(data: Any, *, rng: np.random.RandomState, **_: Any) -> Any:
+    """Augment, as a user of `PostprocessingDataset` does."""
+    array = data.data["data"].raw_tensor
+    data.data["data"].raw_tensor = array + rng.normal(size=array.shape).astype(array.dtype)
+    return data
+
+
+def numbers(kind: Any = Numbers, *args: Any, **options: Any) -> dict[str, Any]:
+    """Return the plan of a dataset around a map of one's own."""
+    made = functools.partial(kind, *args) if args else kind
+    return {"class": "MapDatasetWrapper", "map_dataset": made, **options}
+
+
+# ── what tests do with them ────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    """Return what makes and initialises datasets, and ends their workers afterwards.
+
+    Workers are started in the quickest way where nothing else is said.
+    """
+    made = []
+
+    def make(
+        plan: dict[str, Any], num_workers: int = 2, buffer_size: int = 3, **options: Any
+    ) -> Any:
+        options = {"start_method": QUICKEST.start_method} | options
+        options |= {"num_workers": num_workers, "buffer_size": buffer_size}
+        made.append(init_dataset({"class": MultiProcDataset, "dataset": plan, **options}))
+        return made[-1]
+
+    yield make
+    for dataset in made:
+        dataset.close()
+
+
+def sequences(dataset: Any, epoch: int | None = 1) -> list[tuple[str, dict[str, np.ndarray]]]:
+    """Read an epoch, or the one that is under way (None)."""
+    if epoch is not None:
+        dataset.init_seq_order(epoch=epoch)
+    keys = dataset.get_data_keys()
+    found = []
+    number = 0
+    while dataset.is_less_than_num_seqs(number):
+        dataset.load_seqs(number, number + 1)
+        data = {key: dataset.get_data(number, key) for key in keys}
+        found.append((dataset.get_tag(number), data))
+        number += 1
+    return found
+
+
+def tags(dataset: Any, epoch: int | None = 1) -> list[str]:
+    """Read an epoch's tags."""
+    return [tag for tag, _ in sequences(dataset, epoch)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare tags, keys, types and values."""
+    assert [tag for tag, _ in found] == [tag for tag, _ in expected]
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert list(mine) == list(theirs)
+        for key, array in theirs.items():
+            assert mine[key].dtype == array.dtype
+            np.testing.assert_array_equal(mine[key], array)

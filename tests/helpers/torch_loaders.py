@@ -1,0 +1,98 @@
+"""Loaders of torch and of cseq, side by side."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from killing import kill  # noqa: E402
+from kinds import QUICKEST  # noqa: E402
+from torch.utils import data  # noqa: E402
+from torch_data import (  # noqa: E402
+    Plain,
+    Sharded,
+    drawn,
+    same,
+    seed_all,
+)
+
+import cseq.testing  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUICK = QUICKEST.start_method  # forked, where the system can
+FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
+
+forked = pytest.mark.skipif(QUICK != "fork", reason="what a forked worker inherits")
+
+
+def loader(dataset: Any, **options: Any) -> Any:
+    """Make a loader of ours with two workers."""
+    return cseq.DataLoader(dataset, **(FORK | options))
+
+
+def run(kind: Any, dataset: Any, epochs: int, options: dict[str, Any]) -> Any:
+    """Iterate from the same seeds; return the batches, and what the trainer draws next."""
+    seed_all()
+    made = kind(dataset, **options)
+    batches = [list(made) for _ in range(epochs)]
+    return batches, drawn()
+
+
+def check(dataset: Any, epochs: int = 2, **options: Any) -> Any:
+    """Compare ours with torch's; return the batches."""
+    options = FORK | options
+    if not options["num_workers"]:
+        del options["multiprocessing_context"]
+    ours = run(cseq.DataLoader, dataset, epochs, options)
+    assert same(ours, run(data.DataLoader, dataset, epochs, options))
+    return ours[0]
+
+
+# ── Ctrl-C ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Failing(Sharded):
+    """The second sample of each worker is missing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = data.get_worker_info()
+        return Failures(self.sizes[0 if info is None else info.id])
+
+
+class Failures:
+    """An iterator that goes on behind an error."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > self.size:
+            raise StopIteration
+        if self.at == 2:
+            raise LookupError("two is missing")
+        return self.at
+
+
+class Told(Plain):
+    """Returns which worker it is; one index ends that."""
+
+    def __init__(self, length: int, deadly: int = -1) -> None:
+        super().__init__(length)
+        self.deadly = deadly
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.deadly:
+            kill(os.getpid())
+        info = data.get_worker_info()
+        assert info is not None
+        return info.id

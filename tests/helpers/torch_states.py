@@ -1,0 +1,218 @@
+"""Data sets and samplers with states, and loaders that are left and resumed."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kinds import QUICKEST  # noqa: E402
+from torch.utils import data  # noqa: E402
+from torch_data import (  # noqa: E402
+    Plain,
+    seed_all,
+)
+
+import cseq  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def loader(dataset: Any, num_workers: int = 2, **options: Any) -> Any:
+    """Make a loader of ours."""
+    context = QUICKEST.start_method if num_workers else None
+    return cseq.DataLoader(
+        dataset, num_workers=num_workers, multiprocessing_context=context, **options
+    )
+
+
+def taken(iterator: Iterator[Any], count: int) -> list[Any]:
+    """Take so many batches."""
+    return [next(iterator) for _ in range(count)]
+
+
+def left_and_resumed(make: Any, count: int, again: Any = None) -> tuple[Any, Any, Any]:
+    """Return an epoch's rest, the rest in a new loader, and the state between them."""
+    seed_all()
+    made = make()
+    iterator = iter(made)
+    taken(iterator, count)
+    state = pickle.loads(pickle.dumps(made.state_dict()))
+    rest = list(iterator)
+    seed_all(99)  # resumed elsewhere
+    made = (again or make)()
+    made.load_state_dict(state)
+    assert made.state_dict() == state or not isinstance(state["sampler"].get("seed"), int)
+    return rest, list(made), state
+
+
+class Cycle(data.Sampler[int]):
+    """A sampler that has a state."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.at = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            self.at += 1
+            yield 7 * (self.at - 1) % self.length
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+# ── iterable data sets ─────────────────────────────────────────────────────────────────────
+
+
+class Counted(data.IterableDataset[Any]):
+    """Its iterator has a state; it counts how often a sample was made."""
+
+    def __init__(self, length: int, where: str) -> None:
+        self.length = length
+        self.where = where
+        self.epoch = 0
+
+    def __iter__(self) -> Any:
+        info = data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return self._begin(first, step)
+
+    def _begin(self, first: int, step: int) -> Any:
+        """Begin an epoch."""
+        if self.where == "iterator":
+            return Walk(first, step, self.length)
+        self.walk = Walk(first, step, self.length)
+        if self.where == "dataset" and getattr(self, "begin", None) is not None:
+            self.walk.load_state_dict(self.begin)
+            self.begin = None
+        return iter(self.walk.__next__, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and self.__dict__.get("where") == "dataset":
+            return {"state_dict": self._state, "load_state_dict": self._load}[name]
+        raise AttributeError(name)
+
+    def _state(self) -> Any:
+        return self.walk.state_dict()
+
+    def _load(self, state: Any) -> None:
+        self.begin = state
+
+
+class Unequal(Counted):
+    """Each worker has a number of samples of its own."""
+
+    def __init__(self, lengths: list[int], where: str) -> None:
+        super().__init__(0, where)
+        self.lengths = lengths
+
+    def __iter__(self) -> Any:
+        info = data.get_worker_info()
+        assert info is not None
+        self.length = 10 * self.lengths[info.id]
+        return self._begin(info.id, 10)
+
+
+class Counting(Plain):
+    """Its state is how many samples it gave."""
+
+    made = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.made += 1
+        return index, self.made
+
+    def state_dict(self) -> Any:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.made = state["made"]
+
+
+class Walk:
+    """An iterator over numbers that has a state."""
+
+    def __init__(self, first: int, step: int, length: int) -> None:
+        self.at, self.step, self.length = first, step, length
+        self.made = 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= self.length:
+            raise StopIteration
+        self.at += self.step
+        self.made += 1
+        return self.at - self.step, self.made
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Epochs(data.IterableDataset[Any]):
+    """Counts its epochs, and its samples if it is its own iterator."""
+
+    def __init__(self, own: bool) -> None:
+        self.own = own
+        self.epoch = 0
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        self.at = 0
+        return self if self.own else self.generate()
+
+    def generate(self) -> Iterator[Any]:
+        while self.at < 7:
+            self.at += 1
+            yield self.epoch, self.at
+        self.epoch += 1
+
+    def __next__(self) -> Any:
+        if self.at >= 7:
+            self.epoch += 1
+            raise StopIteration
+        self.at += 1
+        return self.epoch, self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class Rotated(Cycle):
+    """Its state says how many epochs there were, by which its order is rotated."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            self.at += 1
+            yield (self.at - 1 + self.epochs) % self.length
+        self.at = 0
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epochs = state["at"], state["epochs"]
