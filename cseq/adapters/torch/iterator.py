@@ -142,9 +142,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._clear()  # `_received` has the next item, if it is there
         try:
             self._reset(loader, first_iter=True, resume=resume)
-            if resume is not None:
-                for _ in islice(self, resume.drop):
-                    pass
         except BaseException:
             self._shutdown_workers()
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data
@@ -13,15 +12,11 @@ from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
-    GOES_ON,
     OWN,
     behind,
-    draws_from_global,
     generator_of,
     inner_of,
-    order_of,
 )
-from cseq.adapters.torch.snapshot import resolve
 from cseq.adapters.torch.state import Progress, Resume, read
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import choice, count
@@ -178,11 +173,6 @@ class DataLoader(Torchs[T_co]):
         if generator is not None and loaded is not None:
             generator.set_state(loaded)
         resume = self._resume()
-        if resume is not None:
-            sampler = resolve(resume.sampler, self._index_sampler, generator)
-            resume = replace(resume, sampler=sampler)
-            if resume.is_over and not (resume.states and self.num_workers):
-                resume = self._pass(resume)
         if resume is not None and resume.generator is not None:
             own = generator_of(self._index_sampler)
             if own is not None:
@@ -200,14 +190,6 @@ class DataLoader(Torchs[T_co]):
         self._progress = getattr(iterator, "progress", None)
         if self._progress is not None:
             self._progress.watch(generator, before)
-            if resume is not None and resume.is_over:  # workers that keep the data set come to it
-                # What makes batches says if it has ended; without, its state may be from behind
-                # the end, of the next epoch.
-                tells = self._progress.iterable and self._auto_collation
-                for _ in iterator:
-                    if not tells:
-                        raise ValueError(GOES_ON)
-                iterator._reset(self)
         self._loaded = None
         return iterator
 
@@ -218,16 +200,6 @@ class DataLoader(Torchs[T_co]):
             return self.snapshot_every_n_steps
         begins_anew = self._dataset_kind == names.ITERABLE and not self.persistent_workers
         return 0 if begins_anew and not self._wants_states else 1
-
-    def _pass(self, resume: Resume) -> Resume:
-        """Draw the rest of the keys of an epoch that is over; return where the next begins."""
-        sampler = self._index_sampler
-        if not draws_from_global(sampler):  # the next epoch is the trainer's generator's anyway
-            order = order_of(sampler, iter(sampler), 0)
-            keys = order.keys(resume.yielded, resume.sampler)
-            order.pass_rest(keys, resume.drop)
-        kept = {} if self._draws_seed else behind(sampler)
-        return Resume(0, None, kept, [], [], 0, resume.states)
 
     @property
     def _draws_seed(self) -> bool:
@@ -348,7 +320,7 @@ class DataLoader(Torchs[T_co]):
         return {**progress.as_dict(), **self._batching(), "draws_seed": self._draws_seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next `iter` go on where a state says; states of torchdata's are read, too.
+        """Have the next `iter` go on where a state says.
 
         A state of a finished epoch makes the next one begin anew, and so does an empty one.
 

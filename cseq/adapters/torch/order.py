@@ -45,19 +45,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = [
-    "GOES_ON",
     "OWN",
     "Order",
     "behind",
-    "draw_seed",
-    "draws_from_global",
     "generator_of",
     "inner_of",
     "leaves_no_trace",
     "noted",
     "order_of",
     "states_before",
-    "with_generator",
 ]
 
 log = logging.getLogger("cseq")
@@ -66,11 +62,6 @@ State = dict[str, Any]
 
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 OWN = (*DRAWING, DistributedSampler)
-
-GOES_ON = (
-    "the state is of an epoch that is over, and it goes on: the data set or the sampler has "
-    "changed, or begins anew by itself at its end; do not load this state"
-)
 
 
 def inner_of(index_sampler: Any) -> Any:
@@ -84,21 +75,15 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def draws_from_global(index_sampler: Any) -> bool:
-    """Whether a sampler is one of torch's that draw from torch's global generator."""
-    inner = inner_of(index_sampler)
-    return type(inner) in DRAWING and inner.generator is None
-
-
-def with_generator(sampler: Any, generator: torch.Generator) -> Any:
+def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
     """Return a sampler as if it had been given this generator."""
     sampler = copy.copy(sampler)
     sampler.generator = generator
     return sampler
 
 
-def draw_seed(generator: torch.Generator) -> int:
-    """Draw a seed, as a RandomSampler and a loader do."""
+def _draw_seed(generator: torch.Generator) -> int:
+    """Draw a seed, as a RandomSampler does."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
@@ -227,10 +212,6 @@ class Order:
         """
         return behind(self._index_sampler) if finished else {}
 
-    def pass_rest(self, keys: Iterator[Any], left: int) -> None:  # noqa: ARG002
-        """Draw what is left of an epoch that is over: so many keys, and the end."""
-        deque(keys, maxlen=0)
-
 
 class ReplayedOrder(Order):
     """An epoch's keys, of a sampler of which nothing is known; it may draw from global generators.
@@ -347,13 +328,6 @@ class RandomOrder(Order):
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
         self._given = {name: state[name] for name in ("seed", "generator") if name in state}
-        if yielded and not self._given:
-            log.warning(
-                "the state does not have what %s drew its order from (torchdata keeps that of its "
-                "own RandomSampler only): the keys of its epoch are drawn again, and if they are "
-                "others, samples come twice or not at all",
-                type(self._sampler).__name__,
-            )
         keys = self._draw(yielded, self._given)
         return islice(keys, yielded, None) if yielded else keys
 
@@ -366,7 +340,7 @@ class RandomOrder(Order):
         elif self._draws_seed or (yielded and "seed" in state):
             seed = state.get("seed")
             if own is None and (seed is None or not yielded):  # drawn as ever, also if it is known
-                drawn = draw_seed(torch.default_generator)
+                drawn = _draw_seed(torch.default_generator)
                 seed = drawn if seed is None else seed
             assert seed is not None
             self._state = {"seed": seed}
@@ -380,7 +354,7 @@ class RandomOrder(Order):
 
     def _with(self, generator: torch.Generator) -> Iterator[Any]:
         """Iterate over the sampler as if it had been given this generator."""
-        sampler = with_generator(self._sampler, generator)
+        sampler = _with_generator(self._sampler, generator)
         if self._sampler is self._index_sampler:
             return iter(sampler)
         batches = copy.copy(self._index_sampler)
@@ -396,7 +370,7 @@ class RandomOrder(Order):
         now = (self._sampler.generator or torch.default_generator).get_state()
         if not self._draws_seed:
             return {"generator": now}
-        return {"seed": draw_seed(torch.Generator().set_state(now))}
+        return {"seed": _draw_seed(torch.Generator().set_state(now))}
 
 
 class EpochOrder(Order):
@@ -445,13 +419,11 @@ class StatefulOrder(Order):
         # By the number of keys drawn: of the last batch, the one that is taken, and those ahead.
         self._taken: deque[tuple[int, State]] = deque(maxlen=ahead + 2)
         self._last: State | None = None  # once it has no more keys: for the next epoch
-        self._given: State = {}
         self._batch_size = index_sampler.batch_size if type(index_sampler) is BatchSampler else 0
         self._is_last = False  # the key that was drawn last is a short batch
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
         skip = yielded
-        self._given = state
         if state.get("sampler") is not None and self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
             self._iterator = iter(self._index_sampler)
@@ -459,7 +431,7 @@ class StatefulOrder(Order):
         if state.get("iterator") is not None and is_stateful(self._iterator):
             self._iterator.load_state_dict(state["iterator"])
             skip = state.get("skip", 0)
-        self._is_last = state.get("is_last", self._is_short(state.get("samples")))
+        self._is_last = state.get("is_last", False)
         taken = self._take()
         if skip:  # it has to be drawn again behind a state that is taken now
             taken["skip"] = skip
@@ -484,19 +456,6 @@ class StatefulOrder(Order):
         The sampler came to its end for that: its state is that of its next epoch.
         """
         return bool(samples and self._batch_size and samples % self._batch_size)
-
-    def pass_rest(self, keys: Iterator[Any], left: int) -> None:
-        """Draw what is left of an epoch that is over."""
-        if self._sampler is None:
-            super().pass_rest(keys, left)
-            return
-        for _ in islice(keys, left):
-            pass
-        if next(keys, self) is self:
-            return
-        if left or self._given.get("skip"):
-            raise ValueError(GOES_ON)
-        self._sampler.load_state_dict(self._given["sampler"])  # it had come to its end before
 
     def _take(self) -> State:
         """Take the present state."""

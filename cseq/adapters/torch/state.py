@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import failure
 from cseq._core import MOST_SKIPPED
-from cseq.adapters.torch.snapshot import VERSION, in_turn, is_of_torchdata, translate
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.pickling import dumps
@@ -29,6 +28,7 @@ __all__ = ["VERSION", "Progress", "Resume", "read"]
 
 log = logging.getLogger("cseq")
 
+VERSION = 1
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
 NEEDED = (
@@ -55,12 +55,8 @@ class Resume:
         See `Progress`.
     states : list of (dict or None)
         Of the data set, in each worker or in the trainer.
-    drop : int
-        Batches that were delivered behind this place: they are made again, and dropped.
     generator : torch.Tensor or None
         The state of the sampler's own generator, before anything is drawn for an epoch that begins.
-    is_over : bool
-        The epoch goes on here only to come to its end: the one behind it is asked for.
     """
 
     yielded: int
@@ -70,9 +66,7 @@ class Resume:
     ended: list[bool]
     turn: int
     states: list[State | None]
-    drop: int = 0
     generator: torch.Tensor | None = None
-    is_over: bool = False
 
 
 class Progress:
@@ -251,7 +245,7 @@ def read(
     has_state: bool,
     batching: State,
 ) -> Resume | None:
-    """Read a state, of this format or torchdata's; None: the next epoch begins anew.
+    """Read a state; None: the next epoch begins anew.
 
     Parameters
     ----------
@@ -268,14 +262,14 @@ def read(
         It is of another kind of data set, of other batches, of another number of workers where
         that matters, or of a format that is not known.
     """
-    if is_of_torchdata(state):
-        state = translate(state, iterable=iterable)
+    if "_snapshot" in state or "fetcher_state" in state:
+        raise ValueError(
+            "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
+            "its epoch with that loader, then begin the next one with this loader, without a state"
+        )
     version = state.get("version")
     if version != VERSION:
-        raise ValueError(
-            f"the state has version {version!r}, this loader reads {VERSION}, and the format of "
-            "torchdata's StatefulDataLoader"
-        )
+        raise ValueError(f"the state has version {version!r}, and this loader reads {VERSION}")
     missing = [name for name in NEEDED if name not in state]
     if missing:
         raise ValueError(
@@ -292,13 +286,12 @@ def read(
     # Between epochs: that is over, or none has begun.
     finished = state["_iterator_finished"] or state["base_seed"] is None
     workers, sampler = state["workers"], state["sampler"]
-    to_pass = finished and state.get("to_pass", False)
     has_states = any(each is not None for each in workers)
     states = list(workers) if has_states and (keeps or not finished) else []
     if not finished:
         _check_batches(state, batching)
     generator = None
-    if finished and not to_pass:  # a sampler that has a state goes on from its own
+    if finished:  # a sampler that has a state goes on from its own
         names = ("sampler", "generator")
         sampler = {name: sampler[name] for name in names if sampler.get(name) is not None}
         generator = sampler.get("generator")
@@ -306,8 +299,6 @@ def read(
             sampler.pop("generator", None)
         if generator is None and not sampler and not states:
             return None
-    elif to_pass and iterable and not states:
-        return None
     if (iterable or states) and state["num_workers"] != num_workers:
         what = "an IterableDataset" if iterable else "a data set that has a state"
         raise ValueError(
@@ -315,16 +306,16 @@ def read(
             f"num_workers={num_workers}: with {what} both must be the same, since every worker "
             "has a share of its own"
         )
-    if finished and not to_pass:
+    if finished:
         kept = [each and left_by(each, has_state=has_state) for each in states]
         return Resume(0, None, sampler, [], [], 0, kept, generator=generator)
-    if to_pass and not num_workers:  # the data set has come to the end
-        states = [each and left_by(each, has_state=has_state) for each in states]
     counts, ended, turn = state["counts"], state["ended"], state["turn"]
     if not iterable:
         counts, ended, turn = [], [], 0
     elif sum(counts) != yielded:  # the caller has changed the number
-        counts, turn = in_turn(yielded, max(1, num_workers)), yielded % max(1, num_workers)
+        several = max(1, num_workers)
+        counts = [len(range(number, yielded, several)) for number in range(several)]
+        turn = yielded % several
     return Resume(
         yielded=yielded,
         base_seed=state["base_seed"],
@@ -333,29 +324,16 @@ def read(
         ended=list(ended),
         turn=turn,
         states=states,
-        drop=state.get("drop", 0),
-        is_over=to_pass,
     )
 
 
 def _check_batches(state: State, batching: State) -> None:
     """Raise ValueError if the batches of this loader are not those that the state counts."""
     for name, value in batching.items():
-        there = state.get(name)  # torchdata's states say only what can be told from them
+        there = state.get(name)
         if there is not None and value is not None and there != value:
             raise ValueError(
                 f"the state is of an epoch with {name}={there!r}, and this loader has "
                 f"{name}={value!r}, so its batches are others; make it with the same, or do not "
                 "load this state"
             )
-    asked, samples, size = state.get("asked"), state.get("samples"), batching["batch_size"]
-    if not (asked and samples and size):
-        return
-    least = asked * size  # the last batch may be short
-    if batching["batches"] is None or asked >= batching["batches"]:
-        least -= size - 1
-    if not least <= samples <= asked * size:
-        raise ValueError(
-            f"the state is of {asked} batches of {samples} samples, and this loader has "
-            f"batch_size={size}; make it with the same, or do not load this state"
-        )

@@ -1,7 +1,7 @@
 """Random resumes of `cseq.DataLoader`: the rest, and the next epochs, are the uninterrupted run's.
 
-A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, by
-cseq's loader or by torchdata's, and where it is taken again before it is used. For other seeds than
+A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, and
+where it is taken again before it is used. For other seeds than
 those of the test: ``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
 """
 
@@ -179,17 +179,6 @@ class Noting(Plain):
         self.made = state["made"]
 
 
-def theirs() -> Any:
-    """Return torchdata's module, or None."""
-    try:
-        from torchdata import stateful_dataloader
-        from torchdata.stateful_dataloader import sampler
-    except ImportError:
-        return None
-    assert stateful_dataloader.sampler is sampler
-    return stateful_dataloader
-
-
 MAKERS: dict[str, Callable[[int, Any], dict[str, Any]]] = {
     "sequential": lambda n, g: {},
     "loader's": lambda n, g: {"shuffle": True, "generator": g},
@@ -209,12 +198,7 @@ MAKERS: dict[str, Callable[[int, Any], dict[str, Any]]] = {
     "ordered": lambda n, g: {"sampler": Ordered(n, g)},
     "turning": lambda n, g: {"sampler": Turning(n)},
     "pairs": lambda n, g: {"batch_sampler": Pairs(n)},
-    "theirs": lambda n, g: {
-        "sampler": theirs().sampler.RandomSampler(range(n), generator=g),
-    },
 }
-# torchdata's states have what these begin from.
-THEIRS = ("sequential", "loader's", "global", "turning", "pairs", "theirs")
 GLOBAL = ("global", "subset, global")  # later epochs are drawn from torch's generator
 ITERABLE: dict[str, Callable[[int], Any]] = {
     "walk": lambda n: Walked(n, True),
@@ -233,23 +217,16 @@ class Case:
 
     def __post_init__(self) -> None:
         chosen = random.Random(self.seed)
-        self.of_theirs = theirs() is not None and chosen.random() < 0.4
-        kinds = [*(THEIRS if self.of_theirs else MAKERS), *ITERABLE]
-        if theirs() is None:
-            kinds.remove("theirs")
-        self.kind = chosen.choice(kinds)
+        self.kind = chosen.choice([*MAKERS, *ITERABLE])
         self.length = chosen.choice([5, 6, 7, 8])
         self.num_workers = chosen.choice([0, 0, 1, 2])
         self.batch_size = None if self.kind == "pairs" else chosen.choice([None, 2])
         # What is drawn for an iterator at once comes before anything can be noted.
         if self.kind in ("derived", "ordered"):
             self.batch_size = 2
-        # These begin anew at their end: torchdata's states tell that of batches only.
-        if self.of_theirs and self.kind in ("counted", "own iterator"):
-            self.batch_size = 2
         self.has_state = self.kind not in ITERABLE and chosen.random() < 0.2
         self.every = chosen.choice([1, 3, 100])
-        self.rng = "worker" if self.of_theirs else chosen.choice(["worker", "batch"])
+        self.rng = chosen.choice(["worker", "batch"])
         self.is_kept = self.num_workers > 0 and chosen.random() < 0.4
         self.drop_last = self.batch_size is not None and chosen.random() < 0.2
         may_differ = self.kind not in ITERABLE and not self.has_state
@@ -264,7 +241,7 @@ class Case:
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
 
-    def make(self, cls: Any, num_workers: int) -> Any:
+    def make(self, num_workers: int) -> Any:
         """Make a loader."""
         options: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         if self.kind in ITERABLE:
@@ -273,10 +250,9 @@ class Case:
             dataset = Noting(self.length) if self.has_state else Plain(self.length)
             chosen = MAKERS[self.kind](self.length, torch.Generator().manual_seed(self.seed))
             options = chosen if "batch_sampler" in chosen else {**options, **chosen}
-        if cls is cseq.DataLoader:
-            options["rng"] = self.rng
-        return cls(
+        return cseq.DataLoader(
             dataset,
+            rng=self.rng,
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
             persistent_workers=self.is_kept and num_workers > 0,
@@ -287,20 +263,19 @@ class Case:
     def run(self) -> None:
         """Compare what comes behind a state with what the loader gives that it was taken of."""
         torch.manual_seed(self.seed)
-        cls = theirs().StatefulDataLoader if self.of_theirs else cseq.DataLoader
-        made = self.make(cls, self.num_workers)
+        made = self.make(self.num_workers)
         for _ in range(self.epochs):
             numbers(made)
         place = Place(made, self.place, self.takes[0])
         torch.manual_seed(self.seed + 1)
-        again = self.make(cseq.DataLoader, self.second)
+        again = self.make(self.second)
         again.load_state_dict(place.state)
         if self.again is not None:
             other = Place(again, self.again, self.takes[1])
             self.compare(other.whole(), place.rest, place.is_within)
             other.is_within |= place.is_within and self.again == "idle"
             place = other
-            again = self.make(cseq.DataLoader, self.second)
+            again = self.make(self.second)
             again.load_state_dict(place.state)
         self.compare([numbers(again) for _ in place.rest], place.rest, place.is_within)
 

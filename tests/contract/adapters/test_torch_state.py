@@ -586,6 +586,12 @@ def test_what_is_no_state(state: Any) -> None:
         loader(Plain()).load_state_dict(state)
 
 
+@pytest.mark.parametrize("state", [{"_snapshot": {}}, {"fetcher_state": None}], ids=str)
+def test_a_state_of_torchdatas_loader_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match=r"torchdata's StatefulDataLoader, .* finish its epoch"):
+        loader(Plain()).load_state_dict(state)
+
+
 def test_a_managers_state() -> None:
     manager = cseq.MTSequence(np.arange(9), 3)
     with pytest.raises(ValueError, match=r"lacks \['kind', .* of a DataLoader"):
