@@ -118,7 +118,6 @@ FAMILIES = [
     "_memory",
     "_slots",
     "_placement",
-    "_tensors",
     "_plan",
     "_lock",
     "_run",

@@ -61,7 +61,6 @@ The modules; imports point down::
     ├── _lock.pyx       locks and latches that a signal handler cannot break
     ├── _objects.pyx    where threads leave their batches
     ├── _plan.pyx       plans: the structure that batches have in common
-    ├── _tensors.pyx    tensors of copied bytes, by DLPack
     ├── _placement.pyx  arrays made in place, by numpy's allocator
     ├── _slots.pyx      slots: free, taken, leased, or owned by a worker
     ├── _memory.pyx     memory that arrays are made on

@@ -23,7 +23,7 @@ class SlotEncoder(TicketWriter):
     older: list[Memory]
     slot: int
     cast: np.dtype[Any] | None
-    dump: Callable[[Any, list[memoryview]], bytes]
+    dump: Callable[[list[Any], Any, np.dtype[Any] | None], tuple[bytes, list[NDArray[Any]]]]
     plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
     def remember(self, plan: Plan) -> None: ...
@@ -35,7 +35,6 @@ class SlotEncoder(TicketWriter):
         plan: Plan,
         arrays: list[NDArray[Any]],
         pickled: bytes | None = None,
-        buffers: list[memoryview] | None = None,
     ) -> tuple[int, int, int, int]: ...
 
 def arm_fault(worker: int) -> None: ...

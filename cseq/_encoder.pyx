@@ -13,10 +13,13 @@ from cseq._core cimport arm as arm_core
 from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
 from cseq._memory cimport arm as arm_memory
-from cseq._plan cimport RECENT, Leaf, Plan, aligned, cseq_set_own
+from cseq._plan cimport ARRAY, RECENT, Leaf, Plan, aligned, cseq_set_own
 from cseq._work cimport TicketWriter
 
 cnp.import_array()
+
+cdef Leaf BUFFER  # how the buffers of pickles lie in the slot
+BUFFER.kind, BUFFER.nd, BUFFER.fortran, BUFFER.casts, BUFFER.itemsize = ARRAY, 1, False, False, 1
 
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
@@ -52,7 +55,8 @@ cdef class SlotEncoder(TicketWriter):
     cast : numpy.dtype or None
         What `try_publish` casts numbers to.
     dump : callable
-        ``dump(value, buffers)`` pickles what no plan opens, and appends the parts beside the pickle.
+        ``dump(objects, writer, cast)`` → (bytes, list of numpy.ndarray): pickles what no plan opens; the
+        arrays are buffers beside the pickle.
     plans : list of Plan
         Those of the last batches, the latest first.
     """
@@ -99,7 +103,7 @@ cdef class SlotEncoder(TicketWriter):
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(plans)):
             plan = <Plan>PyList_GET_ITEM(plans, k)
-            if plan.cast is not cast or not plan.fits:
+            if plan.cast is not cast:
                 continue
             if arrays is None or PyList_GET_SIZE(arrays) != plan.leaf_count:
                 arrays = self.arrays = [None] * plan.leaf_count
@@ -161,18 +165,17 @@ cdef class SlotEncoder(TicketWriter):
             self.words, self.room = words, count
         return 0
 
-    def encode(self, Plan plan not None, list arrays not None, bytes pickled=None, list buffers=None):
+    def encode(self, Plan plan not None, list arrays not None, bytes pickled=None):
         """Write a batch into the slot: what `match` has returned.
 
         Parameters
         ----------
         plan : Plan
         arrays : list of numpy.ndarray
-            Its arrays, and what other leaves consist of. Those in this slot are not copied.
+            Its arrays, and then arrays of bytes: the buffers of its other leaves that are not in the
+            pickle. Those in this slot are not copied.
         pickled : bytes, optional
             Its other leaves.
-        buffers : list of memoryview, optional
-            Those of their bytes that are not in the pickle.
 
         Returns
         -------
@@ -185,28 +188,29 @@ cdef class SlotEncoder(TicketWriter):
             There is no room for it.
         """
         cdef uint64_t* f = self.fields
-        self.write_batch(plan, arrays, pickled, buffers)
+        self.write_batch(plan, arrays, pickled)
         return f[0], f[1], f[2], f[3]
 
-    cdef int write_batch(self, Plan plan, list arrays, bytes pickled, list buffers) except -1:
+    cdef int write_batch(self, Plan plan, list arrays, bytes pickled) except -1:
         """`encode`; the record is in `fields`."""
         cdef Py_ssize_t base = self.place(0) if self.target is not None else aligned(self.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = plan.text_bytes
-        cdef Py_ssize_t count = 0 if buffers is None else len(buffers)
+        cdef int leaves = plan.leaf_count
+        cdef int count = <int>PyList_GET_SIZE(arrays)
         cdef Py_ssize_t layout = 8 * plan.words
-        cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + 8 * (2 * count + 1)
+        cdef Py_ssize_t table = 8 * (2 * (count - leaves) + 1)  # of buffers
+        cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + table
         cdef Py_ssize_t at, nbytes, size
         cdef int64_t* word
-        cdef int64_t* table
-        cdef int k, i
+        cdef int k, i, nd
         cdef Leaf* leaf
         cdef cnp.ndarray array
         cdef Memory memory
-        self.reserve(plan.words + 2 * count + 1)
+        self.reserve(plan.words + table // 8)
         word = self.words
-        for k in range(plan.leaf_count):
-            leaf = &plan.leaf[k]
+        for k in range(count):
+            leaf = &plan.leaf[k] if k < leaves else &BUFFER
             array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
             size = leaf.itemsize
             for i in range(leaf.nd):
@@ -221,13 +225,7 @@ cdef class SlotEncoder(TicketWriter):
                 end += aligned(size)
             set_word(&word[0], at)
             word += 1 + leaf.nd
-        table = word
-        for k in range(<int>count):
-            nbytes = buffers[k].nbytes
-            word[0], word[1] = end, nbytes
-            word += 2
-            end += aligned(nbytes)
-        word[0] = count
+        word[0] = count - leaves
         nbytes = end + structure + layout + objects
         if self.target is None and nbytes <= self.capacity and nbytes <= self.memory.size:
             self.used = nbytes
@@ -236,18 +234,16 @@ cdef class SlotEncoder(TicketWriter):
         memory = self.memory
         memory.inside(0, nbytes)
         word = self.words
-        for k in range(plan.leaf_count):
-            leaf = &plan.leaf[k]
+        for k in range(count):
+            leaf = &plan.leaf[k] if k < leaves else &BUFFER
             if word[0] >= base:
                 write_array(memory, word, leaf, <cnp.ndarray>PyList_GET_ITEM(arrays, k))
             word += 1 + leaf.nd
-        for k in range(<int>count):
-            memory.store_bytes(table[2 * k], buffers[k])
         memcpy(memory.data + end, plan.text, structure)
         memcpy(memory.data + end + structure, self.words, layout)
         if pickled is not None:
             memory.put(end + structure + layout, <const char*>pickled, len(pickled))
-            memory.put(nbytes - 8 * (2 * count + 1), <const char*>table, 8 * (2 * count + 1))
+            memory.put(nbytes - table, <const char*>self.words + layout, table)
         self.fields[0], self.fields[1], self.fields[2], self.fields[3] = (
             end, structure, layout, objects)
         return 0
@@ -273,7 +269,7 @@ cdef class SlotEncoder(TicketWriter):
         cdef int k
         cdef Plan plan
         cdef bytes pickled = None
-        cdef list buffers = []
+        cdef list arrays
         CSEQ_POINT("index")
         if self.target is not None or self.loaned:
             return False
@@ -281,12 +277,16 @@ cdef class SlotEncoder(TicketWriter):
             plan = self.find_plan(batch, self.cast)
             if plan is None:
                 return False
+            arrays = self.arrays
             if plan.objects:
                 try:
-                    pickled = self.dump(self.objects, buffers)
+                    pickled, buffers = self.dump(self.objects, self, self.cast)
                 except Exception:
                     return False  # `codec.encode` raises it again, and explains it
-            self.write_batch(plan, self.arrays, pickled, buffers)
+                if self.loaned:
+                    return False
+                arrays = arrays + buffers
+            self.write_batch(plan, arrays, pickled)
         finally:
             self.forget()
             self.objects = None

@@ -8,7 +8,6 @@ cimport numpy as cnp
 
 from cseq._headers cimport LINE
 from cseq._memory cimport Block, Memory
-from cseq._tensors cimport TensorMaker
 
 
 cdef extern from *:
@@ -24,39 +23,38 @@ cdef extern from *:
 
 
 cdef enum:
-    MOST_PICKLED = 4096  # bytes; longer `bytes` are not pickled
+    MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # of them, and of a writer's: those that are compared one by one
     MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
 
-    # Kinds of nodes.
+    # Kinds of leaves, which lie in the slot as arrays; of what is pickled; of containers.
     ARRAY = 0
-    RAW = 1
-    OBJECT = 2
-    TUPLE = 3
-    LIST = 4
-    DICT = 5
-    OTHER = 6
+    TENSOR = 1
+    BYTES = 2
+    OBJECT = 3
+    TUPLE = 4   # named ones too
+    LIST = 5
+    DICT = 6
 
 cdef struct Leaf:
+    int kind
     int nd
     bint fortran
     bint casts            # its type differs from its source's
     Py_ssize_t itemsize
     PyObject* dtype       # in the slot
-    PyObject* maker       # of a tensor: the TensorMaker that makes it; else NULL
     PyObject* source      # of what is written; NULL in a reader
+    PyObject* torch_dtype  # of a tensor, if numpy lacks it; else NULL
+    PyObject* bits         # and one of torch's that numpy has
 
 cdef struct Node:
     int kind
     int count             # children
-    int leaf              # of ARRAY and RAW; of a container that has arrays only: the first; else -1
-    bint loose            # the first of its objects is no child
-    bint tensor
+    int leaf              # of a leaf; of a container that has arrays only: the first; else -1
     PyObject* cls
-    PyObject* fixed
-    PyObject* open
-    PyObject* close
+    PyObject* keys        # of a dict
+    PyObject* blank       # the dict of these keys, each with None
 
 cdef struct Cursor:
     int node
@@ -83,37 +81,39 @@ cdef class Plan:
     cdef readonly list leaves
     cdef readonly list sources
     cdef readonly list casts
-    cdef readonly bint fits
     cdef bint is_array  # the batch is one array
-    cdef object tag
+    cdef object torch  # the module, if there are tensors
+    cdef object tensor, to_array, from_numpy
     cdef Leaf* leaf
     cdef Node* nodes
-    cdef int leaf_count, node_count, room, split, objects
-    cdef int made_arrays, made_raws
+    cdef int leaf_count, node_count, room, made, objects
     cdef Py_ssize_t words  # of a layout
     cdef list kept         # what nodes and leaves point to
     cdef PyObject* blocks[2]  # of the latest copied batches
     cdef int turn             # which of them is replaced next
     cdef bint is_of(self, Memory memory, uint64_t* record) noexcept
     cdef PyObject* keep(self, object value)
-    cdef int add(self, token, dict containers, raw) except -1
+    cdef int add_leaves(self, int kind, int count) except -1
+    cdef int add(self, token) except -1
+    cdef int add_tensor(self, Leaf* leaf, str name) except -1
     cdef bint match(self, object batch, list arrays, list objects) except -1
-    cdef bint is_object(self, object value, int depth, bint plain) except -1
     cdef bint match_array(self, int k, object value, list arrays) except -1
+    cdef bint match_leaf(self, Node* n, object value, list arrays, list objects) except -1
     cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1
     cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
                           list objects) except -1
     cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
                      list converters)
-    cdef TensorMaker maker_of(self, int k, list converters)
-    cdef bint has_arrays(self, list converters)
     cdef Block block_of(self, Memory memory, Py_ssize_t nbytes)
-    cdef object read_array(self, int k, Memory memory, Memory home, char** word, uint64_t end,
-                           bint copied, list converters)
-    cdef object build_leaf(self, Node* n, int k, list arrays, list converters)
+    cdef object read_leaf(self, int k, Memory memory, Memory home, char** word, uint64_t end,
+                          bint copied)
+    cdef object build_leaf(self, int k, list arrays, list converters)
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
                             list converters)
     cdef object build_node(self, Cursor* at, list arrays, list objects, list converters)
+
+
+cdef bint is_object(object value, int depth, bint plain) except -1
 
 
 @cython.final

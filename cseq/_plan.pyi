@@ -18,20 +18,14 @@ class Plan:
     sources: Final[list[np.dtype[Any]] | None]
     cast: Final[np.dtype[Any] | None]
     casts: Final[list[bool]]
-    fits: Final[bool]
     def __new__(
         cls,
         structure: bytes,
         token: Any,
-        split: int,
         leaves: list[tuple[np.dtype[Any], int, bool]],
-        containers: dict[str, Any],
-        tag: Callable[[type], str],
-        raw: Callable[[Any, np.dtype[Any]], tuple[Any, Any, Any, bool]] | None,
         cast: np.dtype[Any] | None = None,
         sources: list[np.dtype[Any]] | None = None,
     ) -> Self: ...
-    def is_plain(self, value: object) -> bool: ...
     def converters(
         self,
         leaf_for: Callable[[np.dtype[Any] | None], Any],
@@ -47,3 +41,5 @@ class Reader:
         load: Callable[[Memory, int, int], list[Any]],
     ) -> Self: ...
     def decode(self, memory: Memory, record: Sequence[int], copied: bool = False) -> Any: ...
+
+def is_plain(value: object) -> bool: ...

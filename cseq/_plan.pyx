@@ -6,7 +6,7 @@ from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
 from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy, memset, strcmp
 from libc.stdint cimport int64_t, uint64_t
 
 cimport cython
@@ -15,13 +15,18 @@ cimport numpy as cnp
 from cseq._headers cimport LINE
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Memory, array_at
 from cseq._references cimport cseq_is_unique
-from cseq._tensors cimport TensorMaker
+
+from importlib import import_module
 
 import numpy
 
 from cseq._memory import copy_of
 
 cnp.import_array()
+
+cdef extern from "Python.h":
+    ctypedef struct PyTypeObject:
+        const char* tp_name
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
@@ -32,7 +37,9 @@ ALIGNMENT = LINE
 LONG = MOST_PICKLED
 REMEMBERED = MOST_KNOWN
 cdef object MEMMAP = numpy.memmap
-cdef dict CONTAINERS = {"tuple": TUPLE, "list": LIST, "dict": DICT}
+cdef object UINT8 = numpy.uint8
+cdef object frombuffer = numpy.frombuffer
+cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES, "object": OBJECT}
 
 
 @cython.final
@@ -42,20 +49,11 @@ cdef class Plan:
     Parameters
     ----------
     structure : bytes
-        The tree, `split` and `leaves`, pickled: what stands for this plan in a slot.
+        The tree and `leaves`, pickled: what stands for this plan in a slot.
     token : str or tuple
         The tree of containers and leaves: see `codec`.
-    split : int
-        How many leaves are arrays of the batch. Those that other leaves consist of (raws) follow.
     leaves : list of tuple
-        (dtype, dimensions, Fortran order) of each.
-    containers : dict
-        By tag: how a container is opened and closed.
-    tag : callable
-        ``tag(type)`` is ``"object"`` for types that always go by pickle.
-    raw : callable
-        ``raw(token, dtype)`` → (type, function from it to an array or None, function from an array
-        to it, whether it is a tensor).
+        (dtype, dimensions, Fortran order) of each leaf that lies in the slot as an array.
     cast : numpy.dtype, optional
         What numbers are cast to.
     sources : list of numpy.dtype, optional
@@ -67,17 +65,15 @@ cdef class Plan:
         As given.
     casts : list of bool
         Which leaves are cast.
-    fits : bool
-        Whether `match` can tell that a batch is like this.
     """
 
-    def __cinit__(self, bytes structure not None, token, int split, list leaves not None,
-                  dict containers not None, tag, raw, cast=None, list sources=None):
+    def __cinit__(self, bytes structure not None, token, list leaves not None, cast=None,
+                  list sources=None):
         cdef int k
         cdef Leaf* leaf
-        self.structure, self.token, self.split, self.cast = structure, token, split, cast
+        self.structure, self.token, self.cast = structure, token, cast
         self.text, self.text_bytes = <const char*>structure, len(structure)
-        self.leaves, self.tag = list(leaves), tag
+        self.leaves = list(leaves)
         self.sources = None if sources is None else list(sources)
         self.kept = []
         self.leaf_count = <int>len(leaves)
@@ -96,12 +92,10 @@ cdef class Plan:
                 leaf.source = <PyObject*>sources[k]
                 leaf.casts = sources[k] is not dtype
         self.casts = [self.leaf[k].casts for k in range(self.leaf_count)]
-        self.fits = sources is not None
-        self.add(token, containers, raw)
+        self.add(token)
         self.is_array = self.node_count == 1 and self.nodes[0].kind == ARRAY
-        if self.made_arrays != split or self.made_arrays + self.made_raws != self.leaf_count:
-            raise ValueError(f"a tree of {self.made_arrays} arrays and {self.made_raws} raws "
-                             f"does not fit {split} of {self.leaf_count} leaves")
+        if self.made != self.leaf_count:
+            raise ValueError(f"a tree of {self.made} arrays does not fit {self.leaf_count} leaves")
 
     def __dealloc__(self):
         PyMem_RawFree(self.leaf)
@@ -120,55 +114,44 @@ cdef class Plan:
         self.kept.append(value)
         return <PyObject*>value
 
-    cdef int add(self, token, dict containers, raw) except -1:
+    cdef int add_leaves(self, int kind, int count) except -1:
+        """Say what the next leaves are."""
+        cdef int k
+        if count > self.leaf_count - self.made:
+            raise ValueError("a tree has more arrays than its layout")
+        for k in range(self.made, self.made + count):
+            self.leaf[k].kind = kind
+        self.made += count
+        return 0
+
+    cdef int add(self, token) except -1:
         """Append the nodes of a tree."""
         cdef Node* n
         cdef Node node
-        cdef int first
         memset(&node, 0, sizeof(node))
         node.leaf = -1
-        tag = token if isinstance(token, str) else token[0]
         children = ()
-        if tag == "array":
-            node.kind = ARRAY
-            node.leaf = self.made_arrays
-            self.made_arrays += 1
-        elif tag == "object":
-            node.kind = OBJECT
-            self.objects += 1
-        elif tag in containers:
-            _, cls, fixed, node.loose, children = token
-            opener, closer = containers[tag]
-            node.kind = CONTAINERS.get(tag, OTHER)
-            if node.kind == DICT and fixed is None:
-                node.kind = OTHER  # keys that are not texts
-            node.cls, node.fixed = self.keep(cls), self.keep(fixed)
-            node.open, node.close = self.keep(opener), self.keep(closer)
-            if node.kind == DICT:
-                node.open = self.keep(dict.fromkeys(fixed))
-            if node.loose:
+        if isinstance(token, str):
+            node.kind = KINDS.get(token, TENSOR)
+            if node.kind == OBJECT:
                 self.objects += 1
-                self.fits = False
+            else:
+                node.leaf = self.made
+                self.add_leaves(node.kind, 1)
+            if node.kind == TENSOR:
+                self.add_tensor(&self.leaf[node.leaf], token)
+        else:
+            cls, keys, children = token
+            node.kind = DICT if cls is dict else LIST if cls is list else TUPLE
+            node.cls = self.keep(cls)
+            if node.kind == DICT:
+                node.keys, node.blank = self.keep(keys), self.keep(dict.fromkeys(keys))
             if isinstance(children, int):
-                node.count, node.leaf = children, self.made_arrays
-                self.made_arrays += node.count
+                node.count, node.leaf = children, self.made
+                self.add_leaves(ARRAY, node.count)
                 children = ()
             else:
                 node.count = <int>len(children)
-        else:
-            node.kind = RAW
-            node.leaf = self.split + self.made_raws
-            if node.leaf >= self.leaf_count:
-                raise ValueError("a tree has more arrays than its layout")
-            cls, opener, closer, node.tensor = raw(token, <object>self.leaf[node.leaf].dtype)
-            self.made_raws += 1
-            node.cls, node.open, node.close = self.keep(cls), self.keep(opener), self.keep(closer)
-            if type(closer) is TensorMaker:
-                self.leaf[node.leaf].maker = node.close
-            if opener is None:
-                self.fits = False
-        if node.leaf >= 0 and node.leaf + max(node.count, <int>(node.kind == ARRAY)) > self.leaf_count:
-            raise ValueError("a tree has more arrays than its layout")
         if self.node_count == self.room:
             self.room = 2 * self.room + 4
             n = <Node*>PyMem_RawRealloc(self.nodes, self.room * sizeof(Node))
@@ -178,7 +161,18 @@ cdef class Plan:
         self.nodes[self.node_count] = node
         self.node_count += 1
         for child in children:
-            self.add(child, containers, raw)
+            self.add(child)
+        return 0
+
+    cdef int add_tensor(self, Leaf* leaf, str name) except -1:
+        """Say what the tensor of a leaf is: `name` is that of its type, if numpy lacks it."""
+        if self.torch is None:
+            self.torch = torch = import_module("torch")
+            self.tensor, self.to_array = torch.Tensor, torch.Tensor.numpy
+            self.from_numpy = torch.from_numpy
+        if name != "tensor":
+            leaf.torch_dtype = self.keep(getattr(self.torch, name))
+            leaf.bits = self.keep(getattr(self.torch, f"int{8 * leaf.itemsize}"))
         return 0
 
     # -- writing
@@ -189,45 +183,6 @@ cdef class Plan:
         if self.is_array:
             return self.match_array(0, batch, arrays)
         return self.match_node(&node, batch, arrays, objects)
-
-    cdef bint is_object(self, object value, int depth, bint plain) except -1:
-        """Whether a value is always pickled, for any contents.
-
-        At most `depth` containers inside one another are searched. If `plain`, only numbers and
-        texts are told for sure.
-        """
-        cdef Py_ssize_t k = 0
-        cdef PyObject* key
-        cdef PyObject* child
-        cls = type(value)
-        if cls is str or cls is int or cls is float or value is None or cls is bool:
-            return True
-        if cls is bytes:
-            return len(<bytes>value) < MOST_PICKLED
-        if cls is not list and cls is not tuple and cls is not dict:
-            return not plain and self.tag(cls) == "object"
-        if not depth:
-            return False
-        if cls is tuple:
-            for k in range(PyTuple_GET_SIZE(value)):
-                if not self.is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
-                    return False
-            return True
-        with cython.critical_section(value):
-            if cls is list:
-                while k < PyList_GET_SIZE(value):
-                    if not self.is_object(<object>PyList_GET_ITEM(value, k), depth - 1, plain):
-                        return False
-                    k += 1
-            else:
-                while PyDict_Next(value, &k, &key, &child):
-                    if not self.is_object(<object>child, depth - 1, plain):
-                        return False
-        return True
-
-    def is_plain(self, value):
-        """Whether a value is numbers and texts, in not too many containers inside one another."""
-        return self.is_object(value, MOST_SEARCHED, True)
 
     cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
@@ -244,30 +199,46 @@ cdef class Plan:
         cseq_set_own(arrays, k, value)
         return True
 
+    cdef bint match_leaf(self, Node* n, object value, list arrays, list objects) except -1:
+        cdef Leaf* leaf
+        if n.kind == OBJECT:
+            if not is_object(value, MOST_SEARCHED, False):
+                return False
+            objects.append(value)
+            return True
+        if n.kind == BYTES:
+            if type(value) is not bytes or len(<bytes>value) < MOST_PICKLED:
+                return False
+            value = frombuffer(value, UINT8)
+        elif n.kind == TENSOR:
+            if type(value) is not self.tensor:
+                return False
+            leaf = &self.leaf[n.leaf]
+            try:
+                if leaf.bits != NULL:
+                    if value.dtype is not <object>leaf.torch_dtype:
+                        return False
+                    value = value.view(<object>leaf.bits)
+                value = self.to_array(value)
+            except (RuntimeError, TypeError):
+                return False  # `codec.encode` surveys it
+        return self.match_array(n.leaf, value, arrays)
+
     cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1:
         cdef Node* n = &self.nodes[at[0]]
         cdef Py_ssize_t k = 0, place = 0
         cdef PyObject* key
         cdef PyObject* child
         at[0] += 1
-        if n.kind == ARRAY:
-            return self.match_array(n.leaf, value, arrays)
-        if n.kind == OBJECT:
-            if not self.is_object(value, MOST_SEARCHED, False):
-                return False
-            objects.append(value)
-            return True
+        if n.kind <= OBJECT:
+            return self.match_leaf(n, value, arrays, objects)
         if type(value) is not <object>n.cls:
             return False
-        if n.kind == RAW:
-            try:
-                array = (<object>n.open)(value)
-            except (RuntimeError, TypeError):
-                return False  # `codec.encode` surveys it
-            return self.match_array(n.leaf, array, arrays)
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
                 return False
+            if <object>n.cls is not tuple and getattr(value, "__dict__", None):
+                return False  # attributes besides the fields of a named one
             for k in range(n.count):
                 if not self.match_child(n, at, k, <object>PyTuple_GET_ITEM(value, k), arrays, objects):
                     return False
@@ -281,28 +252,16 @@ cdef class Plan:
                             n, at, k, <object>PyList_GET_ITEM(value, k), arrays, objects):
                         return False
             return True
-        if n.kind == DICT:
-            with cython.critical_section(value):
-                if len(<dict>value) != n.count:
-                    return False
-                while PyDict_Next(value, &place, &key, &child):
-                    if k >= n.count or not is_text(<object>key, (<tuple>n.fixed)[k]):
-                        return False
-                    if not self.match_child(n, at, k, <object>child, arrays, objects):
-                        return False
-                    k += 1
-            return k == n.count
-        opened = (<object>n.open)(value)
-        if opened is None:
-            return False
-        fixed, loose, children = opened
-        children = tuple(children)
-        if loose is not None or fixed != <object>n.fixed or len(<tuple>children) != n.count:
-            return False
-        for k in range(n.count):
-            if not self.match_child(n, at, k, (<tuple>children)[k], arrays, objects):
+        with cython.critical_section(value):
+            if len(<dict>value) != n.count:
                 return False
-        return True
+            while PyDict_Next(value, &place, &key, &child):
+                if k >= n.count or not is_text(<object>key, (<tuple>n.keys)[k]):
+                    return False
+                if not self.match_child(n, at, k, <object>child, arrays, objects):
+                    return False
+                k += 1
+        return k == n.count
 
     cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
                           list objects) except -1:
@@ -337,34 +296,19 @@ cdef class Plan:
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        if copied and record[0] <= MOST_COPIED and self.has_arrays(converters):
+        if copied and record[0] <= MOST_COPIED:
             home = self.block_of(memory, <Py_ssize_t>record[0])
         word = memory.data + record[0] + record[1]
         if self.is_array:
-            array = self.read_array(0, memory, home, &word, record[0], copied, converters)
-            return array if converters is None or converters[0] is None else apply(converters[0], array)
+            array = self.read_leaf(0, memory, home, &word, record[0], copied)
+            return array if converters is None or converters[0] is None else converters[0](array)
         # All of them first: no Python code runs while the memory is read.
         arrays = [None] * self.leaf_count
         for k in range(self.leaf_count):
-            arrays[k] = self.read_array(k, memory, home, &word, record[0], copied, converters)
+            arrays[k] = self.read_leaf(k, memory, home, &word, record[0], copied)
         at.node = 0
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
-
-    cdef inline TensorMaker maker_of(self, int k, list converters):
-        """What makes a tensor of a leaf's bytes, if anything does."""
-        cdef PyObject* maker = self.leaf[k].maker
-        if converters is not None and k < self.split:
-            maker = PyList_GET_ITEM(converters, k)
-        return <TensorMaker>maker if maker != NULL and type(<object>maker) is TensorMaker else None
-
-    cdef bint has_arrays(self, list converters):
-        """Whether a copy has arrays: whether not all leaves become tensors."""
-        cdef int k
-        for k in range(self.leaf_count):
-            if self.maker_of(k, converters) is None:
-                return True
-        return False
 
     cdef Block block_of(self, Memory memory, Py_ssize_t nbytes):
         """A copy of the first bytes of a memory.
@@ -388,15 +332,14 @@ cdef class Plan:
             self.turn ^= 1
         return block
 
-    cdef object read_array(self, int k, Memory memory, Memory home, char** word, uint64_t end,
-                           bint copied, list converters):
-        """Make the array that the layout describes from `word` on; `word` is then behind that.
+    cdef object read_leaf(self, int k, Memory memory, Memory home, char** word, uint64_t end,
+                          bint copied):
+        """Make the array, or the bytes, that the layout describes from `word` on.
 
-        It is a view of `home`, which `memory` has been copied to, or a copy if `home` is still
-        `memory`. Where a tensor is made of a copy, there is no array: a capsule for its `TensorMaker`.
+        `word` is then behind that. The array is a view of `home`, which `memory` has been copied to, or
+        a copy if `home` is still `memory`.
         """
         cdef Leaf* leaf = &self.leaf[k]
-        cdef TensorMaker maker
         cdef int i
         cdef int64_t offset, size
         cdef uint64_t nbytes = <uint64_t>leaf.itemsize
@@ -412,27 +355,27 @@ cdef class Plan:
             dims[i] = <cnp.npy_intp>size
         if offset < 0 or <uint64_t>offset > end or nbytes > end - <uint64_t>offset:
             raise IndexError(f"array {k} of a batch is outside its {end} bytes")
-        if copied:
-            maker = self.maker_of(k, converters)
-            if maker is not None:
-                return maker.capsule(memory.data + offset, nbytes, leaf.nd, dims, leaf.fortran)
-            if home is memory:
-                home, offset = copy_of(memory, nbytes, offset), 0
+        if leaf.kind == BYTES:
+            return memory.data[offset:offset + <int64_t>nbytes]
+        if copied and home is memory:
+            home, offset = copy_of(memory, nbytes, offset), 0
         return array_at(home, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
 
-    cdef object build_leaf(self, Node* n, int k, list arrays, list converters):
+    cdef object build_leaf(self, int k, list arrays, list converters):
         cdef object value = <object>PyList_GET_ITEM(arrays, k)
-        if n.kind == RAW:
-            value = apply(<object>n.close, value)
+        if self.leaf[k].kind == TENSOR:
+            value = self.from_numpy(value)
+            if self.leaf[k].torch_dtype != NULL:
+                value = value.view(<object>self.leaf[k].torch_dtype)
         if converters is None:
             return value
         convert = <object>PyList_GET_ITEM(converters, k)
-        return value if convert is None else apply(convert, value)
+        return value if convert is None else convert(value)
 
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
                             list converters):
         if n.leaf >= 0:
-            return self.build_leaf(n, n.leaf + k, arrays, converters)
+            return self.build_leaf(n.leaf + k, arrays, converters)
         return self.build_node(at, arrays, objects, converters)
 
     cdef object build_node(self, Cursor* at, list arrays, list objects, list converters):
@@ -441,32 +384,28 @@ cdef class Plan:
         cdef list children
         cdef dict mapping
         at.node += 1
-        if n.kind <= RAW:
-            return self.build_leaf(n, n.leaf, arrays, converters)
+        if n.kind <= BYTES:
+            return self.build_leaf(n.leaf, arrays, converters)
         if n.kind == OBJECT:
+            value = objects[at.object]
             at.object += 1
-            loose = objects[at.object - 1]
-            if converters is None or self.is_object(loose, MOST_SEARCHED, True):
-                return loose
-            return (<object>PyList_GET_ITEM(converters, self.leaf_count))(loose)
-        loose = None
-        if n.loose:
-            at.object += 1
-            loose = objects[at.object - 1]
+            if converters is None or is_object(value, MOST_SEARCHED, True):
+                return value
+            return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
-            mapping = PyDict_Copy(<dict>n.open)  # keys with None: they need not be added one by one
+            mapping = PyDict_Copy(<dict>n.blank)  # its keys need not be added one by one
             for k in range(n.count):
                 child = self.build_child(n, at, k, arrays, objects, converters)
-                PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.fixed, k), child)
+                PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.keys, k), child)
             return mapping
         children = [None] * n.count
         for k in range(n.count):
             children[k] = self.build_child(n, at, k, arrays, objects, converters)
         if n.kind == LIST:
             return children
-        if n.kind == TUPLE:
+        if <object>n.cls is tuple:
             return PyList_AsTuple(children)
-        return (<object>n.close)(<object>n.cls, <object>n.fixed, loose, children)
+        return tuple.__new__(<object>n.cls, children)
 
     def converters(self, leaf_for, convert):
         """List the functions to be applied to each leaf, and after these to the pickled leaves.
@@ -479,26 +418,57 @@ cdef class Plan:
         convert : callable
             Converts any batch.
         """
-        cdef Node* n
-        cdef int k, i
+        cdef int k, kind
         cdef list result = [None] * self.leaf_count
-        for k in range(self.node_count):
-            n = &self.nodes[k]
-            if n.kind == RAW:
-                if n.tensor:
-                    result[n.leaf] = leaf_for(None)
-            elif n.leaf >= 0:
-                for i in range(n.leaf, n.leaf + max(n.count, <int>(n.kind == ARRAY))):
-                    result[i] = leaf_for(<object>self.leaf[i].dtype)
+        for k in range(self.leaf_count):
+            kind = self.leaf[k].kind
+            if kind != BYTES:
+                result[k] = leaf_for(None if kind == TENSOR else <object>self.leaf[k].dtype)
         result.append(convert)
         return result
 
 
-cdef inline object apply(object function, object value):
-    """Call what closes or converts a leaf."""
-    if type(function) is TensorMaker:
-        return (<TensorMaker>function).make(value)
-    return function(value)
+cdef bint is_object(object value, int depth, bint plain) except -1:
+    """Whether a value is pickled whatever it contains: not a leaf of another kind, nor such a container.
+
+    At most `depth` containers inside one another are searched. If `plain`: whether it is numbers and
+    texts, alone or in such containers.
+    """
+    cdef Py_ssize_t k = 0
+    cdef PyObject* key
+    cdef PyObject* child
+    cls = type(value)
+    if cls is str or cls is int or cls is float or value is None or cls is bool:
+        return True
+    if cls is bytes:
+        return len(<bytes>value) < MOST_PICKLED
+    if cls is not list and cls is not tuple and cls is not dict:
+        return not (plain or cls is cnp.ndarray or cls is MEMMAP
+                    or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0
+                    or (isinstance(value, tuple) and hasattr(value, "_fields")))
+    if not depth:
+        return False
+    if cls is tuple:
+        for k in range(PyTuple_GET_SIZE(value)):
+            if not is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
+                return False
+        return True
+    with cython.critical_section(value):
+        if cls is list:
+            while k < PyList_GET_SIZE(value):
+                if not is_object(<object>PyList_GET_ITEM(value, k), depth - 1, plain):
+                    return False
+                k += 1
+        else:
+            while PyDict_Next(value, &k, &key, &child):
+                if not is_object(<object>child, depth - 1, plain):
+                    return False
+    return True
+
+
+def is_plain(value):
+    """Whether a value is numbers and texts, alone or in a few containers."""
+    return is_object(value, MOST_SEARCHED, True)
 
 
 cdef bint is_text(object key, object expected):

@@ -1,9 +1,9 @@
 """A batch of any shape, written into a slot and read from it again.
 
-A batch is any nesting of tuple, list, dict, named tuple and dataclass. Of its leaves, arrays, CPU
-tensors, torch's storages, numpy's scalars and long bytes are copied into the slot; all other leaves
-are pickled, except the bytes of arrays and CPU tensors in them, which are copied as well. So is a
-batch as a whole that contains itself, or is nested too deep to be opened.
+There are two tiers. Arrays, CPU tensors and long bytes in tuples, lists, dicts of strings and named
+tuples are written and read in C, with a `Plan`. All else is pickled: numbers, texts, and objects of
+any class, dataclasses too. The bytes of arrays and tensors in these are not in the pickle, but lie
+in the slot as well.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
@@ -12,42 +12,42 @@ batch as a whole that contains itself, or is nested too deep to be opened.
 
 *Structure* is the containers, types and memory orders: a pickle, made and read only when it
 changes. *Layout* is where the arrays begin, and their shapes: integers. *Objects* are the other
-leaves: one pickle. All of it lies in the slot, so a batch can be read without any other batch. A
-`bytearray` alone has neither structure nor layout.
+leaves: one pickle, and where its buffers are. All of it lies in the slot, so a batch can be read
+without any other batch. A `bytearray` alone has neither structure nor layout.
 
 At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
-is written in C; any other batch is surveyed here, which makes a plan for the next ones. Arrays are
-always written and read by a plan.
+is written in C; any other batch is surveyed here, which makes a plan for the next ones.
 
 The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
-Arrays arrive C- or Fortran-contiguous as they were, any other layout as C; an array in two places
-arrives as two, and so does a container of arrays; a tensor arrives without its graph (a leaf that
-requires gradients if it did).
+Arrays arrive C- or Fortran-contiguous as they were, any other layout as C. An array in two places
+of a plan arrives as two, and so does a container of arrays; in objects, what is one stays one. A
+tensor arrives without its graph (a leaf that requires gradients if it did).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import operator
 import pickle
 import sys
+import types
 from array import array as machine_array
 from collections import OrderedDict, defaultdict
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy import ndarray
 
-from cseq._plan import LONG, Plan, Reader
-from cseq._tensors import TensorMaker
+from cseq._plan import LONG, Plan, Reader, is_plain
 from cseq.importable import named_here
-from cseq.pickling import dumps, storage_on
+from cseq.pickling import dumps
 from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from cseq._memory import Memory
     from cseq.pickling import Pickled
@@ -63,6 +63,7 @@ __all__ = [
     "castable",
     "decode",
     "decode_pickled",
+    "dump",
     "encode",
     "encode_pickled",
     "map_leaves",
@@ -96,156 +97,32 @@ def castable(dtype: Dtype) -> bool:
     return dtype.kind in "biuf"
 
 
-# -- containers ---------------------------------------------------------------------------------
-# A container is opened into what the structure says of it (`fixed`: field names or keys, if these
-# are strings), an object that is pickled (`loose`: other keys, or None) and its children.
+# -- leaves one by one --------------------------------------------------------------------------
 
-Opened: TypeAlias = "tuple[tuple[str, ...] | None, Any, Collection[Any]]"
-
-TEXT = {str}
+OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs_ex__")
 
 
-def _open_plain(value: Any) -> Opened:
-    """Open a tuple or a list."""
-    return None, None, value
+@functools.lru_cache(maxsize=1024)
+def _opened(cls: Any) -> str | tuple[str, ...] | None:
+    """Return how values of a type are opened: for dataclasses, their slots; None: they are leaves.
 
-
-def _open_named(value: Any) -> Opened | None:
-    """Open a named tuple, unless it has attributes besides its fields."""
-    return None if getattr(value, "__dict__", None) else (None, None, value)
-
-
-def _open_dict(value: dict[Any, Any]) -> Opened:
-    """Open a dict; only keys that are strings differ whenever they are unequal (1 == True)."""
-    keys = tuple(value)
-    fixed = {*map(type, keys)} <= TEXT
-    return (keys, None, value.values()) if fixed else (None, keys, value.values())
-
-
-def _open_default(value: Any) -> Opened:
-    """Open a defaultdict."""
-    return None, (value.default_factory, *value), value.values()
-
-
-def _open_data(value: Any) -> Opened | None:
-    """Open a dataclass, unless it lacks a field that has a slot."""
-    cls: Any = type(value)
-    slots, state = _slotted_fields(cls), getattr(value, "__dict__", {})
-    try:
-        children = [getattr(value, name) for name in slots]
-    except AttributeError:
+    Those that define how they are pickled may be more than their parts; what dataclass() writes for
+    slots does not count.
+    """
+    if cls in (tuple, list):
+        return "sequence"
+    if cls in (dict, OrderedDict, defaultdict):
+        return "mapping"
+    ways = (getattr(cls, name, None) for name in OWN_WAYS)
+    if not {getattr(way, "__module__", None) for way in ways} <= {None, "dataclasses"}:
         return None
-    return (*slots, *state), None, [*children, *state.values()]
-
-
-def _close_plain(cls: Any, _fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
-    """Build a tuple or a list."""
-    return cls(children)
-
-
-def _close_named(cls: Any, _fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
-    """Build a named tuple."""
-    return tuple.__new__(cls, children)
-
-
-def _close_dict(cls: Any, fixed: Any, loose: Any, children: Iterable[Any]) -> Any:
-    """Build a dict."""
-    return cls(zip(loose if fixed is None else fixed, children, strict=True))
-
-
-def _close_default(_cls: Any, _fixed: Any, loose: Any, children: Iterable[Any]) -> Any:
-    """Build a defaultdict."""
-    return defaultdict(loose[0], zip(loose[1:], children, strict=True))
-
-
-def _close_data(cls: Any, fixed: Any, _loose: Any, children: Iterable[Any]) -> Any:
-    """Build a dataclass, without calling it: `__post_init__` has been run once."""
-    value = object.__new__(cls)
-    for name, child in zip(fixed, children, strict=True):
-        object.__setattr__(value, name, child)
-    return value
-
-
-class _Kind(NamedTuple):
-    """How one kind of container is taken apart and put together."""
-
-    open: Callable[[Any], Opened | None]
-    close: Callable[[Any, Any, Any, Iterable[Any]], Any]
-
-
-_KINDS = {
-    "tuple": _Kind(_open_plain, _close_plain),
-    "list": _Kind(_open_plain, _close_plain),
-    "dict": _Kind(_open_dict, _close_dict),
-    "ordered": _Kind(_open_dict, _close_dict),
-    "default": _Kind(_open_default, _close_default),
-    "named": _Kind(_open_named, _close_named),
-    "data": _Kind(_open_data, _close_data),
-}
-
-_EXACT: dict[type, str] = {
-    ndarray: "array",
-    np.memmap: "memmap",
-    tuple: "tuple",
-    list: "list",
-    dict: "dict",
-    OrderedDict: "ordered",
-    defaultdict: "default",
-    bytes: "bytes",
-}
-
-
-@functools.lru_cache(maxsize=1024)
-def _tag(cls: type) -> str:
-    """Return what the codec calls a type: a key of `_KINDS`, or a kind of leaf."""
-    if cls in _EXACT:
-        return _EXACT[cls]
-    if issubclass(cls, (np.bool_, np.number, np.datetime64, np.timedelta64)):
-        return "scalar"
-    torch = sys.modules.get("torch")
-    if cls is getattr(torch, "Tensor", None):
-        return "tensor"
-    if cls is getattr(torch, "UntypedStorage", None):
-        return "storage"
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
-        return "object" if _pickles_itself(cls) else "named"
-    if is_dataclass(cls) and _is_plain(cls):
-        return "data"
-    return "object"
-
-
-def _pickles_itself(cls: type) -> bool:
-    """Whether a class defines how it is pickled; then it is pickled, not opened."""
-    names = ("__reduce__", "__reduce_ex__", "__setstate__", "__getstate__", "__getnewargs_ex__")
-    # Methods that dataclass() has written (for slots) pickle the fields, nothing else.
-    return any(
-        name in vars(base) and vars(base)[name].__module__ != "dataclasses"
-        for base in cls.__mro__[:-1]
-        if base is not tuple
-        for name in names
-    )
-
-
-def _is_plain(cls: Any) -> bool:
-    """Whether the instances of a dataclass are its fields and attributes, and nothing else."""
-    try:
-        object.__new__(cls)  # impossible for what derives from dict, Exception and the like
-    except TypeError:
-        return False
-    return _slots(cls) == {*_slotted_fields(cls)} and not _pickles_itself(cls)
-
-
-@functools.lru_cache(maxsize=1024)
-def _slotted_fields(cls: Any) -> tuple[str, ...]:
-    """Names of those fields of a dataclass that are not in its dictionary."""
-    return tuple(field.name for field in fields(cls) if field.name in _slots(cls))
-
-
-def _slots(cls: type) -> set[str]:
-    """Names in all ``__slots__`` of a class."""
-    named = [vars(base).get("__slots__", ()) for base in cls.__mro__]
-    slots = {name for names in named for name in ([names] if isinstance(names, str) else names)}
-    return slots - {"__dict__", "__weakref__"}
+        return "named"
+    if not is_dataclass(cls) or cls.__new__ is not object.__new__:
+        return None
+    bases: tuple[type, ...] = cls.__mro__  # type: ignore[union-attr]
+    members = [item for base in bases for item in vars(base).items()]
+    return tuple(name for name, value in members if type(value) is types.MemberDescriptorType)
 
 
 class _TooDeepError(ValueError):
@@ -258,7 +135,7 @@ class _TooDeepError(ValueError):
         )
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPTH) -> Any:
     """Apply a function to every leaf: all but tuples, lists, dicts, named tuples, dataclasses.
 
     Returns
@@ -271,37 +148,46 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     ValueError
         If the batch contains itself.
     """
-    return _map(function, batch, MAX_DEPTH)
-
-
-def _map(function: Callable[[Any], Any], value: Any, depth: int) -> Any:
-    """Apply a function to the leaves below one value."""
-    cls: Any = type(value)
-    kind = _KINDS.get(_tag(cls))
-    opened = kind and kind.open(value)
-    if kind is None or opened is None:
-        return function(value)
+    cls: Any = type(batch)
+    kind = _opened(cls)
+    children: Collection[Any] = batch
+    if kind is None or (kind == "named" and getattr(batch, "__dict__", None)):
+        return function(batch)
+    if kind == "mapping":
+        children = batch.values()
+    elif type(kind) is tuple:
+        state = {name: getattr(batch, name) for name in kind if hasattr(batch, name)}
+        state |= getattr(batch, "__dict__", {})
+        children = state.values()
     if not depth:
         raise _TooDeepError
-    fixed, loose, children = opened
-    mapped = [_map(function, child, depth - 1) for child in children]
+    mapped = [map_leaves(function, child, depth - 1) for child in children]
     if all(map(operator.is_, mapped, children)):
-        return value
-    return kind.close(cls, fixed, loose, mapped)
+        return batch
+    if type(kind) is tuple:
+        made = object.__new__(cls)  # not called: `__post_init__` has been run once
+        for name, child in zip(state, mapped, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+    if kind == "mapping":
+        made = batch.copy()
+        made.update(zip(batch, mapped, strict=True))
+        return made
+    return mapped if cls is list else tuple.__new__(cls, mapped)
 
 
 # -- writing ------------------------------------------------------------------------------------
 
-# Tokens of leaves in the tree. Those of containers are (tag, class, fixed, has loose, tokens),
-# where a number in place of tokens says that all children are arrays.
+# Tokens of leaves in the tree. Those of containers are (class, keys or None, tokens); a number in
+# place of tokens says that all children are arrays.
 ARRAY = "array"
-OBJECT = "object"
-SCALAR = "scalar"
+TENSOR = "tensor"  # or the name of its type, which numpy lacks
 BYTES = "bytes"
-STORAGE = "storage"
+OBJECT = "object"
 Token: TypeAlias = "str | tuple[Any, ...]"
 
 ARRAYS = {ndarray}
+TEXT = {str}
 # Types of elements that are nothing but bytes, and equal only to themselves.
 FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
 
@@ -309,123 +195,84 @@ FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
 class _Survey:
     """What a batch consists of: its leaves, in the order of its tree."""
 
-    __slots__ = ("arrays", "cast", "objects", "raws")
+    __slots__ = ("arrays", "cast", "kinds", "objects")
 
     def __init__(self, cast: Dtype | None) -> None:
         self.cast = cast
-        self.arrays: list[Array] = []  # arrays of the batch, which may be cast
-        self.raws: list[Array] = []  # arrays that other leaves consist of
+        self.arrays: list[Array] = []
+        self.kinds: list[Dtype] = []  # types of the arrays in the slot
         self.objects: list[Any] = []  # for pickle
 
     def visit(self, value: Any, depth: int) -> Token:
         """Collect the leaves below a value, and describe it."""
         cls: Any = type(value)
-        tag = _tag(cls)
-        if tag in _KINDS:
-            return self._container(tag, value, depth)
-        if tag in ("array", "memmap"):
-            return self._array(value)
-        if tag == "scalar":
-            return self._raw(SCALAR, np.asarray(value))
-        if tag == "bytes" and len(value) >= LONG:
-            return self._raw(BYTES, np.frombuffer(value, np.uint8))
-        if tag == STORAGE and value.device.type == "cpu":  # torch cannot read what it pickles of it
-            return self._raw(STORAGE, _storage_bytes(value))
-        return self._tensor(value) if tag == "tensor" else self._object(value)
+        if cls is ndarray or cls is np.memmap:
+            if _is_flat(value.dtype):
+                value = value if cls is ndarray else value.view(ndarray)
+                return self._leaf(ARRAY, value, _target(value.dtype, self.cast))
+        elif cls is tuple or cls is list:
+            return self._container(value, None, value, depth)
+        elif cls is dict:
+            if {*map(type, value)} <= TEXT:  # other keys may be equal, and yet differ (1 == True)
+                return self._container(value, tuple(value), value.values(), depth)
+        elif _opened(cls) == "named":
+            if not getattr(value, "__dict__", None):
+                return self._container(value, None, value, depth)
+        elif cls is bytes and len(value) >= LONG:
+            return self._leaf(BYTES, np.frombuffer(value, np.uint8))
+        elif cls is getattr(sys.modules.get("torch"), "Tensor", None):
+            if self.cast is not None and value.dtype != torch_type(self.cast):
+                value = _plain_tensor(value, self.cast)
+            bits, name = _bits(value.dtype)
+            try:
+                # `numpy` refuses what is not strided, not on the CPU, conjugated or with a graph.
+                plain = value if bits is None else value.view(bits)
+                array = None if value.is_cuda else plain.numpy()
+            except (RuntimeError, TypeError):
+                array = None
+            if array is not None:
+                return self._leaf(name or TENSOR, array)
+        return self._object(value)
 
-    def _container(self, tag: str, value: Any, depth: int) -> Token:
+    def _container(
+        self, value: Any, keys: tuple[str, ...] | None, children: Collection[Any], depth: int
+    ) -> Token:
         """Collect the leaves of a container; one of pickled leaves alone is pickled as one."""
-        opened = _KINDS[tag].open(value)
-        if opened is None:
-            return self._object(value)
         if not depth:
             raise _TooDeepError
-        fixed, loose, children = opened
-        before = len(self.arrays) + len(self.raws), len(self.objects)
-        if loose is not None:
-            self.objects.append(loose)
-        tokens = self._children(children, depth - 1)
-        pickled = self.objects[before[1] :]
-        if len(self.arrays) + len(self.raws) == before[0] and _ByHandle not in map(type, pickled):
-            del self.objects[before[1] :]
-            return self._object(value)
-        return tag, type(value), fixed, loose is not None, tokens
-
-    def _children(self, children: Collection[Any], depth: int) -> int | tuple[Token, ...]:
-        """Collect the leaves below some values."""
+        arrays, objects = len(self.arrays), len(self.objects)
+        tokens: Any = len(children)
         if {*map(type, children)} == ARRAYS and {child.dtype.type for child in children} <= FLAT:
             self.arrays += children
-            return len(children)
-        return tuple([self.visit(child, depth) for child in children])
+            self.kinds += [_target(child.dtype, self.cast) for child in children]
+        else:
+            tokens = tuple([self.visit(child, depth - 1) for child in children])
+        if len(self.arrays) == arrays:
+            del self.objects[objects:]
+            return self._object(value)
+        return type(value), keys, tokens
 
     def _object(self, value: Any) -> Token:
         """Collect a leaf for pickle."""
         self.objects.append(value)
         return OBJECT
 
-    def _raw(self, token: Token, array: Array) -> Token:
+    def _leaf(self, token: Token, array: Array, kind: Dtype | None = None) -> Token:
         """Collect the array that a leaf consists of."""
-        self.raws.append(array)
+        self.arrays.append(array)
+        self.kinds.append(array.dtype if kind is None else kind)
         return token
 
-    def _array(self, value: Array) -> Token:
-        """Collect an array."""
-        if value.dtype.hasobject or value.dtype.type is np.record:  # equal to one of np.void
-            return self._object(value)
-        self.arrays.append(value.view(ndarray) if type(value) is np.memmap else value)
-        return ARRAY
 
-    def _tensor(self, tensor: Any) -> Token:
-        """Collect a tensor; numpy's view of it if it lies on the CPU."""
-        torch = sys.modules["torch"]
-        if tensor.is_cuda:
-            return self._object(_ByHandle(tensor))
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return self._object(tensor)
-        if tensor.is_quantized or tensor.is_nested:
-            return self._object(tensor)
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        if self.cast is not None and not plain.is_complex():
-            plain = plain.to(torch_type(self.cast))
-        bits, name = _bits(plain.dtype)
-        if bits is not None:
-            plain = plain.view(bits)
-        return self._raw(("tensor", name, tensor.requires_grad), plain.numpy())
-
-
-class _ByHandle:
-    """A CUDA tensor that is pickled as a handle of its memory (torch's CUDA IPC)."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> Any:
-        reductions = importlib.import_module("torch.multiprocessing.reductions")
-        return reductions.reduce_tensor(self.tensor)
+def _is_flat(dtype: Dtype) -> bool:
+    """Whether arrays of a type are their bytes; `record` equals a type that is another."""
+    return not dtype.hasobject and dtype.type is not np.record
 
 
 @functools.cache
 def torch_type(dtype: Dtype) -> Any:
     """Return torch's dtype for one of numpy's; TypeError if there is none."""
     return _torch().from_numpy(np.empty(0, dtype)).dtype
-
-
-@functools.cache
-def tensor_maker(dtype: Dtype) -> Callable[[Any], Any]:
-    """Return what makes tensors of fresh arrays of a type: a `TensorMaker`, else `from_numpy`.
-
-    A version of torch may lack the function, which has no public name, or not take the type: that
-    is tried out here, once.
-    """
-    torch = _torch()
-    from_numpy: Callable[[Any], Any] = torch.from_numpy
-    example = np.ones((2, 3), dtype)
-    try:
-        maker = TensorMaker(from_numpy, torch._C._from_dlpack, dtype)
-        made = maker(maker.copy(example)).numpy()
-    except (AttributeError, BufferError, RuntimeError, TypeError):
-        return from_numpy
-    return maker if made.dtype == dtype and np.array_equal(made, example) else from_numpy
 
 
 @functools.cache
@@ -437,18 +284,6 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
     except TypeError:
         return getattr(torch, f"int{8 * dtype.itemsize}"), str(dtype).removeprefix("torch.")
     return None, None
-
-
-def _bytes_array(value: bytes) -> Array | None:
-    """Return long bytes as an array; None for short ones, which are pickled."""
-    return np.frombuffer(value, np.uint8) if len(value) >= LONG else None
-
-
-def _storage_bytes(storage: Any) -> Array:
-    """Return the bytes of a storage, not copied; RuntimeError where it is not on the CPU."""
-    torch = _torch()
-    array: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return array
 
 
 def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
@@ -483,12 +318,16 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
         return Record(offset, 0, 0, len(batch))
     found = writer.match(batch, cast)
     plan, arrays, objects = plan_for(batch, writer, cast) if found is None else found
+    pickled = None
+    if objects:
+        with _explained(batch):
+            pickled, buffers = dump(objects, writer, cast)
+        arrays = arrays + buffers
     if writer.watched:
-        plain = zip(arrays, plan.casts, strict=True)
+        casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
+        plain = zip(arrays, casts, strict=True)
         writer.learn([array for array, casts in plain if not casts and array.flags.forc])
-    if not objects:
-        return _record(writer.encode(plan, arrays))
-    return _record(writer.encode(plan, arrays, *_pickled(batch, objects)))
+    return _record(writer.encode(plan, arrays, pickled))
 
 
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
@@ -504,18 +343,17 @@ def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list
             raise
         survey, tree = _Survey(cast), OBJECT
         survey.objects.append(batch)
-    arrays = survey.arrays + survey.raws
+    arrays = survey.arrays
     sources = [array.dtype for array in arrays]
-    split = len(survey.arrays)
-    kinds = [_target(dtype, cast) for dtype in sources[:split]] + sources[split:]
-    pairs = zip(kinds, arrays, strict=True)
+    pairs = zip(survey.kinds, arrays, strict=True)
     leaves: list[Leaf] = [(kind, array.ndim, array.flags.fnc) for kind, array in pairs]
-    for plan in writer.plans:  # `match` does not recognise all of them
+    for plan in writer.plans:  # `match` does not recognise it where tensors are cast
         same = plan.cast is cast and plan.token == tree
         if same and plan.leaves == leaves and plan.sources == sources:
             return plan, arrays, survey.objects
-    structure = _pickled(batch, (tree, split, leaves))[0]
-    plan = Plan(structure, tree, split, leaves, _KINDS, _tag, _raw, cast, sources)
+    with _explained(batch):
+        structure = dumps((tree, leaves))
+    plan = Plan(structure, tree, leaves, cast, sources)
     writer.remember(plan)
     return plan, arrays, survey.objects
 
@@ -528,34 +366,34 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
     return cast
 
 
-def _raw(token: Any, dtype: Dtype) -> tuple[Any, Any, Any, bool]:
-    """Return how a leaf that is not an array becomes one, and back; see `Plan`."""
-    if token == SCALAR:
-        return dtype.type, np.asarray, operator.itemgetter(()), False
-    if token == BYTES:
-        return bytes, _bytes_array, ndarray.tobytes, False
-    torch = _torch()
-    if token == STORAGE:
-        return torch.UntypedStorage, _storage_bytes, storage_on, False
-    _, name, grad = token
-    if name is None and not grad:
-        # `numpy` refuses what is not strided, not on the CPU, or lazily conjugated or negated.
-        return torch.Tensor, torch.Tensor.numpy, tensor_maker(dtype), True
-    return torch.Tensor, None, functools.partial(_as_tensor, name=name, grad=grad), True
-
-
 # -- pickle -------------------------------------------------------------------------------------
 
 REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
 
 
-def _pickled(batch: Any, value: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle a part of a batch: return the pickle, and the large buffers that are not in it."""
-    buffers: list[memoryview] = []
+def dump(
+    objects: list[Any], writer: Writer, cast: Dtype | None = None
+) -> tuple[bytes, list[Array]]:
+    """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
+    if is_plain(objects):
+        return pickle.dumps(objects, protocol=5), []
+    prepare = functools.partial(_prepared, writer=writer, cast=cast)
     try:
-        tensors = not all(map(OBJECT_ALONE.is_plain, value))
-        return dumps(value, buffers, tensors=tensors), buffers
-    except MemoryError:
+        objects = [map_leaves(prepare, each) for each in objects]
+    except _TooDeepError:
+        if cast is not None:  # pickle casts nothing
+            raise
+    buffers: list[memoryview] = []
+    pickled = dumps(objects, buffers)
+    return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+
+
+@contextlib.contextmanager
+def _explained(batch: Any) -> Iterator[None]:
+    """Say which part of a batch cannot be pickled, where pickling it raises."""
+    try:
+        yield
+    except (MemoryError, _TooDeepError):
         raise
     except Exception as error:
         raise unpicklable(
@@ -568,8 +406,55 @@ def _pickled(batch: Any, value: Any) -> tuple[bytes, list[memoryview]]:
         ) from error
 
 
-# What `encode` would make of an object that is no container and no array.
-OBJECT_ALONE = Plan(pickle.dumps((OBJECT, 0, []), protocol=5), OBJECT, 0, [], _KINDS, _tag, _raw)
+def _prepared(leaf: Any, writer: Writer, cast: Dtype | None) -> Any:
+    """Return a leaf as it is to be pickled: cast, writable, with a storage of its own size."""
+    if type(leaf) is ndarray or type(leaf) is np.memmap:
+        kind, flags = _target(leaf.dtype, cast), leaf.flags
+        ready = type(leaf) is ndarray and kind is leaf.dtype and flags.writeable and flags.forc
+        if ready or not _is_flat(leaf.dtype):
+            return leaf
+        make = writer.empty if leaf.nbytes >= LONG else _small
+        made = make(leaf.shape, kind, fortran=flags.fnc)
+        np.copyto(made, leaf, casting="unsafe")
+        return made
+    if type(leaf) is getattr(sys.modules.get("torch"), "Tensor", None):
+        return _ByHandle(leaf) if leaf.is_cuda else _plain_tensor(leaf, cast)
+    return leaf
+
+
+def _small(shape: tuple[int, ...], dtype: Dtype, *, fortran: bool) -> Array:
+    """Make an array that is not worth a place in the slot."""
+    return np.empty(shape, dtype, "F" if fortran else "C")
+
+
+def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
+    """Return a tensor, cast, with a storage that is not larger than it; odd ones as they are."""
+    if tensor.device.type != "cpu" or tensor.layout is not _torch().strided:
+        return tensor
+    if tensor.is_quantized or tensor.is_nested:
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if cast is not None and not plain.is_complex():
+        plain = plain.to(torch_type(cast))
+    if plain.untyped_storage().nbytes() > plain.nbytes:
+        plain = plain.clone()
+    if plain.data_ptr() == tensor.data_ptr() and plain.dtype == tensor.dtype:
+        return tensor
+    return plain.requires_grad_() if tensor.requires_grad else plain
+
+
+class _ByHandle:
+    """A CUDA tensor that is pickled as a handle of its memory (torch's CUDA IPC)."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        reductions = importlib.import_module("torch.multiprocessing.reductions")
+        return reductions.reduce_tensor(self.tensor)
+
+
+ONE_OBJECT = Plan(pickle.dumps((OBJECT, []), protocol=5), OBJECT, [])
 
 
 def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
@@ -580,7 +465,8 @@ def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
     MemoryError
         If there is no room for it.
     """
-    return _record(writer.encode(OBJECT_ALONE, [], pickled.data, pickled.buffers))
+    buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
+    return _record(writer.encode(ONE_OBJECT, buffers, pickled.data))
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -588,8 +474,7 @@ def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
 
 def _parse(structure: bytes) -> Plan:
     """Read a structure."""
-    tree, split, leaves = pickle.loads(structure)
-    return Plan(structure, tree, split, leaves, _KINDS, _tag, _raw)
+    return Plan(structure, *pickle.loads(structure))
 
 
 def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
@@ -609,15 +494,6 @@ def decode_pickled(memory: Memory, record: Record) -> Any:
     """Read what `encode_pickled` has written, from a mapping that need not be shared."""
     offset = record.offset + record.structure + record.layout
     return _load_objects(memory, offset, record.objects)[0]
-
-
-def _as_tensor(array: Array, *, name: str | None, grad: bool) -> Any:
-    """Make a tensor that shares an array's memory."""
-    torch = _torch()
-    tensor = torch.from_numpy(array)
-    if name is not None:
-        tensor = tensor.view(getattr(torch, name))
-    return tensor.requires_grad_() if grad else tensor
 
 
 @functools.cache

@@ -5,8 +5,8 @@ by value with cloudpickle, which is imported only then. `dumps` is for a process
 between a worker and the trainer: both have the same modules, and each its own copy of the user's
 classes. So what has a name goes by reference, and the rest by value.
 
-Large arrays and tensors stay out of the pickle, as buffers: `codec` writes both. A data set of
-gigabytes is therefore in memory once, whatever the number of workers.
+Both leave large arrays and tensors out of the pickle, as buffers: `codec` writes them beside it. A
+data set of gigabytes is therefore in memory once, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pickle
 import sys
 import threading
 import types
+from collections import ChainMap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,24 +30,21 @@ import numpy as np
 from cseq._lock import Lock
 from cseq.importable import MAIN, Importable, named_here
 from cseq.threads import imported
-from cseq.unpicklable import UnpicklableError, unpicklable
+from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["Pickled", "dump", "dumps", "reducing"]
 
-Reduced: TypeAlias = Any  # what a reducer returns: a name, a tuple, or NotImplemented
+Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
+Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
 IN_BAND = 512  # bytes; buffers below this stay inside the pickle
 
 # What pickle raises for classes and functions that it cannot find by their names.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
-NEEDS_CLOUDPICKLE = (
-    "{name}: {missing} cannot be imported by worker processes and has to go to them by value, "
-    "which needs cloudpickle: pip install cloudpickle, or put it in a module that can be imported"
-)
 REMEDY = (
     "Worker processes get a copy of the {name}, made with pickle. Open such things where they are "
     "first used, in each worker process (and not before, for a look at a sample), or {otherwise}"
@@ -87,66 +85,66 @@ def dump(obj: object, *, name: str = "worker") -> Pickled:
     modules = Importable()
     buffers: list[memoryview] = []
     try:
-        data = _dump_plainly(obj, modules, buffers)
+        try:
+            data = _dump_plainly(obj, modules, buffers)
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is, cloudpickle can do more
+            buffers.clear()
+            data = _dump_by_value(obj, modules, buffers)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, cloudpickle can do more
-        buffers.clear()
-        data = _dump_otherwise(obj, name, modules, buffers, error)
+    except Exception as error:
+        probed = Importable()
+        raise unpicklable(
+            obj,
+            name,
+            error,
+            probe=lambda part: _dump_by_value(part, probed, None),
+            known=probed.has,
+            remedy=REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS)),
+        ) from error
     return Pickled(data, buffers, modules.importable())
 
 
 class _Reducing(threading.local):
-    """The function that a thread has given to `reducing`."""
+    """The functions that a thread has given to `reducing`."""
 
-    reduce: Callable[[object], Reduced] | None = None
+    reducers: Reducers = {}  # noqa: RUF012 - replaced, never changed
 
 
 _thread = _Reducing()
 
 
 @contextlib.contextmanager
-def reducing(reduce: Callable[[object], Reduced]) -> Iterator[None]:
-    """In this context, have `dump` ask a function, in this thread, how objects are reduced.
-
-    It returns what a pickler's ``reducer_override`` does: NotImplemented for all others.
-    """
-    before, _thread.reduce = _thread.reduce, reduce
+def reducing(reducers: Reducers) -> Iterator[None]:
+    """In this context, have `dump`, in this thread, reduce some types with these functions."""
+    before, _thread.reducers = _thread.reducers, reducers
     try:
         yield
     finally:
-        _thread.reduce = before
+        _thread.reducers = before
 
 
-def dumps(obj: object, buffers: list[memoryview] | None = None, *, tensors: bool = True) -> bytes:
+def dumps(obj: object, buffers: list[memoryview] | None = None) -> bytes:
     """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
 
     Large buffers are appended to `buffers`, if that is given: those of arrays and CPU tensors, in
-    whatever objects these are. `tensors`: False if there is surely no tensor, which is quicker.
-    Raises what pickling raises.
+    whatever objects these are. Without it, the pickle is one that needs no cseq to be read. Raises
+    what pickling raises.
     """
     keep = None if buffers is None else _keep_in(buffers)
-    tables = _tensor_tables() if tensors and buffers is not None else {}
-    try:
-        if not tables:
-            return pickle.dumps(obj, protocol=5, buffer_callback=keep)
-        file = io.BytesIO()
-        pickler = pickle.Pickler(file, protocol=5, buffer_callback=keep)
-        pickler.dispatch_table = copyreg.dispatch_table | tables
-        pickler.dump(obj)
-        return file.getvalue()
-    except NAMELESS:
-        if not _has_cloudpickle():
-            raise
-    if buffers is not None:
-        buffers.clear()
+    reducers = {} if buffers is None else _data_reducers()
     file = io.BytesIO()
-
-    def reduce(part: object) -> Reduced:
-        reducer = tables.get(type(part))
-        return NotImplemented if reducer is None else reducer(part)
-
-    by_value_pickler()(file, keep, named_here, reduce).dump(obj)
+    try:
+        pickler = pickle.Pickler(file, protocol=5, buffer_callback=keep)
+        pickler.dispatch_table = copyreg.dispatch_table | reducers
+        pickler.dump(obj)
+    except NAMELESS:
+        if buffers is not None:
+            buffers.clear()
+        file = io.BytesIO()
+        by_value_pickler()(file, keep, reducers, named_here).dump(obj)
     return file.getvalue()
 
 
@@ -165,56 +163,107 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
     return is_in_band
 
 
-# -- tensors, out of band ------------------------------------------------------------------------
+# -- arrays and tensors, out of band ---------------------------------------------------------------
 # torch pickles a tensor as a function of its storage, and a storage as a file of torch.save within
-# the pickle. In `dumps`, the storage's bytes are a buffer. Storages keep their identity, so tensors
-# that share one do so in the other process, too.
+# the pickle. Here, the storage's bytes are a buffer. Storages keep their identity, so tensors that
+# share one do so in the other process, too.
 
 
-def _tensor_tables() -> dict[type, Callable[[Any], Reduced]]:
-    """Return how torch's storages are pickled, by their types; empty where torch is not loaded."""
+def _data_reducers() -> Reducers:
+    """Return how arrays are pickled, and torch's tensors and storages where it is loaded."""
+    reducers: Reducers = {np.ndarray: _reduce_array}
     torch = sys.modules.get("torch")
-    storage = getattr(torch, "UntypedStorage", None)
+    tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
-    if storage is None or typed is None:  # or torch is being imported by another thread
-        return {}
-    return {storage: _reduce_storage, typed: _reduce_typed}
+    if tensor and storage and typed:  # else another thread is importing torch
+        reducers |= {tensor: _reduce_tensor, storage: _reduce_storage, typed: _reduce_typed}
+    return reducers
+
+
+def _reduce_array(array: _Array) -> Reduced:
+    """Reduce an array to its buffer; one that is not contiguous to that of a copy."""
+    dtype, flags = array.dtype, array.flags
+    if dtype.kind not in "biufcmMSU" or not dtype.itemsize:
+        return array.__reduce_ex__(5)
+    plain: Any = array if flags.forc else np.ascontiguousarray(array)
+    if dtype.kind in "mM":  # numpy gives no buffer of dates and times
+        plain = plain.view(np.int64)
+    data: Any = pickle.PickleBuffer(plain)
+    if array.nbytes < IN_BAND:
+        data = bytearray(data.raw()) if flags.writeable else bytes(data.raw())
+    return np.ndarray, (array.shape, dtype.str, data, 0, None, "F" if flags.fnc else "C")
+
+
+def _reduce_tensor(tensor: Any) -> Reduced:
+    """Reduce a tensor to its storage and what part of that it is; odd ones as torch does."""
+    if str(tensor.layout).startswith("torch.sparse"):
+        return _sparse_tensor, tensor.__reduce_ex__(5)[1]
+    if (
+        tensor.layout is not sys.modules["torch"].strided
+        or not tensor.is_cpu
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._backward_hooks
+        or tensor.__dict__
+    ):
+        return tensor.__reduce_ex__(5)
+    part = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _tensor_on, (tensor.untyped_storage(), tensor.dtype, part, tensor.requires_grad)
+
+
+def _tensor_on(storage: Any, dtype: Any, part: tuple[Any, ...], grad: bool) -> Any:  # noqa: FBT001
+    """Make a tensor of a part of a storage."""
+    tensor = _torch().empty(0, dtype=dtype).set_(storage, *part)
+    return tensor.requires_grad_() if grad else tensor
+
+
+def _sparse_tensor(layout: Any, data: tuple[Any, ...]) -> Any:
+    """Make a sparse tensor; torch's own function would keep it, for `torch.load` to look at."""
+    torch = _torch()
+    if layout is torch.sparse_coo:
+        *parts, coalesced = data
+        return torch.sparse_coo_tensor(*parts, is_coalesced=coalesced, check_invariants=False)
+    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
 
 
 def _reduce_storage(storage: Any) -> Reduced:
     """Reduce a storage to its bytes, not copied."""
-    if storage.device.type != "cpu" or not storage.nbytes():
+    if storage.device.type != "cpu":
         return storage.__reduce__()
+    if not storage.nbytes():
+        return type(storage), (0,)
     torch = sys.modules["torch"]
     data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return storage_on, (pickle.PickleBuffer(data),)
+    return _storage_on, (pickle.PickleBuffer(data),)
+
+
+def _storage_on(buffer: Any) -> Any:
+    """Make a storage on a buffer, which is neither copied nor read."""
+    return _torch().from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
 
 
 def _reduce_typed(storage: Any) -> Reduced:
     """Reduce a storage of a type: to one without, and the type."""
     untyped = storage._untyped_storage
-    if untyped.device.type != "cpu" or not untyped.nbytes():
+    if untyped.device.type != "cpu":
         return storage.__reduce__()
     return _typed, (untyped, storage.dtype)
 
 
-def storage_on(buffer: Any) -> Any:
-    """Make a storage on a buffer, which is neither copied nor read."""
-    torch = importlib.import_module("torch")
-    return torch.from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
-
-
 def _typed(storage: Any, dtype: Any) -> Any:
     """Make a storage of a type."""
-    torch = importlib.import_module("torch")
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return _torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+@functools.cache
+def _torch() -> Any:
+    """Import torch, once there is a tensor to be made."""
+    return importlib.import_module("torch")
 
 
 # -- for a new process; without a list of buffers: to test whether something can be pickled --------
-
-
-class _NotImportableError(Exception):
-    """The plain pickler met a class or function that worker processes cannot import."""
 
 
 class _Plain(pickle.Pickler):
@@ -224,14 +273,12 @@ class _Plain(pickle.Pickler):
         self, file: io.BytesIO, modules: Importable, buffers: list[memoryview] | None
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=_keep_in(buffers))
-        self._dry = buffers is None
+        self.dispatch_table = copyreg.dispatch_table | _reducers_for(modules)
         self._modules = modules
 
     def reducer_override(self, obj: object) -> Reduced:
-        if not isinstance(obj, (type, types.FunctionType)):
-            return _reduce_data(obj, self._modules, dry=self._dry)
-        if not self._modules.has(obj):
-            raise _NotImportableError(f"{obj.__module__}.{obj.__qualname__}")
+        if isinstance(obj, (type, types.FunctionType)) and not self._modules.has(obj):
+            raise pickle.PicklingError(f"{obj.__module__}.{obj.__qualname__} goes by value")
         return NotImplemented
 
 
@@ -257,42 +304,10 @@ def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] |
                 classes.append(named)
             return False
 
-        reduce = functools.partial(_reduce_data, modules=modules, dry=buffers is None)
-        pickler = by_value_pickler()(file, _keep_in(buffers), by_name, reduce)
+        reducers = _reducers_for(modules)
+        pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
         pickler.dump([obj, classes])  # in this order: the classes are known at the end
     return file.getvalue()
-
-
-def _dump_otherwise(
-    obj: object, name: str, modules: Importable, buffers: list[memoryview], plainly: Exception
-) -> bytes:
-    """Pickle by value what cannot be pickled plainly, or say which part of it is to blame."""
-    if not _has_cloudpickle():
-        if isinstance(plainly, _NotImportableError):
-            text = NEEDS_CLOUDPICKLE.format(name=name, missing=plainly)
-            raise UnpicklableError(text) from plainly
-        raise _blame(obj, name, plainly, _dump_plainly) from plainly
-    try:
-        return _dump_by_value(obj, modules, buffers)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _blame(obj, name, error, _dump_by_value) from error
-
-
-def _blame(
-    obj: object, name: str, error: Exception, dump: Callable[[object, Importable, None], bytes]
-) -> UnpicklableError:
-    """Make the error for an object that this way of pickling cannot take."""
-    modules = Importable()
-    return unpicklable(
-        obj,
-        name,
-        error,
-        probe=lambda part: dump(part, modules, None),
-        known=modules.has,
-        remedy=REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS)),
-    )
 
 
 # -- by value -------------------------------------------------------------------------------------
@@ -310,27 +325,18 @@ def by_value_pickler() -> _ByValue:
         self: _ByValue,
         file: io.BytesIO,
         keep: Callable[[pickle.PickleBuffer], bool] | None,
+        reducers: Reducers,
         by_name: Callable[[Any], bool],
-        reduce: Callable[[object], Reduced],
     ) -> None:
+        self.dispatch_table = ChainMap(reducers, base.dispatch_table)
         base.__init__(self, file, protocol=5, buffer_callback=keep)
-        self.by_name, self.reduce = by_name, reduce
+        self.by_name = by_name
 
     def reducer_override(self: _ByValue, obj: object) -> Reduced:
-        if not isinstance(obj, (type, types.FunctionType, types.ModuleType)):
-            return self.reduce(obj)
-        return NotImplemented if self.by_name(obj) else base.reducer_override(self, obj)
+        named = isinstance(obj, (type, types.FunctionType, types.ModuleType))
+        return NotImplemented if named and self.by_name(obj) else base.reducer_override(self, obj)
 
     return type("_ByValue", (base,), {"__init__": prepare, "reducer_override": reducer_override})
-
-
-def _has_cloudpickle() -> bool:
-    """Whether cloudpickle is there, to pickle by value."""
-    try:
-        by_value_pickler()
-    except ModuleNotFoundError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -372,49 +378,29 @@ def _publish(classes: list[type]) -> None:
             setattr(main, cls.__name__, cls)
 
 
-# -- data that would be copied without need -------------------------------------------------------
+# -- data of a worker -----------------------------------------------------------------------------
 
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _Memmap: TypeAlias = Any  # np.memmap, with the attributes that its type hints leave out
-_Tensor: TypeAlias = Any  # torch.Tensor
 
 
-def _reduce_data(obj: object, modules: Importable, *, dry: bool) -> Reduced:
-    """Put arrays and tensors out of band that do not go there by themselves; see `reducing`."""
-    if _thread.reduce is not None:
-        reduced = _thread.reduce(obj)
-        if reduced is not NotImplemented:
-            return reduced
-    if isinstance(obj, np.ndarray):
-        return _reduce_array(obj, dry=dry)
-    torch = sys.modules.get("torch")
-    if torch is not None and type(obj) is getattr(torch, "Tensor", None):
+def _reducers_for(modules: Importable) -> Reducers:
+    """Return how data are pickled for a new process; what is made of tensors there needs torch."""
+
+    def reduce_tensor(tensor: Any) -> Reduced:
         modules.findable("torch")
-        return _reduce_tensor(obj)
-    return NotImplemented
+        return _reduce_tensor(tensor)
+
+    reducers = _data_reducers()
+    tensors = {cls: reduce_tensor for cls, reduce in reducers.items() if reduce is _reduce_tensor}
+    return {np.memmap: _reduce_memmap} | reducers | tensors | _thread.reducers
 
 
-def _reduce_array(array: _Array, *, dry: bool) -> Reduced:
-    """Reduce an array: if not contiguous, to a copy; if it maps a file, to its place there."""
-    if type(array) not in (np.ndarray, np.memmap) or array.dtype.hasobject:
-        return NotImplemented
-    if dry:
-        return np.empty, (0,)
-    if isinstance(array, np.memmap):
-        place = _place_in_file(array)
-        if place is not None:
-            return np.memmap, place
-    if array.dtype.kind in "mM":  # dates and times: numpy gives no buffer of them
-        return _as_type, (array.view(np.int64), array.dtype)
-    if type(array) is np.ndarray and (array.flags.c_contiguous or array.flags.f_contiguous):
-        return NotImplemented
-    return np.ascontiguousarray(array).view(np.ndarray).__reduce_ex__(5)
-
-
-def _as_type(array: _Array, dtype: np.dtype[Any]) -> _Array:
-    """Look at an array's memory as another type."""
-    return array.view(dtype)
+def _reduce_memmap(array: _Memmap) -> Reduced:
+    """Reduce an array that maps a file to its place there; else, as any other one."""
+    place = _place_in_file(array)
+    return _reduce_array(array.view(np.ndarray)) if place is None else (np.memmap, place)
 
 
 def _place_in_file(array: _Memmap) -> tuple[Any, ...] | None:
@@ -431,19 +417,3 @@ def _place_in_file(array: _Memmap) -> tuple[Any, ...] | None:
             mode = "r" if array.mode == "r" else "c"  # a worker's changes are its own
             return str(array.filename), array.dtype, mode, at, array.shape
     return None
-
-
-def _reduce_tensor(tensor: _Tensor) -> Reduced:
-    """Reduce a plain CPU tensor to its array: torch's own way copies data into the pickle."""
-    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.__dict__:
-        return NotImplemented
-    try:
-        array = tensor.numpy() if tensor.is_contiguous() else None
-    except (TypeError, RuntimeError):  # a type or a layout that numpy does not have
-        array = None
-    return NotImplemented if array is None else (_tensor, (array,))
-
-
-def _tensor(array: _Array) -> _Tensor:
-    """Make a CPU tensor on an array's memory."""
-    return importlib.import_module("torch").from_numpy(array)

@@ -78,18 +78,18 @@ def spawning() -> Iterator[None]:
     before = CONTEXT.get_spawning_popen()  # of this thread
     CONTEXT.set_spawning_popen(Workers)
     try:
-        with reducing(_reduce):
+        with reducing(_reducers()):
             yield
     finally:
         CONTEXT.set_spawning_popen(before)
 
 
-def _reduce(obj: object) -> Any:
-    """Reduce an object as multiprocessing does, where pickle cannot do it itself."""
-    reduce = PICKLER._extra_reducers.get(type(obj))
-    if reduce is None or type(obj) in copyreg.dispatch_table:
-        return NotImplemented
-    home = reduce.__module__
-    if home == "multiprocessing.reduction" or not home.startswith("multiprocessing."):
-        return NotImplemented
-    return reduce(obj)
+def _reducers() -> dict[type, Any]:
+    """Return how multiprocessing pickles what pickle cannot do itself, by type."""
+    return {
+        cls: reduce
+        for cls, reduce in PICKLER._extra_reducers.items()
+        if cls not in copyreg.dispatch_table
+        and reduce.__module__.startswith("multiprocessing.")
+        and reduce.__module__ != "multiprocessing.reduction"
+    }

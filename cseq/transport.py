@@ -174,6 +174,7 @@ class SlotWriter:
     def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
         self._writer = writer
         self._cast = writer.cast = cast
+        writer.dump = codec.dump
         self.ticket_writer = writer
         # Its methods, without a call in between.
         self.begin = writer.begin_ticket

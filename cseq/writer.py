@@ -22,7 +22,6 @@ from cseq._placement import SlotAllocator
 from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
 from cseq.memory_limit import MIB, check_available
-from cseq.pickling import dumps
 from cseq.slot_size import FIRST, Need, room_for
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ class Writer(SlotEncoder):
         self, fd: int, width: int, spares: Sequence[tuple[int, int]] | None = None
     ) -> None:
         self._fd = fd
-        self.dump = dumps
         self._width = width
         self._spares = None if spares is None else list(spares)  # the last is used first
         self._kept: list[Kept] = []

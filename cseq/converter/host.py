@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 
 from cseq import failure
-from cseq.codec import castable, map_leaves, tensor_maker, torch_type
+from cseq.codec import castable, map_leaves, torch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,14 +59,21 @@ def copy(array: Array, into: Array) -> Array:
     return into
 
 
+def from_numpy() -> Callable[[Array], Tensor]:
+    """Return torch's function that lays a tensor on an array's memory."""
+    torch = importlib.import_module("torch")
+    if os.name == "nt":  # long doubles are doubles there, of a type that torch does not know
+        return lambda array: torch.from_numpy(array.view(array.dtype.str))
+    function: Callable[[Array], Tensor] = torch.from_numpy
+    return function
+
+
 class Host:
     """Arrays and CPU tensors in the types that an output asks for."""
 
     def __init__(self, output: Output) -> None:
         self.torch = torch = importlib.import_module("torch")
-        self.from_numpy: Callable[[Array], Tensor] = torch.from_numpy
-        if os.name == "nt":  # long doubles are doubles there, of a type that torch does not know
-            self.from_numpy = lambda array: torch.from_numpy(array.view(array.dtype.str))
+        self.from_numpy = from_numpy()
         self.cast = output.dtype
         self.late = getattr(torch, output.torch_dtype) if output.torch_dtype else None
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
@@ -141,7 +148,7 @@ class Converter:
             return None
         if output.torch_dtype is not None or target[0] != dtype:
             return self.convert
-        return tensor_maker(dtype)
+        return from_numpy()
 
 
 def _make_null(output: Output) -> Convert:  # noqa: ARG001

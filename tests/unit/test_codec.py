@@ -627,6 +627,37 @@ def test_named_tuples_with_attributes_go_by_pickle() -> None:
     assert copied(marked).note == "kept"
 
 
+def test_named_tuples_of_a_known_structure_keep_attributes(writer: Writer) -> None:
+    """Also where one without them came before."""
+    for _ in range(2):
+        marked = Marked(np.arange(3), 1)
+        assert vars(sent(writer, marked)) == {}
+        marked.note = "kept"
+        assert sent(writer, marked).note == "kept"
+
+
+def test_leaves_of_objects_are_cast_where_they_are_converted(writer: Writer) -> None:
+    """Those of dataclasses and of any dicts, in the worker; those of other classes are not."""
+    large, small = np.arange(9000).reshape(9, 1000), np.arange(4)[::2]
+    for make in (Sample, Slotted, lambda *pair: {0: pair}, lambda *pair: OrderedDict(a=pair)):
+        batch = make(large.T, [small, "text"])
+        read, leaves = sent(writer, batch, FLOAT32), []
+        map_leaves(leaves.append, read)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        assert type(read) is type(batch)
+        assert_same_arrays(large.T.astype("f4", order="A"), arrays[0])
+        assert_same_arrays(small.astype("f4"), arrays[1])
+    assert_same_arrays(large, sent(writer, Plain(large), FLOAT32).array)
+    assert_same_arrays(large, sent(writer, Feature(x=large), FLOAT32)["x"])
+
+
+def test_an_array_twice_in_an_object_is_one() -> None:
+    """As in any pickle."""
+    large = np.arange(1000)
+    read = copied(Sample(large, [large]))
+    assert read.image is read.label[0]
+
+
 def test_other_arrays_go_by_pickle() -> None:
     """Arrays of objects and subclasses of array arrive as what they are."""
     objects = np.array([1, "a", None], dtype=object)
@@ -1171,6 +1202,55 @@ def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: Writer) -> None:
         got["array"][0] = -1
         got["small"][0] = -1
         assert base[150] == 150
+
+
+def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch: Any, writer: Writer) -> None:
+    """Arrays, tensors, and parts of them that do not overlap."""
+    x = writer.empty((50, 30), np.float32)
+    x[:] = 7
+    y = writer.empty(500, np.int64)
+    feature = Feature(x=torch.from_numpy(x), first=y[:250], last=y[250:])
+    before = writer.used
+    read: Any = decode(writer.memory, encode(feature, writer))
+    assert writer.used - before < 1500
+    assert read["x"].data_ptr() == x.ctypes.data
+    assert read["last"].ctypes.data == y.ctypes.data + 2000
+    overlapping = decode(writer.memory, encode(Feature(all=y, part=y[10:300]), writer))
+    assert not np.shares_memory(overlapping["all"], overlapping["part"])
+
+
+def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: Writer) -> None:
+    """In what is opened; of any other object, the whole storage does."""
+    large = torch.arange(100_000.0)
+    for part in (large[5:9], large.to(torch.bfloat16)[5:9], large.requires_grad_()[5:9]):
+        for batch in (Sample(part), {0: part}, [part, "text"]):
+            record = encode(batch, writer)
+            assert record.structure + record.layout + record.objects < 2000
+            assert record.used - writer.used == 0
+            read, leaves = decode(writer.memory, record), []
+            map_leaves(leaves.append, read)
+            tensor = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            assert torch.equal(tensor, part)
+            assert (tensor.dtype, tensor.requires_grad) == (part.dtype, part.requires_grad)
+            assert tensor.untyped_storage().nbytes() == part.nbytes
+
+
+def test_tensors_of_types_that_numpy_lacks_are_recognised(
+    torch: Any, way: str, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of them is surveyed once, and told from one of their bits."""
+    half = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    bits = torch.arange(6, dtype=torch.int16).view(2, 3)
+    for batch in ([half], [bits], [half]):
+        assert torch.equal(sent(writer, batch)[0], batch[0])
+    surveyed: list[Any] = []
+    survey = codec.plan_for
+    monkeypatch.setattr(codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
+    for batch in ([half.T], [bits], [half]):
+        read = sent(writer, batch)[0]
+        assert read.dtype == batch[0].dtype
+        assert torch.equal(read, batch[0])
+    assert len(surveyed) == (3 if way == "surveyed" else 1)  # of the transposed one
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of quantised and nested tensors and of storages

@@ -1249,10 +1249,7 @@ F4, F8 = np.dtype("f4"), np.dtype("f8")
 
 def plan_of(cast: Any = None, source: Any = F4, token: Any = "array") -> Plan:
     """Make the plan of an array of floats."""
-    containers: Any = {"list": (None, None)}
-    return Plan(
-        b"plan", token, 1, [(cast or source, 1, False)], containers, str, None, cast, [source]
-    )
+    return Plan(b"plan", token, [(cast or source, 1, False)], cast, [source])
 
 
 def make_slot(cast: Any = None) -> Slot:
@@ -1329,7 +1326,7 @@ def test_laying_with_a_cast(shape: tuple[int, ...]) -> None:
 def test_a_plan_that_does_not_fit_its_leaves() -> None:
     """A tree of more arrays than there are leaves, or of fewer, is refused, and so are objects."""
     with pytest.raises(ValueError, match="more arrays"):
-        plan_of(token=("list", list, None, False, 2))
+        plan_of(token=(list, None, 2))
     with pytest.raises(ValueError, match="does not fit"):
         plan_of(token="object")
     with pytest.raises(ValueError, match="raw memory"):

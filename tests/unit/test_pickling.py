@@ -27,7 +27,6 @@ from travelling import (
     write_batch,
 )
 
-from cseq import pickling
 from cseq.pickling import dump, dumps
 
 if TYPE_CHECKING:
@@ -361,26 +360,7 @@ def test_dumps_takes_local_classes() -> None:
     assert error.args == (1, 2)
 
 
-def test_dumps_raises_what_pickling_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without cloudpickle."""
+def test_dumps_raises_what_pickling_raises() -> None:
+    """As it is."""
     with pytest.raises(TypeError, match="lock"):
         dumps(threading.Lock())
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(TypeError, match="lock"):
-        dumps(threading.Lock())
-
-
-def test_without_cloudpickle_the_error_says_what_needs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What needs it is named; what is to blame anyway is named as ever."""
-    pickling.by_value_pickler.cache_clear()
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-
-    class Local:
-        pass
-
-    with pytest.raises(TypeError, match=r"worker: .*Local .*pip install cloudpickle"):
-        dump(Local)
-    with pytest.raises(TypeError, match=r"^worker\.data\.lock: cannot pickle '_thread.lock'"):
-        dump(Indexer(Indexer(lock=threading.Lock())))

@@ -1,7 +1,8 @@
-"""Tensors of copied bytes: what torch gets, and when the bytes are freed."""
+"""Tensors of a small batch: what torch gets of the copied bytes, and when these are freed."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 import tracemalloc
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from cseq import codec
-from cseq._tensors import TensorMaker
+from cseq._memory import Block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cseq.writer import Writer
 
 torch = pytest.importorskip("torch", reason="tensors are torch's")
 
@@ -23,19 +26,11 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (3, 1, 4, 1), (1,) * 20
 LARGE = 1 << 20  # bytes; more than anything else here allocates
 
 
-def maker_of(dtype: Any) -> TensorMaker:
-    """Return what makes tensors of a type."""
-    maker = codec.tensor_maker(np.dtype(dtype))
-    assert isinstance(maker, TensorMaker)
-    return maker
-
-
-@pytest.fixture
-def traced() -> Iterator[Any]:
-    """Count the bytes that are in use."""
-    tracemalloc.start()
-    yield lambda: tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
+def copied(writer: Writer, batch: Any) -> Any:
+    """Send a batch through the slot; what is read are copies."""
+    writer.used = 0
+    record = codec.encode(batch, writer)  # first: it may get the writer another memory
+    return codec.decode(writer.memory, record, copied=True)
 
 
 def described(tensor: Any) -> tuple[Any, ...]:
@@ -49,41 +44,35 @@ def described(tensor: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("shape", SHAPES, ids=repr)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_it_is_the_tensor_of_the_array(dtype: str, shape: tuple[int, ...], order: Any) -> None:
-    """It is what `torch.from_numpy` makes of a copy, in all that torch says of it."""
-    values = np.random.default_rng(7).integers(0, 2, shape)
-    array = np.asarray(values, np.dtype(dtype), order=order).copy(order)
-    maker = maker_of(dtype)
-    got = maker(maker.copy(array))
-    assert described(got) == described(torch.from_numpy(array))
-    assert described(maker(array)) == described(got)
-    array.fill(1)
-    assert got.numpy().tolist() == values.astype(dtype).tolist()
+def test_tensors_of_a_batch(dtype: str, order: Any, writer: Writer) -> None:
+    """Each is what `torch.from_numpy` makes of a copy, with a storage of its own size."""
+    rng = np.random.default_rng(7)
+    arrays = [np.asarray(rng.integers(0, 2, shape), dtype, order=order) for shape in SHAPES]
+    batch = [torch.from_numpy(array.copy(order)) for array in arrays]
+    for _ in range(3):
+        got = copied(writer, batch)
+        assert [described(tensor) for tensor in got] == [described(tensor) for tensor in batch]
+        got[0].fill_(0)
+        got[-1].fill_(1)
+        assert np.array_equal(got[3].numpy(), arrays[3])
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (4, 4, 4)])
-def test_it_is_aligned_as_torchs_own(shape: tuple[int, ...], order: Any) -> None:
-    """Its first byte is: 64 such tensors would hardly be so by chance."""
-    maker, array = maker_of("f4"), np.zeros(shape, np.float32, order=order)
-    tensors = [maker(maker.copy(array)) for _ in range(64)]
-    assert {tensor.data_ptr() % 64 for tensor in tensors} == {0}
+def test_tensors_are_aligned_as_torchs_own(writer: Writer) -> None:
+    """Their first bytes are: so many would hardly be so by chance."""
+    got = copied(writer, [torch.zeros(1 + number % 5) for number in range(64)])
+    assert {tensor.data_ptr() % 64 for tensor in got} == {0}
 
 
-def test_in_inference_mode() -> None:
-    """There it is an inference tensor, as that of an array is."""
-    maker, array = maker_of("f4"), np.zeros(3, np.float32)
+def test_tensors_in_inference_mode(writer: Writer) -> None:
+    """There they are inference tensors, as those of arrays are."""
     with torch.inference_mode():
-        assert maker(maker.copy(array)).is_inference()
-        assert torch.from_numpy(array).is_inference()
+        assert copied(writer, [torch.zeros(3)])[0].is_inference()
 
 
-def test_what_a_user_does_with_it() -> None:
+def test_tensor_as_a_user_has_it(writer: Writer) -> None:
     """It takes gradients, can be written to, and is pickled alone."""
-    maker = maker_of("f4")
-    tensor = maker(maker.copy(np.arange(3, dtype=np.float32)))
+    tensor = copied(writer, [torch.arange(3.0), torch.zeros(100)])[0]
     tensor += 1
     tensor.requires_grad_()
     (tensor * tensor).sum().backward()
@@ -95,18 +84,26 @@ def test_what_a_user_does_with_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
-def test_no_elements(shape: tuple[int, ...]) -> None:
-    """A tensor of nothing has the strides that torch gives it."""
-    maker = maker_of("f4")
-    got, want = maker(maker.copy(np.empty(shape, np.float32))), torch.empty(shape)
-    assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+def test_tensor_of_no_elements(shape: tuple[int, ...], writer: Writer) -> None:
+    """It has the type and the shape that it had."""
+    got = copied(writer, [torch.empty(shape)])[0]
+    assert (got.shape, got.dtype) == (shape, torch.float32)
 
 
-def test_it_frees_its_bytes(traced: Any) -> None:
-    """The bytes live until the last view is gone, in whichever thread that is."""
-    maker, array = maker_of("u1"), np.zeros(LARGE, np.uint8)
+@pytest.fixture
+def traced() -> Iterator[Any]:
+    """Count the bytes that are in use."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+
+def test_bytes_of_a_tensor_are_freed(traced: Any, writer: Writer) -> None:
+    """They live until the last view is gone, in whichever thread that is."""
+    record = codec.encode([torch.zeros(LARGE, dtype=torch.uint8)], writer)
+    gc.collect()
     before = traced()
-    views = [maker(maker.copy(array))[5:].numpy()[1:]]
+    views = [codec.decode(writer.memory, record, copied=True)[0][5:].numpy()[1:]]
     assert traced() - before > LARGE
     thread = threading.Thread(target=views.clear)
     thread.start()
@@ -114,67 +111,11 @@ def test_it_frees_its_bytes(traced: Any) -> None:
     assert traced() - before < LARGE
 
 
-def test_bytes_without_a_tensor_are_freed(traced: Any) -> None:
-    """So are those of a capsule that is dropped, or that torch refuses."""
-    array = np.zeros(LARGE, np.uint8)
-    before = traced()
-
-    def refuse(capsule: object) -> Any:
-        raise ValueError(str(capsule))
-
-    maker = TensorMaker(torch.from_numpy, refuse, array.dtype)
-    for _ in range(3):
-        maker.copy(array)
-        with pytest.raises(ValueError, match="dltensor"):
-            maker(maker.copy(array))
-    assert traced() - before < LARGE
-
-
-def test_a_capsule_makes_one_tensor() -> None:
-    """Its bytes have one owner."""
-    maker = maker_of("f4")
-    capsule = maker.copy(np.ones(3, np.float32))
-    tensor = maker(capsule)
-    with pytest.raises((RuntimeError, ValueError, BufferError)):
-        maker(capsule)
-    del capsule
-    assert tensor.tolist() == [1, 1, 1]
-
-
-def test_what_it_refuses() -> None:
-    """No numbers, foreign byte order; arrays that are not contiguous, or of another size."""
-    for dtype in ("S3", "M8[s]", "V8", ">f4", "O"):
-        with pytest.raises(ValueError, match="no DLPack"):
-            TensorMaker(torch.from_numpy, torch.from_numpy, np.dtype(dtype))
-    for array in (np.zeros(6, np.float32)[::2], np.zeros(3)):
-        with pytest.raises(ValueError, match="another size, or not contiguous"):
-            maker_of("f4").copy(array)
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """Let `tensor_maker` try anew, here and afterwards."""
-    codec.tensor_maker.cache_clear()
-    yield
-    codec.tensor_maker.cache_clear()
-
-
-def refuse_all(capsule: object) -> Any:
-    """Take no type at all."""
-    raise BufferError(str(capsule))
-
-
-def mistake(_capsule: object) -> Any:
-    """Take a type for another one."""
-    return torch.ones(2, 3, dtype=torch.float64)
-
-
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("function", [None, refuse_all, mistake])
-def test_a_torch_that_lacks_it(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the function, or if it refuses or mistakes a type, arrays come between."""
-    if function is None:
-        monkeypatch.delattr(torch._C, "_from_dlpack")
-    else:
-        monkeypatch.setattr(torch._C, "_from_dlpack", function)
-    assert codec.tensor_maker(np.dtype(np.float32)) is torch.from_numpy
+def test_tensors_keep_the_memory(writer: Writer) -> None:
+    """Those that are no copies keep the memory that they lie in."""
+    record = codec.encode([torch.arange(5)], writer)
+    block = Block(record.used)
+    block.copy_from(writer.memory)
+    tensor = codec.decode(block, record)[0]
+    del block
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
