@@ -2,8 +2,9 @@
 """The work of a runner: making batches, and publishing them; the global generators for that."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.dict cimport PyDict_Contains
+from cpython.dict cimport PyDict_Contains, PyDict_Size
 from cpython.ref cimport PyObject
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -290,16 +291,20 @@ cdef class Generators:
     """
 
     def __cinit__(self, *_):
-        self.present, self.missing = [], {}
+        self.present, self.missing, self.names = [], {}, ()
 
     cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
-        """Set the states that belong to (seed, epoch, purpose)."""
-        cdef uint64_t[WORDS] words
-        cdef Generator generator
+        """Set the states that belong to (seed, epoch, purpose), also of generators that are new."""
         if self.is_due():
             self.look()
-        self.keep()
+        return self.set(seed, epoch, purpose)
+
+    cdef int set(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
+        """Set the states of the generators in `present`."""
+        cdef uint64_t[WORDS] words
+        cdef Generator generator
         if self.present:
+            self.keep()
             cseq_derive(seed, epoch, purpose, words, WORDS)
             for generator in self.present:
                 generator.seed(words)
@@ -310,12 +315,14 @@ cdef class Generators:
         return 0
 
     cdef bint is_due(self) except -1:
-        """Whether the import of a missing module has begun."""
-        if self.missing:
-            modules = <object>PyImport_GetModuleDict()
-            for name in self.missing:
-                if PyDict_Contains(modules, name):
-                    return True
+        """Whether the import of a missing module has begun. Each batch asks."""
+        cdef Py_ssize_t k
+        if PyTuple_GET_SIZE(self.names) != PyDict_Size(self.missing):  # which only loses names
+            self.names = tuple(self.missing)
+        modules = <object>PyImport_GetModuleDict()
+        for k in range(PyTuple_GET_SIZE(self.names)):
+            if PyDict_Contains(modules, <object>PyTuple_GET_ITEM(self.names, k)):
+                return True
         return False
 
     def seed(self, uint64_t key, uint64_t place):
@@ -346,7 +353,10 @@ cdef class BatchSeeds(Generators):
         if epoch != self.epoch or not self.has_key:
             cseq_derive(self.seed_word, epoch, PURPOSE_BATCH, &self.key, 1)
             self.epoch, self.has_key = epoch, True
-        return self.write(self.key, start, PURPOSE_BATCH)
+        if not self.looked:
+            return self.write(self.key, start, PURPOSE_BATCH)
+        self.looked = False
+        return self.set(self.key, start, PURPOSE_BATCH)
 
     def seed_present(self):
         """Set the states of the present batch, or of an indexer that is being made."""
@@ -410,8 +420,11 @@ cdef class BatchMaker:
         self.depth = forks_here[0]
 
     cdef bint is_to_repeat(self) except -1:
-        """Whether this batch has drawn from a generator whose module it was the first to import."""
-        return self.seeds.is_due() and forks_here[0] == self.depth and self.seeds.has_drawn()
+        """Whether this batch may have drawn from a generator whose module was not there before it."""
+        if not self.seeds.is_due():
+            self.seeds.looked = not self.seeds.lent
+            return False
+        return forks_here[0] == self.depth and self.seeds.has_drawn()
 
     cdef object make_batch(self, Runner runner):
         """Call the indexer; once more if it has drawn from generators that it imported just now."""

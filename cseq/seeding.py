@@ -8,9 +8,10 @@ numpy keeps, this module looks for the place, once, in an object of its own whos
 and tries it there. Where that fails (another interpreter, no GIL), the generators' methods set the
 same states.
 
-Only generators whose modules are imported are set. `sys.modules` is looked at before a batch and
-after it. An indexer that has imported such a module in a batch, and drawn from it, is asked for the
-batch once more: its first batch draws the same as any later one would.
+Only generators whose modules are imported are set. `sys.modules` is looked at after each batch, and
+before it in the trainer, whose loop imports modules meanwhile. Where a batch has imported such a
+module, or a thread beside it, and it was drawn from, the indexer is asked for the batch once more:
+so the first batch that draws does so as any later one would.
 
 Threads of the trainer share these generators with the training loop; nothing is set there.
 """

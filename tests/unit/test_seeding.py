@@ -471,10 +471,28 @@ class Counting:
             raise ValueError("the first call")
         return self.calls, first, drawn, self.made
 
+class Importing:
+    def __reduce__(self):
+        import numpy.random
+        return int, (0,)
+
+class Sending:
+    '''The first batch imports a module while it is sent; the others draw from it.'''
+
+    def __init__(self):
+        self.calls = 0
+
+    def __getitem__(self, indices):
+        self.calls += 1
+        if self.calls == 1:
+            return self.calls, Importing()
+        return self.calls, sys.modules["numpy.random"].rand()
+
 def run(method, *how):
     from functools import partial
-    m = cseq.MPSequence(partial(Counting, *how), 8, num_workers=1, batch_size=2, out_type="null",
-                        seed=3, start_method=method)
+    worker = partial(Counting, *how) if how else Sending
+    m = cseq.MPSequence(worker, 8, num_workers=1, batch_size=2, out_type="null", seed=3,
+                        start_method=method)
     with m.start() if method else m.start_test() as batches:
         return [batch for batch in batches]
 
@@ -485,6 +503,7 @@ drew = ("batch", True, False)
 for how in [drew, ("batch", False, False), ("batch", True, True), ("made", True, False)]:
     got[how] = run(method, *how)
     print(*how, [batch[0] for batch in got[how]])
+sent = run(method)
 assert "numpy.random" not in sys.modules
 print([batch[0] for batch in run(None, *drew)])
 assert "numpy.random" in sys.modules
@@ -493,6 +512,7 @@ print([batch[0] for batch in plain])
 failed = got["batch", True, True]
 print([b[1:3] for b in got[drew]] == [b[1:3] for b in failed] == [b[1:3] for b in plain])
 print(run(None, "made", True, False) == got["made", True, False])
+print([batch[0] for batch in sent], [b[1] for b in sent][1:] == [b[1] for b in run(None)][1:])
 """
 
 
@@ -512,4 +532,5 @@ def test_a_batch_is_made_again_only_if_it_drew_from_what_it_imported(
         "[1, 2, 3, 4]",
         "True",
         "True",
+        "[1, 3, 4, 5] True",
     ]
