@@ -1,7 +1,7 @@
 """An exception, packed in a worker and raised in the training loop.
 
 It arrives as itself: same type, same attributes, with its batch named and with the worker's
-traceback as its cause, and in its text. It is pickled *and unpickled* where it was raised, so an
+traceback as its cause. It is pickled *and unpickled* where it was raised, so an
 exception for which this fails is found there; then its type's name and its text are sent, and
 raised as a `WorkerError`.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import copyreg
-import functools
 import pickle
 import signal
 import traceback
@@ -39,6 +37,9 @@ ARGS, CAUSE, CONTEXT, SUPPRESSED, TRACE = (
     vars(BaseException)[name]
     for name in ("args", "__cause__", "__context__", "__suppress_context__", "__traceback__")
 )
+
+# How exceptions make their text of one argument.
+PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
 SHOWN = 16  # indices of a batch that a message shows
 
@@ -101,7 +102,7 @@ def _travelling(error: BaseException) -> bytes | None:
             data = dumps(candidate)
             back = pickle.loads(data)
             # The text may be made of an attribute that is left out.
-            if type(back) is _own_class(error) and _has_text(back) >= _has_text(error):
+            if type(back) is type(error) and _has_text(back) >= _has_text(error):
                 return data
         except BaseException as broken:
             if ends_program(broken):
@@ -131,7 +132,7 @@ class _Rebuilt:
             )
         else:
             args = tuple(a if _can_pickle(a) else repr(a) for a in self._error.args)
-        return _rebuild, (_own_class(self._error), args, state)
+        return _rebuild, (type(self._error), args, state)
 
 
 class _Member:
@@ -181,7 +182,6 @@ class Failure:
             return
         try:
             self._error = _copy_of(error)
-            error = told(error)
             raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle
@@ -214,95 +214,45 @@ def _linked(made: BaseException, error: BaseException) -> BaseException:
     return made
 
 
-def told(error: BaseException) -> BaseException:
-    """Return a worker process's exception with the traceback in its text, where torch has it.
+class _Told(str):
+    """An exception's argument: its text, with its worker's traceback; pickled as the own argument.
 
-    Type, arguments and attributes stay: its class becomes one that differs in `__str__` alone. If
-    the class does not allow for that, the exception is returned as it is. So is one with an
-    attribute `_cseq_where`: its worker has made it with the traceback in its text.
+    It is shown as it is, also by a KeyError, whose text is the `repr` of its argument.
     """
-    cls: Any = type(error)
-    cause = CAUSE.__get__(error)
-    has_told = "__told__" in vars(cls) or "_cseq_where" in vars(error)
-    if has_told or not isinstance(cause, RemoteTraceback):
+
+    __slots__ = ("arg", "own")
+    arg: Any
+    own: str  # text, without the traceback
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.arg,)
+
+
+def told(error: BaseException) -> BaseException:
+    """Return a worker process's exception, with the traceback in its text where torch has it.
+
+    Its argument becomes that text; type and attributes stay. An exception of several arguments, or
+    with a text of its own making, stays as it is: the traceback is that of its cause.
+    """
+    cause, args = CAUSE.__get__(error), ARGS.__get__(error)
+    is_plain = type(error).__str__ in PLAIN and len(args) < 2
+    if not is_plain or not isinstance(cause, RemoteTraceback) or _is_told(args):
         return error
-    try:
-        telling = _telling(cls)
-        try:
-            object.__setattr__(error, "__class__", telling)
-        except TypeError:  # a class of the interpreter's
-            _, args, *state = cls.__reduce_ex__(error, 2)
-            made: BaseException = telling(*args)
-            for each in filter(None, state):
-                made.__setstate__(each)
-            error = _linked(made, error)
-    except (Exception, SystemExit) as broken:  # anything may go wrong in the user's class
-        if ends_program(broken):
-            raise
-        return error
+    own, trace = str_of(error), cause.args[0]
+    beside = "" if own in trace else f"{own}\n"
+    text = _Told(f"{beside}Caught {type(error).__name__} in {cause.place}.\nOriginal {trace}")
+    text.arg, text.own = args[0] if args else own, own
+    ARGS.__set__(error, (text,))
     cause.is_told = True
     return error
 
 
-def _own_class(error: BaseException) -> type[BaseException]:
-    """Return the class that an exception was raised as."""
-    cls: type[BaseException] = vars(type(error)).get("__told__", type(error))
-    return cls
-
-
-class _Telling(type):
-    """The class of the classes that `_telling` makes. One is pickled as the class it is made of."""
-
-
-def _pickled(cls: type) -> Any:
-    """Return how a class is pickled: as another one, or (a subclass of the user's) by its name."""
-    told = vars(cls).get("__told__")
-    return cls.__qualname__ if told is None else (copy.copy, (told,))
-
-
-copyreg.pickle(_Telling, _pickled)
-
-
-@functools.lru_cache(maxsize=64)
-def _telling(cls: type[BaseException]) -> type[BaseException]:
-    """Make the class of exceptions that tell the traceback of their worker."""
-    registers = any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1])
-    if registers or issubclass(cls, SyntaxError):
-        raise TypeError(f"{cls.__qualname__} knows its subclasses, or is not shown by its text")
-
-    make: Any = _Telling
-    if type(cls) is not type:
-        make = type(_Telling.__name__, (_Telling, type(cls)), {})
-        copyreg.pickle(make, _pickled)
-
-    def text(self: BaseException) -> str:
-        own, cause = cls.__str__(self), CAUSE.__get__(self)
-        if not isinstance(cause, RemoteTraceback):
-            return own
-        trace = cause.args[0]
-        beside = "" if own in trace else f"{own}\n"
-        return f"{beside}Caught {cls.__name__} in {cause.place}.\nOriginal {trace}"
-
-    def reduce(self: BaseException, protocol: Any) -> Any:
-        reduced = cls.__reduce_ex__(self, protocol)
-        if isinstance(reduced, tuple) and reduced[0] is telling:
-            return cls, *reduced[1:]
-        return reduced
-
-    telling: type[BaseException] = make(
-        cls.__name__,
-        (cls,),
-        {
-            "__slots__": (),
-            "__told__": cls,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "__str__": text,
-            "__reduce_ex__": reduce,
-        },
-    )
-    return telling
+def _is_told(args: tuple[Any, ...]) -> bool:
+    """Return whether an exception with these arguments has its worker's traceback in its text."""
+    return len(args) == 1 and type(args[0]) is _Told
 
 
 def _has_text(error: BaseException) -> bool:
@@ -330,8 +280,9 @@ def _can_pickle(value: object) -> bool:
 def str_of(error: BaseException) -> str:
     """Return an exception's own text, without the worker's traceback, if it has any."""
     try:
-        text = _own_class(error).__str__(error)  # perhaps an instance of a subclass of str
-        return str.__str__(text)
+        args = ARGS.__get__(error)
+        # An instance of a subclass of str is fine, too.
+        return args[0].own if _is_told(args) else str.__str__(type(error).__str__(error))
     except BaseException as broken:
         if ends_program(broken):
             raise
@@ -390,7 +341,7 @@ def deliver(error: BaseException, place: str) -> NoReturn:
 
 def named(error: BaseException, place: str) -> BaseException:
     """Return the exception to raise in the loop for an indexer's, with its batch named."""
-    error = told(ordinary(error))
+    error = ordinary(error)
     if hasattr(error, "add_note"):
         _note(error, f"cseq: while making {place}")
     return error

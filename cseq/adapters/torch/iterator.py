@@ -351,7 +351,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     def _error_of(self, raised: worker.Raised) -> BaseException:
         """Make the exception that a worker has raised."""
         error = failure.unpack(raised.packed, raised.worker, "DataLoader worker process")
-        return failure.named(error, raised.place)
+        return failure.told(failure.named(error, raised.place))
 
     def _died(self, died: WorkerDied) -> WorkerDied:
         """Add torch's wording, which people search for."""
