@@ -22,11 +22,11 @@ The modules; imports point down::
     ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
     ├── pools/          what runs the stages: inline (this is test mode), thread, process
-    ├── place.py        where the loop is: the epoch, and how many of its samples are done
     ├── supervisor.py   the worker processes of one pool: started, replaced, ended
     ├── worker.py       one worker process: setup, messages, stacks, at both ends
     ├── deaths.py       how often workers die, and whether that is too often
     ├── feed.py         posts an epoch's tickets in a ring, takes its finished batches out
+    ├── place.py        where the loop is: the epoch, and how many of its samples are done
     ├── indexer.py      stage 1: indices → batch, by the user's worker
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── sampler.py      the epoch: which indices, in which order, cut into batches

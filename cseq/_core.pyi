@@ -147,25 +147,26 @@ class Runner:
 
 @final
 class Consumer:
+    run: Final[RunState]
+    generation: int
     ring: Final[Ring]
     prompt: bool
-    alone: Final[bool]
     skipped: Final[deque[Any]]
     skips: Final[int]
     ticket: Final[int]
     posted: Final[int]
-    begins: Final[int]
-    place: Final[tuple[int, int] | None]
+    place: Any
     ended: bool
     taken: Final[int]
     done: Final[int]
     batches: Final[int]
     def __new__(
         cls,
+        run: RunState,
         ring: Ring,
         order: Order,
         fill: Callable[[int, NDArray[np.int64]], tuple[int, int]],
-        read: Callable[[], tuple[int, int, Any, BaseException | None]],
+        read: Callable[[], tuple[int, Any, BaseException | None]],
         describe: Callable[[int, BaseException], tuple[BaseException, Any]],
         *,
         ordered: bool = True,
@@ -180,29 +181,21 @@ class Consumer:
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...
-    def begin(self, epoch: int, cut: Sequence[int], since: int | None = None) -> bool: ...
-    def interrupt(self) -> None: ...
+    def begin(
+        self, epoch: int, cut: Sequence[int], place: Any = None, progress: Any = None
+    ) -> None: ...
     def end(self) -> None: ...
     @property
     def over(self) -> bool: ...
     def refill(self) -> None: ...
     def peek(
         self,
-    ) -> tuple[int, int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
-    def step(self) -> Any: ...
-    def next(self) -> Any: ...
+    ) -> tuple[int, int, int, int, tuple[int, int, int, int, int, int]] | None: ...
 
 @final
 class BatchIterator:
-    run: Final[RunState]
     generation: Final[int]
-    def __new__(
-        cls,
-        run: RunState,
-        consumer: Consumer,
-        generation: int | None = None,
-        manager: object = None,
-    ) -> Self: ...
+    def __new__(cls, consumer: Consumer, generation: int, manager: object = None) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...
 

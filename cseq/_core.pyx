@@ -20,6 +20,7 @@ from cseq._memory cimport (
 )
 from cseq._plan cimport MOST_KNOWN, Plan, Reader
 from cseq._references cimport cseq_given, cseq_is_unique
+from cseq._lock cimport Lock
 from cseq._run cimport RunState
 from cseq._objects cimport ObjectTable
 from cseq._slots cimport NO_SLOT, Slots
@@ -28,8 +29,6 @@ import os
 from collections import deque
 
 import numpy
-
-from cseq._memory import HAS_GIL
 
 cnp.import_array()
 
@@ -45,8 +44,6 @@ cdef extern from *:
     #endif
     """
     void cseq_exit(int code) noexcept nogil
-
-cdef bint GIL = HAS_GIL
 
 FIELDS = CSEQ_FIELDS
 
@@ -1010,18 +1007,21 @@ cdef class Consumer:
     No Python code runs between the commit and the return to the caller of `BatchIterator`, but
     destructors of what the commit drops (the unconverted batch), as its last step.
 
-    One thread at a time, but for `step`.
+    One thread at a time: that which has the lock of `run`. What runs in the middle of a call (a signal
+    handler, a conversion, a destructor) can begin no epoch and take no batch: it may raise, and it may
+    end the generation.
 
     Parameters
     ----------
+    run : RunState
     ring : Ring
     order : Order
     fill : callable
         ``fill(k, out)`` writes the indices of batch k of the epoch, where `order` alone does not
         say them, and returns how many there are and the position of the first one.
     read : callable
-        ``read()`` waits for the next batch and decodes it: ``(token, cell, batch, error)``, where
-        `token` is that of `peek`, and `error` is None or the exception in place of the batch.
+        ``read()`` waits for the next batch and decodes it: ``(cell, batch, error)``, where `error` is None or
+        the exception in place of the batch.
     describe : callable
         ``describe(cell, error)``: the exception to be raised in the loop, and the entry of
         `skipped` for it.
@@ -1057,9 +1057,9 @@ cdef class Consumer:
         The same as `taken`, but a batch that raised counts only once the loop has gone on.
     skipped : deque
         The entries of `describe` for the batches left out.
-    begins : int
-        How often an epoch was begun or ended: whether a signal handler has done so meanwhile.
-    place : tuple or None
+    generation : int
+        That of the iterator over what was begun; once it is over, `take` raises InterruptedError.
+    place : Place or None
         Epoch, and samples before its first batch, of what was begun; None: nothing is under way.
     ended : bool
         The caller was told that the epoch is over.
@@ -1068,6 +1068,8 @@ cdef class Consumer:
         looks for errors and sleeps. The first waiting is left to `read`.
     """
 
+    cdef readonly RunState run
+    cdef public uint64_t generation
     cdef readonly Ring ring
     cdef public bint prompt
     cdef Order order
@@ -1085,15 +1087,13 @@ cdef class Consumer:
     cdef Plan latest
     cdef list leaves      # converters of `latest`
     cdef bint passes          # batches are objects that are handed over as they are
-    cdef readonly bint alone  # nothing converts batches as a whole: `step` can take them
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    cdef uint64_t interrupts
-    cdef tuple decoded  # what `read` has returned for a ticket that is still in the ring
+    cdef int decoded          # the cell whose batch is decoded, and still in the ring; -1: none
+    cdef object batch, error
     cdef readonly uint64_t ticket  # number of the next one
     cdef readonly uint64_t posted
-    cdef readonly uint64_t begins
-    cdef readonly object place
+    cdef public object place
     cdef public bint ended
     cdef uint64_t taken_count  # `taken` and `done`, which any thread reads: see `cseq_count_u64`
     cdef uint64_t done_count
@@ -1108,11 +1108,12 @@ cdef class Consumer:
     cdef uint64_t next_for, next_start
     cdef uint32_t next_count
 
-    def __cinit__(self, Ring ring not None, Order order not None, fill, read, describe, *,
+    def __cinit__(self, RunState run not None, Ring ring not None, Order order not None, fill, read,
+                  describe, *,
                   bint ordered=True, bint skip_errors=False, ObjectTable objects=None, Slots slots=None,
                   extend=None, discard=None, small=None, wait=None, convert=None,
                   leaf_for=None):
-        self.ring, self.order = ring, order
+        self.run, self.ring, self.order = run, ring, order
         self.fill, self.read, self.describe = fill, read, describe
         self.ordered, self.skip_errors = ordered, skip_errors
         self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
@@ -1120,8 +1121,8 @@ cdef class Consumer:
             self.mapped, self.reader, self.most, self.lend = small
         self.wait, self.convert, self.leaf_for = wait, convert, leaf_for
         self.converters = {}
-        self.alone = convert is None or leaf_for is not None
         self.passes = objects is not None and slots is None and convert is None
+        self.decoded = -1
         self.skipped = deque(maxlen=MOST_SKIPPED)
         self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
         self.next_indices = self.next_memory.view(
@@ -1129,57 +1130,41 @@ cdef class Consumer:
 
     # -- the epoch
 
-    def begin(self, uint64_t epoch, cut, since=None):
+    def begin(self, uint64_t epoch, cut, place=None, progress=None):
         """Begin an epoch, and its order; tickets of an earlier one are given up. One step of C.
 
         Parameters
         ----------
         epoch : int
         cut : sampler.Cut
-        since : int, optional
-            Nothing is done if `begins` is another number: a signal handler has begun an epoch since the
-            caller chose this one.
-
-        Returns
-        -------
-        bool
-            Whether it was begun.
+        place, progress : Place, Progress
+            In the same step, the place is made that of this epoch, with this progress.
         """
         cdef uint64_t first, batches, full, start, stride
         cdef uint32_t size
-        before = self.decoded  # its destructor may run code: after all else is done
         first, batches, full, start, stride, size, _, consumed = cut
-        if since is not None and since != self.begins:
-            return False
         self.order.begin(epoch, cut)
-        self.ring.abandon()
-        self.decoded = None
-        self.place = epoch, consumed
-        self.epoch, self.first, self.batches = epoch, first, batches
+        if place is not None:
+            place.epoch, place.consumed, place.progress = epoch, consumed, progress
+        self.epoch, self.first = epoch, first
         self.full = full if self.order.indices is None else 0
         self.start, self.stride, self.size = start, stride, size
-        self.reset()
-        return True
-
-    cdef void reset(self) noexcept:
-        """Forget what was posted and taken."""
-        self.begins += 1
-        self.ended = False
-        self.posted = self.next_for = 0
-        cseq_store_rlx_u64(&self.taken_count, 0)
-        cseq_store_rlx_u64(&self.done_count, 0)
-
-    def interrupt(self):
-        """Have a call that is under way take nothing; on any thread, or in a signal handler."""
-        cseq_add_sc_u64(&self.interrupts, 1)
+        self.reset(place, batches)
 
     def end(self):
         """Give up the epoch."""
-        before = self.decoded  # its destructor may run code: after all else is done
+        self.reset(None, 0)
+
+    cdef int reset(self, place, uint64_t batches) except -1:
+        """Forget what was posted and taken."""
+        before = self.batch, self.error  # their destructors may run code: after all else is done
         self.ring.abandon()
-        self.decoded = self.place = None
-        self.batches = 0
-        self.reset()
+        self.decoded, self.batch, self.error = -1, None, None
+        self.place, self.batches, self.ended = place, batches, False
+        self.posted = self.next_for = 0
+        cseq_store_rlx_u64(&self.taken_count, 0)
+        cseq_store_rlx_u64(&self.done_count, 0)
+        return 0
 
     @property
     def taken(self):
@@ -1204,19 +1189,15 @@ cdef class Consumer:
 
     cdef int prepare(self) except -1:
         """Prepare the next ticket's indices, which may run Python code or take long: shuffle up to
-        them, or write them into a buffer. A signal handler may change which ticket is the next."""
+        them, or write them into a buffer."""
         cdef uint64_t k = self.posted
-        cdef uint64_t start
-        cdef uint64_t begins = self.begins
-        cdef uint32_t count
         if self.is_prepared():
             return 0
         if k < self.full:
             self.order.approach(self.start + k * self.stride + self.size)
             return 0
-        count, start = self.fill(k, self.next_indices)
-        if begins == self.begins and k == self.posted:  # no handler has posted, or begun an epoch
-            self.next_start, self.next_count, self.next_for = start, count, k + 1
+        self.next_count, self.next_start = self.fill(k, self.next_indices)
+        self.next_for = k + 1
         return 0
 
     cdef void offer(self, uint32_t cell, uint32_t slot, uint64_t capacity) noexcept:
@@ -1244,9 +1225,6 @@ cdef class Consumer:
             if cell < 0:
                 return
             self.prepare()
-            if (self.posted >= self.batches or not self.is_prepared()
-                    or self.ring.find_vacant() != cell):
-                continue  # a signal handler has done it, or begun another epoch
             if self.slots is None:
                 self.offer(cell, NO_SLOT, 0)
                 continue
@@ -1279,17 +1257,12 @@ cdef class Consumer:
                 continue
             if self.discard is not None:
                 self.discard(cell)
-                if k >= ring.abandoned_count or ring.abandoned[k] != cell:
-                    k = 0  # a signal handler has called `refill`
-                    continue
-            # Its destructor may run code, `refill` too: after all else is done.
+            # Its destructor may run code: after all else is done.
             before = None if self.objects is None else self.objects.put(cell, None)
             self.leave(cseq_ring_cell(ring.r, cell), True)
             cseq_ring_retire(ring.r, cell)
             ring.drop(k)
-            if before is not None:
-                before = None
-                k = 0
+            before = None
         return 0
 
     cdef Py_ssize_t leave(self, cseq_cell* c, bint release) except -2:
@@ -1310,7 +1283,7 @@ cdef class Consumer:
         Returns
         -------
         tuple or None
-            (token, cell, status, slot, capacity, record). None: it is not finished.
+            (cell, status, slot, capacity, record). None: it is not finished.
         """
         cdef int k = self.ring.find(self.ordered)
         cdef uint32_t cell
@@ -1321,29 +1294,25 @@ cdef class Consumer:
         cell = self.ring.outstanding_cell(k)
         c = cseq_ring_cell(self.ring.r, cell)
         f = c.converted if c.stage else c.record
-        return (cseq_load_acq_u64(&c.word), cell, c.status, c.slot, c.capacity,
-                (f[0], f[1], f[2], f[3], f[4], f[5]))
+        return (cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5]))
 
-    cdef object decode(self, uint32_t cell, bint whole):
-        """The batch in a cell, converted, if it can be made without `read`; else UNREAD.
-
-        If not `whole`, only if no Python code is needed, except to convert single leaves.
-        """
+    cdef object decode(self, uint32_t cell):
+        """The batch in a cell, converted, if it can be made without `read`; else UNREAD."""
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         cdef bint leaves = self.leaf_for is not None
-        if c.status or not (whole or self.convert is None or (leaves and self.objects is None)):
+        if c.status:
             return UNREAD
         if self.objects is not None:
             batch = self.objects.get(cell)
             if batch is None:
                 return UNREAD
         else:
-            batch = self.decode_slot(c, whole, leaves)
+            batch = self.decode_slot(c, leaves)
             if leaves or batch is UNREAD:
                 return batch
         return batch if self.convert is None else self.convert(batch)
 
-    cdef object decode_slot(self, cseq_cell* c, bint whole, bint leaves):
+    cdef object decode_slot(self, cseq_cell* c, bint leaves):
         """The batch in a cell's slot, if its structure is known; else UNREAD."""
         cdef list mapped
         cdef Mapping slot
@@ -1352,7 +1321,7 @@ cdef class Consumer:
         cdef uint64_t* f = c.record
         cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
         cdef bint small = f[0] <= <uint64_t>self.most
-        if c.stage or self.mapped is None or not f[1] or not (whole or (small and not f[3])):
+        if c.stage or self.mapped is None or not f[1]:
             return UNREAD
         mapped = self.mapped
         if c.slot >= <uint64_t>len(mapped):
@@ -1398,11 +1367,11 @@ cdef class Consumer:
         cdef uint32_t cell = ring.outstanding_cell(k)
         cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
         cdef bint more = self.posted < self.batches
-        # Destructors may run code, which may use this consumer: after all else is done.
-        before = self.decoded
+        # Destructors may run code: after all else is done.
+        before = self.batch
         left = None if self.objects is None else self.objects.put(cell, None)
         cdef Py_ssize_t slot = self.leave(c, not more)
-        self.decoded = None
+        self.decoded, self.batch, self.error = -1, None, None
         ring.free(c, k)
         cseq_count_u64(&self.taken_count, 1)
         if done:
@@ -1419,119 +1388,71 @@ cdef class Consumer:
         self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
         return 0
 
-    def step(self):
-        """Take the next batch, if it is ready and can be taken in C alone.
-
-        Returns
-        -------
-        object or None
-            The batch. None: nothing has changed.
-        """
-        cdef PyObject* batch = self.take_batch()
-        if batch == NULL:
-            return None
-        return cseq_given(batch)
-
-    cdef PyObject* take_batch(self) except? NULL:
-        """`step`: the caller has the reference. NULL: nothing has changed.
-
-        A batch of threads is only passed on, and no reference to it is counted: see `_references`.
-        """
-        cdef int k
-        cdef uint32_t cell
-        cdef uint64_t token
-        cdef uint64_t interrupts = cseq_load_rlx_u64(&self.interrupts)
-        cdef PyObject* taken
-        if not self.is_prepared():
-            return NULL
-        k = self.ring.find(self.ordered)
-        if k < 0:
-            return NULL
-        cell = self.ring.outstanding_cell(k)
-        token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
-        batch = None
-        if self.passes:  # it stays in its place until the commit
-            if cseq_ring_cell(self.ring.r, cell).status or not self.objects.has(cell):
-                return NULL
-        else:
-            batch = self.decode_for_step(cell, token)
-            if batch is None:
-                return NULL
-        PyErr_CheckSignals()
-        # Conversion or a handler may have run arbitrary code, `step` too: validate the cell again.
-        k = self.ring.place(cell)
-        if (cseq_load_rlx_u64(&self.interrupts) != interrupts or k < 0
-                or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token
-                or not self.is_prepared()):
-            return NULL
-        if self.passes:
-            taken = self.objects.take(cell)
-            self.commit(<uint32_t>k, True)  # cannot fail: there are no slots
-        else:
-            self.commit(<uint32_t>k, True)
-            taken = <PyObject*>batch
-            Py_INCREF(batch)
-        return taken
-
-    cdef object decode_for_step(self, uint32_t cell, uint64_t token):
-        """`decode`, not `whole`. None: `next` is to take the batch."""
-        try:
-            batch = self.decode(cell, False)
-        except MemoryError:
-            raise
-        except Exception as error:
-            self.decoded = token, cell, None, error  # `next` names the batch
-            return None
-        if batch is None:
-            self.decoded = token, cell, None, None
-        return None if batch is UNREAD else batch
-
-    cpdef object next(self):
-        """Take the next batch.
+    cdef PyObject* take(self, uint64_t generation) except NULL:
+        """Take the next batch: the caller, who has the lock, has the reference.
 
         Raises
         ------
         StopIteration
             The epoch is over.
         InterruptedError
-            `interrupt` was called meanwhile.
+            The generation is over.
         """
-        cdef int k
-        cdef uint32_t cell
-        cdef uint64_t interrupts = cseq_load_rlx_u64(&self.interrupts)
+        cdef PyObject* taken
+        cdef bint skip
         while True:
-            if self.decoded is None:
-                self.decoded = self.decode_next()
-            token, cell, batch, error = self.decoded
+            if not self.run.is_at(generation):
+                raise InterruptedError
+            taken = self.pass_on(generation)
+            if taken != NULL:
+                return taken
+            if self.decoded < 0:
+                self.decode_next()
+            error = self.error
             if error is not None:
-                error, entry = self.describe(cell, error)
+                error, entry = self.describe(self.decoded, error)
             self.prepare()
             if (self.slots is not None and self.posted < self.batches
                     and self.slots.find_fit() < 0):
                 self.make_room()  # if it cannot: `refill` posts the next ticket
             PyErr_CheckSignals()
-            if cseq_load_rlx_u64(&self.interrupts) != interrupts:
-                raise InterruptedError("this call was interrupted")
-            # Conversion or a handler may have run arbitrary code: validate the cell again.
-            k = self.ring.place(cell)
-            if k < 0 or cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word) != token:
-                self.decoded = None
-                continue
-            if not self.is_prepared():
-                continue
+            if not self.run.is_at(generation):
+                raise InterruptedError
             skip = error is not None and self.skip_errors and isinstance(error, Exception)
             if skip:
                 self.skipped.append(entry)
                 self.skips += 1
-            self.commit(<uint32_t>k, error is None or skip)
+            batch = self.batch
+            self.commit(<uint32_t>self.ring.place(<uint32_t>self.decoded), error is None or skip)
             if error is None:
-                return batch
+                Py_INCREF(batch)
+                return <PyObject*>batch
             if not skip:
                 raise error
 
-    cdef tuple decode_next(self):
-        """Decode the next ticket, in C if possible, else by `read`."""
+    cdef PyObject* pass_on(self, uint64_t generation) except? NULL:
+        """Take the next batch, if it is there and is handed over as it is. NULL: nothing has changed.
+
+        No reference to it is counted: see `_references`.
+        """
         cdef uint32_t cell
+        cdef PyObject* taken
+        cdef int k = self.ring.find(self.ordered) if self.passes and self.is_prepared() else -1
+        if k < 0:
+            return NULL
+        cell = self.ring.outstanding_cell(k)
+        if cseq_ring_cell(self.ring.r, cell).status or not self.objects.has(cell):
+            return NULL
+        PyErr_CheckSignals()
+        if not self.run.is_at(generation):
+            return NULL
+        taken = self.objects.take(cell)
+        self.commit(<uint32_t>k, True)  # cannot fail: there are no slots
+        return taken
+
+    cdef int decode_next(self) except -1:
+        """Decode the next batch, in C if possible, else by `read`; wait for it."""
+        cdef int cell = -1
         cdef int k = self.ring.find(self.ordered)
         if (k < 0 and self.ordered and self.prompt and self.ring.outstanding
                 and self.ring.expect(cseq_ring_notices(self.ring.r))):
@@ -1539,17 +1460,20 @@ cdef class Consumer:
         if k < 0 and self.wait is not None:
             self.wait()
             k = self.ring.find(self.ordered)
-        if k < 0:
-            return self.read()
-        cell = self.ring.outstanding_cell(k)
-        token = cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
-        try:
-            batch = self.decode(cell, True)
-        except MemoryError:
-            raise
-        except Exception as error:
-            return token, cell, None, error
-        return self.read() if batch is UNREAD else (token, cell, batch, None)
+        error, batch = None, UNREAD
+        if k >= 0:
+            cell = <int>self.ring.outstanding_cell(k)
+            try:
+                batch = self.decode(<uint32_t>cell)
+            except MemoryError:
+                raise
+            except Exception as raised:
+                error = raised
+        if error is None and batch is UNREAD:
+            self.decoded, self.batch, self.error = self.read()
+        else:
+            self.decoded, self.batch, self.error = cell, batch, error
+        return 0
 
 
 @cython.final
@@ -1561,64 +1485,36 @@ cdef class BatchIterator:
 
     Parameters
     ----------
-    run : RunState
-        When its generation changes, this iterator ends.
     consumer : Consumer
-    generation : int, optional
-        Its generation; None: the present one.
+    generation : int
+        When that of the consumer's run changes, this iterator is void.
     manager : object, optional
         Kept alive, and with it the pool.
     """
 
-    cdef readonly RunState run
     cdef readonly uint64_t generation
     cdef object manager
     cdef Consumer consumer
-    cdef bint asked
 
-    def __cinit__(self, RunState run not None, Consumer consumer not None, generation=None,
-                  manager=None):
-        self.run, self.consumer, self.manager = run, consumer, manager
-        self.generation = run.generation if generation is None else generation
+    def __cinit__(self, Consumer consumer not None, uint64_t generation, manager=None):
+        self.consumer, self.generation, self.manager = consumer, generation, manager
 
     def __iter__(self):
         return self
 
-    cdef int check(self) except -1:
-        if not self.run.is_at(self.generation):
-            raise InterruptedError(
-                "this iterator was interrupted: the manager was started or finished, or a "
-                "newer iterator began; call iter() on the manager again") from None
-        return 0
-
-    cdef PyObject* take_batch(self) except? NULL:
-        """The next batch, if it can be taken in C alone; the caller has the reference."""
-        if GIL:
-            return self.consumer.take_batch() if self.run.is_at(self.generation) else NULL
-        self.run.lock.enter()  # it is what a GIL would be here
-        try:
-            return self.consumer.take_batch() if self.run.is_at(self.generation) else NULL
-        finally:
-            self.run.lock.leave()
-
     def __next__(self):
-        cdef PyObject* batch
-        if self.consumer.alone:
-            batch = self.take_batch()
-            if batch != NULL:
-                return cseq_given(batch)
-        self.run.lock.enter()
+        cdef Lock lock = self.consumer.run.lock
+        lock.enter_anew()
         try:
-            self.check()
-            if not self.asked:
-                self.asked = self.run.asked = True
-            try:
-                return self.consumer.next()
-            except Exception:
-                self.check()  # a signal handler may have finished the manager in the middle of it
-                raise
+            return cseq_given(self.consumer.take(self.generation))
+        except Exception:
+            if not self.consumer.run.is_at(self.generation):
+                raise InterruptedError(
+                    "this iterator was interrupted: the manager was started or finished, or a "
+                    "newer iterator began; call iter() on the manager again") from None
+            raise
         finally:
-            self.run.lock.leave()
+            lock.leave()
 
 
 cdef void arm(long worker) noexcept:

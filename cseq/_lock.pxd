@@ -16,12 +16,18 @@ cdef extern from "pythread.h":
 cdef class Lock:
     cdef cseq_lock lock
     cdef bint sleep(self, uint64_t ns) except -1
+    cpdef int refuse_mine(self) except -1
     cdef int await_free(self) except -1
     cdef inline int enter(self) except -1:
         """Take it, as `acquire` without a time limit does."""
         if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
             return 0
         return self.await_free()
+    cdef inline int enter_anew(self) except -1:
+        """Take it; RuntimeError if this thread has it."""
+        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
+            return self.refuse_mine()
+        return self.enter()
     cdef inline void leave(self) noexcept:
         """Give it back; the caller has it."""
         cseq_lock_leave(&self.lock)
@@ -32,7 +38,7 @@ cdef class Lock:
 cdef class Hold:
     cdef Lock lock
     cdef double timeout
-    cdef bint has
+    cdef readonly bint has
 
 
 @cython.final

@@ -54,7 +54,7 @@ cdef class Lock:
     of Python.
 
     A signal handler runs before it is taken, or in the middle of what it protects, where it may take
-    it again. In Python, take it by ``with lock.hold()``: an exception of a handler may otherwise come
+    it again, or must not (`refuse_mine`). In Python, take it by ``with lock.hold()``: an exception of a handler may otherwise come
     between the taking and the body, and the lock stay taken. From Python 3.14 on, handlers run there.
 
     In a forked process it is free, unless the thread that forked has it: the others are not there.
@@ -71,6 +71,16 @@ cdef class Lock:
         cdef Hold hold = Hold.__new__(Hold)
         hold.lock, hold.timeout = self, timeout
         return hold
+
+    cpdef int refuse_mine(self) except -1:
+        """Raise RuntimeError if this thread has it: it is in the middle of another call."""
+        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
+            raise RuntimeError(
+                "this thread is in the middle of another call of the same object: a signal handler, or "
+                "whatever else that call runs, can neither take a batch there nor begin or set an epoch, "
+                "start or load; it may raise an exception, or call state_dict(), stats() or finish(). Let a "
+                "handler set a flag, and look at it after the call")
+        return 0
 
     def acquire(self, double timeout=-1):
         """Take it; wait at most `timeout` seconds for it, -1: for any time. Return whether it was.
@@ -127,7 +137,7 @@ cdef class Hold:
     """Has a lock from the beginning of a ``with`` to its end.
 
     Or until nothing refers to this object: an exception that comes before the body drops it.
-    With `timeout`, the body may be entered without the lock.
+    With `timeout`, the body may be entered without the lock: `has` tells.
     """
 
     def __enter__(self):

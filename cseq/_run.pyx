@@ -3,39 +3,31 @@
 
 from libc.stdint cimport uint64_t
 
+cimport cython
+
 from cseq._headers cimport *
 from cseq._lock cimport Lock
 
 
+@cython.final
 cdef class RunState:
     """The part of a run that iterators need for every batch.
 
     Attributes
     ----------
     generation : int
-        An iterator of another one is void. Any thread may begin the next one.
+        An iterator of another one is void, and a call for it takes nothing.
     lock : Lock
         Around every use of the pool but `interrupt`.
-    asked : bool
-        The present iterator has taken `lock` for a batch.
     """
 
-    def __cinit__(self, *args, **kwargs):
+    def __cinit__(self):
         self.lock = Lock()
 
     @property
     def generation(self):
         return cseq_load_acq_u64(&self.number)
 
-    @generation.setter
-    def generation(self, uint64_t number):
-        cseq_store_rel_u64(&self.number, number)
-
-    def supersede(self):
-        """Begin the next generation: return its number. A signal handler may begin a later one."""
+    def interrupt(self):
+        """Begin the next generation, on any thread or in a signal handler: return its number."""
         return cseq_add_sc_u64(&self.number, 1) + 1
-
-    def resume(self, uint64_t number):
-        """Go back to the generation before `number`, which `supersede` has returned, unless a later one
-        has begun. Return whether that was so."""
-        return bool(cseq_cas_sc_u64(&self.number, number, number - 1))

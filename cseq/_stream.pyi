@@ -42,7 +42,7 @@ class StreamConsumer:
         slots: Slots,
         read: Callable[
             [StreamConsumer],
-            tuple[int, Any, str, bool, int] | None,
+            tuple[Any, str, bool, int] | None,
         ],
         extend: Callable[[], None],
         *,

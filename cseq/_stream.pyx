@@ -119,10 +119,10 @@ cdef class StreamConsumer:
     ring : Ring
     slots : Slots
     read : callable
-        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(token, item, failed, ended,
-        nbytes)``. `token` is that of `peek`; the item may be an `ItemFailure`; `ended`: no item
-        follows, and if `failed` is empty, there is none here either; `failed`: the exception that
-        has ended the stream, as text. It returns None if a signal handler has taken that ticket out.
+        ``read(consumer)`` waits for the oldest ticket and decodes it: ``(item, failed, ended, nbytes)``. The
+        item may be an `ItemFailure`; `ended`: no item follows, and if `failed` is empty, there is none
+        here either; `failed`: the exception that has ended the stream, as text. It returns None if a call
+        by a signal handler has ended the stream.
     extend : callable
         ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     number : int
@@ -174,7 +174,6 @@ cdef class StreamConsumer:
     cdef readonly str failed
     # The item of the oldest ticket, once it is decoded.
     cdef bint decoded
-    cdef uint64_t token
     cdef object item
     cdef str failing                # `failed`, once the item is taken
     cdef uint64_t item_bytes
@@ -503,34 +502,16 @@ cdef class StreamConsumer:
 
     # -- items
 
-    cdef uint64_t oldest_word(self) noexcept:
-        """The word of the oldest ticket's cell; the queue is not empty."""
-        cdef uint32_t cell = self.cell_before(self.outstanding)
-        return cseq_load_acq_u64(&cseq_ring_cell(self.ring.r, cell).word)
-
-    cdef bint is_decoded(self) noexcept:
-        """Whether the oldest ticket's item is decoded."""
-        return self.decoded and self.outstanding > 0 and self.token == self.oldest_word()
-
     cdef int receive(self) except -1:
         """Wait for the oldest ticket, and decode its item. Asks for items if there is no ticket."""
-        cdef uint64_t ticket
         if not self.outstanding:
             return self.request()
-        ticket = CSEQ_TICKET(self.oldest_word())
-        try:
-            found = self.decode_small() or self.read(self)
-        except Exception:
-            if not self.outstanding or CSEQ_TICKET(self.oldest_word()) != ticket:
-                return 0  # a signal handler has taken it
-            raise
-        if found is None:
+        found = self.decode_small() or self.read(self)
+        if found is None or self.over:  # a call that a signal handler has made has ended the stream
             return 0
-        # `read` may have run arbitrary code: `is_decoded` checks that this is still the oldest ticket.
-        before = self.item  # its destructor may run code
-        self.token, self.item, self.failing, ended, self.item_bytes = found
+        self.item, self.failing, ended, self.item_bytes = found
         self.decoded = True
-        if ended and not self.failing and self.is_decoded():
+        if ended and not self.failing:
             self.leave_oldest()
             self.give_up()
         return 0
@@ -564,7 +545,7 @@ cdef class StreamConsumer:
                 objects = self.reader.load(slot, used - f[3], f[3])
             except Exception:
                 return None  # of the user's class: `read` finds it again
-        return token, plan.read(slot, f, True, objects, None), "", False, used
+        return plan.read(slot, f, True, objects, None), "", False, used
 
     cdef bint prepare(self) except -1:
         """Wait until the next item is decoded, and ask for more items. False: there are no more.
@@ -572,7 +553,7 @@ cdef class StreamConsumer:
         May run any code, but none between finding an item and the return.
         """
         while not self.over and (self.outstanding or not self.keyed):
-            if not self.is_decoded():
+            if not self.decoded:
                 self.receive()
                 continue
             if not self.keyed:
@@ -583,7 +564,7 @@ cdef class StreamConsumer:
                 except MemoryError:
                     pass  # the item needs none: more are asked for later
             PyErr_CheckSignals()
-            if self.is_decoded():
+            if self.decoded:
                 return True
         return False
 
@@ -686,7 +667,6 @@ cdef class ItemReader:
     # The keys.
     cdef bint keyed, free
     cdef object keys                # the iterator; None: there is none, or it has ended
-    cdef object drawing             # the iterator whose code runs
     cdef object key                 # drawn and not yet written; NOTHING: there is none
     cdef list drawn                 # `Block`s and `Request`s, to be posted
     cdef object error               # to be raised after the items of all keys
@@ -776,8 +756,7 @@ cdef class ItemReader:
         self.generation = generation
 
     cdef int check(self, int64_t generation) except -1:
-        """Raise InterruptedError if the epoch is not under way: a signal handler may have begun
-        another one, or ended all, which fails what it has interrupted."""
+        """Raise InterruptedError if the epoch is not under way, also for what fails since it has ended."""
         if not self.run.is_at(<uint64_t>generation):
             raise InterruptedError("no epoch is under way: none was begun, or it was interrupted; "
                                    "call begin()") from None
@@ -794,7 +773,7 @@ cdef class ItemReader:
         cdef Py_ssize_t known = (<Py_ssize_t>len(self.drawn)) + (self.key is not NOTHING)
         if self.key is not NOTHING:
             self.put()
-        elif (self.keys is not None and self.drawing is not self.keys
+        elif (self.keys is not None
                 and self.posted + <uint64_t>known < self.ahead + self.taken + leaving):
             self.draw()
         elif self.drawn and (<StreamConsumer>self.consumers[0]).slots.find_fit() < 0:
@@ -810,49 +789,33 @@ cdef class ItemReader:
         once. The iterator is asked again afterwards; if it has ended, as a generator has, that is
         an error, which is raised again and again until an epoch begins.
         """
-        keys, before = self.keys, self.drawing
-        self.drawing = keys
         try:
-            key = next(keys)
+            self.key = next(self.keys)
         except StopIteration:
-            if keys is self.keys:
-                self.keys = None
+            self.keys = None
         except Exception as error:
-            if keys is self.keys:
-                self.keys, self.error = None, error
+            self.keys, self.error = None, error
         except BaseException as cause:
-            if keys is self.keys:
-                self.error = self.incomplete = RuntimeError(
-                    f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: "
-                    "the rest of the epoch may be missing")
+            self.error = self.incomplete = RuntimeError(
+                f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: "
+                "the rest of the epoch may be missing")
             raise
         else:
-            if keys is self.keys:  # no handler has begun another epoch
-                self.key, self.error = key, None
-        finally:
-            self.drawing = before
+            self.error = None
         return 0
 
     cdef int put(self) except -1:
         """Write the key that was drawn."""
         cdef StreamConsumer first = self.consumers[0]
         cdef Py_ssize_t most = <Py_ssize_t>first.ring.r.batch_size - STREAM_KEYS
-        cdef list drawn = self.drawn
-        cdef uint64_t number = self.posted + <uint64_t>len(drawn)
-        unwritten = None
         written = ints_of(self.key, most)
         if written is None:
             try:
-                written = self.write(self.key, number)
+                written = self.write(self.key, self.posted + <uint64_t>len(self.drawn))
             except TypeError as error:  # it cannot be pickled
-                unwritten = error
-        # A signal handler may have written it, or begun another epoch.
-        if drawn is not self.drawn or number != self.posted + <uint64_t>len(drawn):
-            return 0
-        if unwritten is None:
-            drawn.append(written)
-        else:
-            self.keys, self.error = None, unwritten
+                self.keys, self.error, self.key = None, error, NOTHING
+                return 0
+        self.drawn.append(written)
         self.key = NOTHING
         return 0
 
@@ -910,7 +873,7 @@ cdef class ItemReader:
         """
         cdef StreamConsumer consumer
         cdef int64_t generation
-        self.run.lock.enter()
+        self.run.lock.enter_anew()
         generation = self.generation
         try:
             while True:
@@ -991,12 +954,8 @@ cdef class ItemReader:
             self.line[0] = worker
             consumer = self.at(0)
             found = consumer.prepare()
-            if (not self.run.is_at(<uint64_t>generation) or not self.length
-                    or consumer is not self.at(0)):
-                continue  # a signal handler has taken items, or begun an epoch
+            self.check(generation)
             if not found:
-                if self.keyed:
-                    continue  # a signal handler has taken items
                 if strict and consumer.failed:
                     raise RuntimeError(f"{consumer.failed}; begin another epoch")
                 self.leave(0)
@@ -1074,7 +1033,7 @@ cdef class ItemReader:
         """
         cdef StreamConsumer consumer
         cdef int64_t generation
-        self.run.lock.enter()
+        self.run.lock.enter_anew()
         generation = self.generation
         try:
             consumer = self.find(generation, True)
@@ -1093,7 +1052,7 @@ cdef class ItemReader:
         """Take out the item that `peek` has returned with this number, unless that was done."""
         cdef StreamConsumer consumer
         cdef int64_t generation
-        self.run.lock.enter()
+        self.run.lock.enter_anew()
         generation = self.generation
         try:
             while True:
@@ -1103,7 +1062,7 @@ cdef class ItemReader:
                 if not self.keyed or not self.fetch(1):
                     break
             consumer = self.at(0) if self.length else None
-            if consumer is None or not consumer.is_decoded() or self.is_raised(consumer.item):
+            if consumer is None or not consumer.decoded or self.is_raised(consumer.item):
                 raise RuntimeError(f"item {number} was not peeked at")
             item = self.take(consumer)  # its destructor may run code: after all else is done
         except Exception:
@@ -1137,7 +1096,7 @@ cdef class ItemIterator:
 
     def __next__(self):
         cdef StreamConsumer consumer
-        self.reader.run.lock.enter()
+        self.reader.run.lock.enter_anew()
         try:
             consumer = self.reader.find(self.generation, False)
             if consumer is None:

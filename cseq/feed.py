@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import failure
 from cseq._core import Consumer
+from cseq._run import RunState
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Ring
+    from cseq.place import Place
     from cseq.sampler import Indices, Sampler
     from cseq.transport import BatchReader
 
@@ -98,7 +100,9 @@ class Feed:
         self._threads = threads
         self._make_batch = make
         self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
+        self.run = RunState()
         self.consumer = Consumer(
+            self.run,
             ring,
             sampler.order,
             self._fill,
@@ -111,7 +115,6 @@ class Feed:
             leaf_for=leaf_for,
             **batch_reader.ends,
         )
-        self._interrupted = False
         self._clock = Clock(ring, computing=threads)
 
     @property
@@ -130,48 +133,38 @@ class Feed:
         return self.consumer.ended
 
     @property
-    def begins(self) -> int:
-        """How often an epoch was begun."""
-        return self.consumer.begins
-
-    @property
     def begun(self) -> bool:
         """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
         return self.consumer.ended or self.consumer.taken > 0
 
-    def begin(self, epoch: int, consumed: int = 0, since: int | None = None) -> bool:
-        """Begin an epoch; batches of an earlier one that were not delivered are dropped.
+    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
+        """Begin an epoch, as `Pool` has it.
 
         If the epoch was begun at this place and the loop has had nothing of it, its tickets stay.
-        `since`: see `Pool`. Between the beginning, which is one step of C, and the return, a signal
-        handler may begin another epoch.
         """
-        self._interrupted = False
-        consumer = self.consumer
-        if not self.begun and consumer.place == (epoch, consumed):
-            return True
-        if not consumer.begin(epoch, self._sampler.cut_at(consumed), since):
-            return False
+        consumer, before = self.consumer, self.consumer.place
+        consumer.generation = generation
+        if before is not None and not self.begun and before.is_at(epoch, consumed):
+            consumer.place, place.progress = place, self
+            return
+        consumer.begin(epoch, self._sampler.cut_at(consumed), place, self)
         consumer.refill()
         self._clock.run()
-        return True
 
-    def interrupt(self) -> None:
-        """Have a call for a batch raise InterruptedError, also one that waits, until `begin`."""
-        self._interrupted = True
-        self.consumer.interrupt()
+    def notify_all(self) -> None:
+        """Have a call that waits look at the run's generation."""
         self._ring.notify_all()
 
     def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
         """Write a batch's indices; return how many, and where in the order they begin."""
         return self._sampler.fill(batch, room), self._sampler.start(batch)
 
-    def _read(self) -> tuple[int, int, Any, BaseException | None]:
+    def _read(self) -> tuple[int, Any, BaseException | None]:
         """Wait for the next batch and decode it; the ticket stays in the ring."""
-        token, cell, status, slot, capacity, record = self.consumer.peek() or self._await()
+        cell, status, slot, capacity, record = self.consumer.peek() or self._await()
         batch_reader = self._batch_reader
         if status == RAISED:
-            return token, cell, None, batch_reader.error(cell, slot, capacity, record)
+            return cell, None, batch_reader.error(cell, slot, capacity, record)
         try:
             batch = batch_reader.decode(cell, slot, capacity, record)
             if self._convert is not None:
@@ -179,8 +172,8 @@ class Feed:
         except MemoryError:
             raise  # the next attempt may find more memory
         except Exception as error:  # noqa: BLE001 - raised in the loop, with its batch named
-            return token, cell, None, error
-        return token, cell, batch, None
+            return cell, None, error
+        return cell, batch, None
 
     def named(self, cell: int) -> tuple[int, int, list[int], str]:
         """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
@@ -200,15 +193,13 @@ class Feed:
             log.error("skipped %s: %s", place, entry[2])
         return failure.named(error, place), entry
 
-    def _await(self) -> tuple[int, int, int, int, int, tuple[int, ...]]:
+    def _await(self) -> tuple[int, int, int, int, tuple[int, ...]]:
         """Sleep until a ticket is finished, and peek at it."""
         ring, consumer = self._ring, self.consumer
         while True:
             seen = ring.notices()
-            if self._interrupted:
-                raise InterruptedError(
-                    "this iterator was interrupted by a newer one, a start or a finish"
-                )
+            if self.run.generation != consumer.generation:
+                raise InterruptedError
             self._check()
             consumer.refill()
             if consumer.over:

@@ -52,6 +52,10 @@ class Place:
         self.progress: Progress = Last()
         self.again = False
 
+    def is_at(self, epoch: int, consumed: int) -> bool:
+        """Tell whether an iterator over this epoch begins here."""
+        return (self.epoch, self.consumed) == (epoch, consumed)
+
     @property
     def begun(self) -> bool:
         """Whether the loop has had anything of the epoch."""

@@ -15,12 +15,13 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from cseq._run import RunState
 from cseq.launcher.forks import in_forked_children
 from cseq.threads import Latch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from cseq._run import RunState
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
 
@@ -33,8 +34,12 @@ LOCK_SECONDS = 5.0  # how long `close` waits for a batch that another thread mak
 class Interruptible(Protocol):
     """The methods of a pool that a run calls."""
 
-    def interrupt(self) -> None:
-        """Make a call that waits in another thread raise InterruptedError."""
+    @property
+    def run(self) -> RunState:
+        """The generation, and the lock around every other use of the pool."""
+
+    def notify_all(self) -> None:
+        """Have a call that waits in another thread look at the generation."""
 
     def close(self) -> None:
         """End all that was started; returns within a bounded time. Calling it twice is fine."""
@@ -43,14 +48,18 @@ class Interruptible(Protocol):
 P = TypeVar("P", bound=Interruptible)
 
 
-class Run(RunState, Generic[P]):
+class Run(Generic[P]):
     """One start of a manager, up to its end.
 
-    What iterators read for every batch is in C: `RunState`.
+    Attributes
+    ----------
+    lock : Lock
+        See `RunState`.
     """
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
+        self.lock = pool.run.lock
         self.is_ended = False  # its owner has begun to close it, perhaps without coming to the end
         self._pid = os.getpid()
         _runs.add(self)
@@ -63,16 +72,16 @@ class Run(RunState, Generic[P]):
     def interrupt(self) -> int:
         """End all iterators made so far, also one that waits in another thread.
 
-        Returns the generation that begins here; a signal handler may begin a later one.
+        Returns the generation that begins here.
         """
-        generation = self.supersede()
+        generation = self.pool.run.interrupt()
         if self.is_ours:
-            self.pool.interrupt()
+            self.pool.notify_all()
         return generation
 
     def disown(self) -> None:
         """In a forked process: end all iterators."""
-        self.supersede()
+        self.pool.run.interrupt()
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""

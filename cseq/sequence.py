@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
 from cseq._core import BatchIterator
-from cseq._lock import Lock
+from cseq._lock import Hold, Lock
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
 from cseq.launcher import start_methods
@@ -57,7 +57,7 @@ __all__ = ["MPSequence", "MSequence", "MTSequence"]
 MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_EPOCH = 2**64 - 1
 THREAD_TYPE_AT = 7  # its place among the arguments
-MEANWHILE = "a signal handler has started or finished the manager meanwhile"
+MEANWHILE = "a signal handler has finished the manager meanwhile"
 
 
 class State(enum.Enum):
@@ -441,45 +441,25 @@ class MSequence(Generic[B_co]):
             `epoch` is not an integer, or out of range.
         """
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
-        with self._lock.hold():
-            while not self._go(number):
-                pass
+        with self._alone():
+            run, place = self._run, self._place
+            if number == place.epoch and not place.is_over(self._sampler.end):
+                place.again = place.begun
+            elif run is None or not run.is_ours or place.progress is not run.pool:
+                self._place = Place(number)
+            else:
+                with run.lock.hold(0) as hold:
+                    if place.begun or not hold.has:  # another thread is taking the first batch
+                        self._place = Place(number)
+                    else:  # the iterator stays, and so does its place
+                        self._begin(run, place, number, 0, run.pool.consumer.generation)
 
-    def _go(self, epoch: int) -> bool:
-        """Set the epoch of the next ``iter()``, and of the latest one if it has given nothing yet.
-
-        False: a signal handler has begun an epoch meanwhile.
-        """
-        if epoch == self.epoch and not self._place.is_over(self._sampler.end):
-            self._place.again = self._place.begun
-            return True
-        run, place = self._run, Place(epoch)
-        if run is None or not run.is_ours or self._place.progress is not run.pool or run.asked:
-            self._place = place
-            return True
-        with run.lock.hold():
-            # While another generation is the present one, no iterator returns a batch: neither to
-            # another thread, nor after a signal handler has raised here.
-            generation = run.supersede()
-            since = run.pool.begins
-            done = run.pool.begun
-            if not done:
-                place.progress = run.pool
-            before, self._place = self._place, place
-            try:
-                if done:
-                    done = run.pool.begins == since
-                elif run.pool.begin(place.epoch, place.consumed, since):
-                    done = self._place is place
-            except Exception:
-                if self._run is run:
-                    raise
-                place.keep()  # a signal handler has finished the manager
-                return False
-            if not done and self._place is place:
-                self._place = before  # that of the handler's iterator
-            run.resume(generation)
-            return done
+    def _alone(self) -> Hold:
+        """Hold the lock, for a call that cannot be made in the middle of another one."""
+        if self._run is not None:
+            self._run.lock.refuse_mine()
+        self._lock.refuse_mine()
+        return self._lock.hold()
 
     @property
     def sampler(self) -> RankSampler:
@@ -520,9 +500,15 @@ class MSequence(Generic[B_co]):
         """
         if compat is not None:
             compat = flag("compat", compat)
-        kind = "process" if self._thread_type == "proc" else "thread"
-        kind = kind if self._job.num_workers else "inline"
-        return self._start("start", self._job.output, kind, compat)
+        with self._alone():
+            return self._start("start", self._job.output, self._kind, compat)
+
+    @property
+    def _kind(self) -> str:
+        """The kind of pool that `start` starts."""
+        if not self._job.num_workers:
+            return "inline"
+        return "process" if self._thread_type == "proc" else "thread"
 
     def start_test(self, test_mode: TestMode = "default") -> Self:
         """Start test mode: batches are made in the calling thread when the loop asks for them.
@@ -549,7 +535,8 @@ class MSequence(Generic[B_co]):
         [0 1 2 3] [4 5]
         """
         output = outputs.for_test(self._job.output, test_mode)
-        return self._start("start_test", output, "inline", None)
+        with self._alone():
+            return self._start("start_test", output, "inline", None)
 
     def _start(
         self,
@@ -559,34 +546,28 @@ class MSequence(Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
     ) -> Self:
         """End what runs, and start a pool."""
-        with self._lock.hold():
-            self._refuse_inside_with(verb)
-            make = pool_of(kind)
-            self._settle_shard()
-            self._end()
-            resolved = outputs.resolve(output)
-            converters = self._job.num_converters if resolved.use_cuda else 0
-            job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
-            run: Run[Pool] | None = None
-            try:
-                run = Run(make(job))
-                while self._run is not None:  # a signal handler has started another one
-                    self._end()
-                self._run = run
-                self._finalizer = close_with(self, run)
-                run.pool.open()  # not before: a signal handler may raise anywhere
-                if self._run is not run:
-                    raise InterruptedError(MEANWHILE)
-                self._state = State.RUNNING
-            except BaseException as error:
-                if self._run is run:
-                    self._end()
-                    raise
-                assert run is not None
-                run.close()  # a signal handler has closed it already, or it is not open
-                if isinstance(error, Exception) and not isinstance(error, InterruptedError):
-                    raise InterruptedError(MEANWHILE) from error
+        self._refuse_inside_with(verb)
+        make = pool_of(kind)
+        self._settle_shard()
+        self._end()
+        resolved = outputs.resolve(output)
+        converters = self._job.num_converters if resolved.use_cuda else 0
+        job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
+        self._run = run = Run(make(job))
+        try:
+            self._finalizer = close_with(self, run)
+            run.pool.open()  # not before: a signal handler may raise anywhere
+            if self._run is not run:
+                raise InterruptedError(MEANWHILE)
+            self._state = State.RUNNING
+        except BaseException as error:
+            if self._run is run:
+                self._end()
                 raise
+            run.close()  # a signal handler has finished the manager while it was being opened
+            if isinstance(error, Exception) and not isinstance(error, InterruptedError):
+                raise InterruptedError(MEANWHILE) from error
+            raise
         return self
 
     def finish(self) -> None:
@@ -659,7 +640,7 @@ class MSequence(Generic[B_co]):
         OSError
             The manager was started by the process that forked this one.
         """
-        with self._lock.hold():
+        with self._alone():
             if self._run is None or self._run.is_ended:
                 warnings.warn(
                     "iterating a manager that was not started starts it; call start() first, "
@@ -667,44 +648,33 @@ class MSequence(Generic[B_co]):
                     UserWarning,
                     stacklevel=2,
                 )
-                self.start()
-            while True:
-                run = self._run
-                if run is None:
-                    raise InterruptedError(MEANWHILE)
-                if not run.is_ours:
-                    raise OSError(
-                        "this manager was started by the process that forked this one; call "
-                        "start() here, or make a manager of its own"
-                    )
-                self._settle_shard()
-                try:
-                    generation = self._iterate(run)
-                except Exception:
-                    if self._run is not run:
-                        raise InterruptedError(MEANWHILE) from None
-                    raise
-                if generation is not None:
-                    return BatchIterator(run, run.pool.consumer, generation, self)
+                self._start("start", self._job.output, self._kind, None)
+            run = self._run
+            if run is None:
+                raise InterruptedError(MEANWHILE)
+            if not run.is_ours:
+                raise OSError(
+                    "this manager was started by the process that forked this one; call "
+                    "start() here, or make a manager of its own"
+                )
+            self._settle_shard()
+            generation = run.interrupt()
+            with run.lock.hold():  # from here on, no batch is delivered
+                self._place = place = self._place.next(self._sampler.end)
+                self._begin(run, place, place.epoch, place.consumed, generation)
+            return BatchIterator(run.pool.consumer, generation, self)
 
-    def _iterate(self, run: Run[Pool]) -> int | None:
-        """Begin the next epoch; return the generation of its iterator.
-
-        None: a signal handler has begun an epoch, or changed where the next one begins, meanwhile.
-        That came first; this one then follows.
-        """
-        generation = run.interrupt()
-        with run.lock.hold():  # from here on, no batch is delivered
-            since = run.pool.begins
-            place = self._place.next(self._sampler.end)
-            before, self._place = self._place, place
-            run.asked = False
-            if not run.pool.begin(place.epoch, place.consumed, since):
-                if self._place is place:
-                    self._place = before  # that of the handler's iterator
-                return None
-            place.progress = run.pool
-            return generation if run.generation == generation and self._place is place else None
+    def _begin(
+        self, run: Run[Pool], place: Place, epoch: int, consumed: int, generation: int
+    ) -> None:
+        """Begin an epoch; InterruptedError if the manager was finished meanwhile."""
+        try:
+            run.pool.begin(place, epoch, consumed, generation)
+        except Exception:
+            if self._run is run:
+                raise
+        if self._run is not run:
+            raise InterruptedError(MEANWHILE)
 
     # -- checkpoint and resume
 
@@ -777,16 +747,13 @@ class MSequence(Generic[B_co]):
         ...     print(*batches)
         [2 3] [4 5] [6 7]
         """
-        with self._lock.hold():
+        with self._alone():
             place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
             if state["seed"] != self.seed:
                 self._refuse_inside_with("load_state_dict")
-            interrupted = False
-            while not interrupted:  # again, if a signal handler has begun an epoch meanwhile
-                run = self._run
-                generation = 0 if run is None else run.interrupt()  # its batches: of another place
-                self._place = place
-                interrupted = self._run is run and (run is None or run.generation == generation)
+            if self._run is not None:
+                self._run.interrupt()  # its batches are of another place
+            self._place = place
             if state["seed"] != self.seed:
                 self._end()
                 self._job = self._job._replace(sampler=self._sampler.changed(seed=state["seed"]))

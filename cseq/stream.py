@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cseq import codec, failure
 from cseq._core import now_ns, ring_bytes, wait_any
 from cseq._memory import SMALL, Mapping
+from cseq._run import RunState
 from cseq._slots import Lease
 from cseq._stream import (
     CALLED,
@@ -73,7 +74,6 @@ MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
 CALLS = 2  # cells for calls: one that was given up may still be worked on
 NEVER = 2**32 - 1
-MEANWHILE = "the streams were interrupted, begun again or closed while an epoch was begun"
 
 
 class Streams:
@@ -144,7 +144,8 @@ class Streams:
     made in the dead worker are lost.
 
     If a signal handler raises (Ctrl-C) in `next`, no item has been taken, and the next call returns
-    it. If one raises in `begin`, no epoch is under way.
+    it. If one raises in `begin`, no epoch is under way. In the middle of a call, a handler can
+    neither take items nor begin an epoch: RuntimeError.
 
     Methods are for one thread at a time; `interrupt` and `close` are for any.
     """
@@ -195,7 +196,7 @@ class Streams:
         )
         self._run = Run(pool)
         self._reader = ItemReader(
-            self._run,
+            pool.run,
             pool.consumers,
             pool.write_key,
             pool.await_any,
@@ -286,21 +287,18 @@ class Streams:
         if keys is not None and not hasattr(keys, "__next__"):
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
         run, reader = self._ours(), self._reader
+        run.lock.refuse_mine()
         generation = run.interrupt()
         with run.lock.hold():
             reader.end()
             post = partial(reader.begin, keys, ordered=ordered, free=free, first=first)
             try:
-                replies = run.pool.begin(assignments, post, keyed=keys is not None)
-                if run.generation != generation:
-                    raise InterruptedError(MEANWHILE)
+                replies = run.pool.begin(assignments, post, generation, keyed=keys is not None)
+                run.pool.check(generation)
             except BaseException as error:
                 reader.end()
-                if run.generation == generation:
-                    raise
-                run.interrupt()  # also what a signal handler has begun: its tickets are mixed up
-                if isinstance(error, Exception) and not isinstance(error, InterruptedError):
-                    raise InterruptedError(MEANWHILE) from error
+                if isinstance(error, Exception):
+                    run.pool.check(generation)
                 raise
             reader.open(generation)
             return replies
@@ -501,8 +499,8 @@ class StreamPool:
         for ring in supervisor.rings:
             ring.wake_at = NEVER  # see `StreamConsumer.request`
         self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
-        self._interrupts = 0
-        self._began = -1  # `_interrupts` when the epoch was begun
+        self.run = RunState()
+        self._generation = -1  # of the present epoch
         self.clock = Clock(*supervisor.rings)
 
     @property
@@ -549,15 +547,14 @@ class StreamPool:
     ) -> Answer | None:
         """Sleep until one of some tickets of different workers is answered; peek at the answer.
 
-        None: a ticket is not in the ring any more, since a signal handler has used these streams.
+        None: a ticket is not in the ring any more, since a signal handler has made a call.
         """
         ring = waiting[0][0].ring  # the trainer sleeps at one gate for all of them
         idle: dict[int, int] = {}
         begun = now_ns() if self._patient else 0
         while True:
             seen = ring.notices()
-            if self._interrupts != generation:
-                raise InterruptedError("the epoch was interrupted, or the streams were closed")
+            self.check(generation)
             for consumer, post in waiting:
                 answer = consumer.peek(*post)
                 if answer is not None or not consumer.holds(*post):
@@ -574,7 +571,7 @@ class StreamPool:
     def await_any(self, consumers: Sequence[StreamConsumer]) -> None:
         """Sleep until the oldest ticket of one of some workers is answered."""
         waiting = [(consumer, consumer.oldest() or (0, 0)) for consumer in consumers]
-        self._await(waiting, self._began)
+        self._await(waiting, self._generation)
 
     def _awaited(
         self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int], begun: int
@@ -654,24 +651,24 @@ class StreamPool:
 
     # -- items
 
-    def _read(self, consumer: StreamConsumer) -> tuple[int, Any, str, bool, int] | None:
+    def _read(self, consumer: StreamConsumer) -> tuple[Any, str, bool, int] | None:
         """Wait for the oldest ticket and decode its item; it stays in the ring."""
-        answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._began)
+        answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._generation)
         if answer is None:
             return None
         if self.clock.starting:
             self.clock.started()
-        token, cell, status, _, _, record = answer
+        _, cell, status, _, _, record = answer
         ended = bool(consumer.ring.indices(cell)[ENDED])
         if ended and status != RAISED:
-            return token, None, "", True, 0
+            return None, "", True, 0
         item, failed, number = self._decode(*answer[1:]), "", consumer.number
         if type(item) is ItemFailure:
             error = _signed(item.error, number)
             failed = _ended_by(error, number) if ended else ""
             place = f"{self._unit} {consumer.ring.start(cell)} of worker {number}"
             item = ItemFailure(failure.named(error, f"{place}, epoch {self._epoch - 1}"), number)
-        return token, item, failed, ended, codec.used(record)
+        return item, failed, ended, codec.used(record)
 
     def _decode(
         self, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
@@ -692,10 +689,9 @@ class StreamPool:
     # -- calls
 
     def begin(
-        self, assignments: Sequence[Any], post: Callable[[], None], *, keyed: bool
+        self, assignments: Sequence[Any], post: Callable[[], None], generation: int, *, keyed: bool
     ) -> list[Any]:
         """Begin an epoch, call `post` once that is posted to all workers; return the replies."""
-        generation = self._interrupts
         self._end()
         self.supervisor.check()
         self.supervisor.deaths.begin()
@@ -703,8 +699,6 @@ class StreamPool:
         name = f"the beginning of epoch {self._epoch - 1}"
         try:
             requests = self._write_all(assignments)
-            if self._interrupts != generation:
-                raise InterruptedError(MEANWHILE)
             begun = [
                 (consumer, consumer.begin(self._epoch, request, name, keyed))
                 for consumer, request in zip(self.consumers, requests, strict=True)
@@ -715,7 +709,7 @@ class StreamPool:
         except BaseException:
             self._end()
             raise
-        self._began = generation
+        self._generation = generation
         self.clock.run()
         return replies
 
@@ -736,7 +730,7 @@ class StreamPool:
         self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
         """Call a method in some workers. A call that is interrupted is given up by the next one."""
-        generation = self._interrupts
+        generation = self.run.generation
         self.supervisor.check()
         self.supervisor.launch()
         consumers = [self.consumers[number] for number in workers]
@@ -755,7 +749,7 @@ class StreamPool:
         """Wait for the answer to a call."""
         answer = self._await([(consumer, post)], generation)
         if answer is None:
-            raise InterruptedError("a signal handler has made another call, or begun an epoch")
+            raise InterruptedError("a signal handler has made another call")
         token, cell, status, slot, capacity, record = answer
         if status != RAISED:
             reply = self._slots.decode(cell, slot, capacity, record)
@@ -771,9 +765,15 @@ class StreamPool:
 
     # -- the rest
 
-    def interrupt(self) -> None:
-        """Make calls that wait in other threads raise InterruptedError, until `begin`."""
-        self._interrupts += 1
+    def check(self, generation: int) -> None:
+        """Raise InterruptedError if another generation has begun."""
+        if self.run.generation != generation:
+            raise InterruptedError(
+                "the epoch was interrupted, or the streams were closed"
+            ) from None
+
+    def notify_all(self) -> None:
+        """Have calls that wait in other threads look at the generation."""
         self.supervisor.notify_all()
 
     def stats(self) -> Stats:

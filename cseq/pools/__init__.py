@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Consumer
+    from cseq._run import RunState
     from cseq.converter.output import Output
+    from cseq.place import Place
     from cseq.sampler import Sampler
     from cseq.stats import Stats
     from cseq.supervisor import Supervisor
@@ -96,19 +98,19 @@ class Pool(Progress, Protocol):
         """Return counts and times of this pool so far."""
 
     @property
-    def begins(self) -> int:
-        """A number that changes whenever an epoch is begun."""
+    def run(self) -> RunState:
+        """The generation of the present iterator, and the lock for the calls of this pool."""
 
-    def begin(self, epoch: int, consumed: int, since: int | None = None) -> bool:
-        """Begin an epoch behind `consumed` samples; nothing of an earlier one is delivered.
+    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
+        """Begin an epoch after `consumed` samples; nothing of an earlier one is delivered.
 
-        If the same epoch was begun at the same place, and the loop has had nothing of it yet, the
-        batches that were made are kept. Returns False, and has done nothing, if `begins` is not
-        `since`: a signal handler has begun an epoch after the caller has chosen this one.
+        In one step of C, `place` becomes that of this epoch, and the pool its progress. If the same
+        epoch was begun at the same place, and the loop has had nothing of it yet, the batches that
+        were made are kept. `generation`: that of the iterator that is to have the batches.
         """
 
-    def interrupt(self) -> None:
-        """Have a call for a batch raise InterruptedError, also one that waits, until `begin`."""
+    def notify_all(self) -> None:
+        """Have a call that waits in another thread look at the run's generation."""
 
     @property
     def consumer(self) -> Consumer:

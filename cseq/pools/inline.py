@@ -21,6 +21,7 @@ from cseq.stats import Stats
 from cseq.transport import Objects
 
 if TYPE_CHECKING:
+    from cseq.place import Place
     from cseq.pools import Job
 
 __all__ = ["InlinePool"]
@@ -68,11 +69,11 @@ class InlinePool(Feed):
     def open(self) -> None:
         """Nothing runs here but the caller."""
 
-    def begin(self, epoch: int, consumed: int = 0, since: int | None = None) -> bool:
+    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
         if self._indexing.indexer is None:
             self._build()
-        return super().begin(epoch, consumed, since)
+        super().begin(place, epoch, consumed, generation)
 
     def _build(self) -> None:
         """Make the indexer, as a worker process does: with the global generators seeded."""
@@ -89,11 +90,8 @@ class InlinePool(Feed):
             context.leave(left)
             if self._seeds is not None:
                 self._seeds.restore()
-        if self._indexing.indexer is None:
-            self._indexing.indexer = self._made = made
-            indexer.LabelHint(self._job.output, log.warning).watch(self._indexing)
-        else:  # a signal handler has made one meanwhile
-            indexer.dispose(self._job.worker, made, copied=False)
+        self._indexing.indexer = self._made = made
+        indexer.LabelHint(self._job.output, log.warning).watch(self._indexing)
 
     def stats(self) -> Stats:
         """Count what was delivered."""

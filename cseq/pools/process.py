@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from cseq.converter.cuda import CudaConverter
     from cseq.converter.export import Receiver
     from cseq.converter.page_locks import PageLocks
+    from cseq.place import Place
     from cseq.pools import Job
     from cseq.stats import Stats
     from cseq.transport import BatchReader
@@ -272,10 +273,10 @@ class ProcessPool(Feed):
             copies=self._arena.copies,
         )
 
-    def begin(self, epoch: int, consumed: int = 0, since: int | None = None) -> bool:
+    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Begin an epoch."""
         self.supervisor.deaths.begin()
-        return super().begin(epoch, consumed, since)
+        super().begin(place, epoch, consumed, generation)
 
     def close(self) -> None:
         """End the workers, and then free what they used."""

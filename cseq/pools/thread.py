@@ -203,8 +203,6 @@ class ThreadPool(Feed):
 
     def _raise_failure(self) -> None:
         """Raise the exception that ended a thread, or WorkerTimeout for what takes too long."""
-        if self._closed:
-            raise InterruptedError("the manager was finished while a batch was awaited")
         self._group.check()
         if self._job.timeout is None:
             return

@@ -8,8 +8,8 @@
  *
  * A signal handler raises at any point between two steps of the trainer that are Python, as often as
  * it likes: the trainer then begins anew. Commit is one call of C, in which no handler runs; the other
- * parties see its steps one by one, as where there is no GIL. With HANDLER, a handler may also take a
- * batch, or (EPOCHS) begin an epoch, and return: the trainer then goes on where it was.
+ * parties see its steps one by one, as where there is no GIL. A handler takes no batch and begins no
+ * epoch: that is refused in the middle of a call (M_REENTRANT: it is not).
  *
  * A ticket's number stands for its batch, in a slot and in the caller's hands.
  */
@@ -451,33 +451,16 @@ inline sweep(cell) {
 #define IS_NEXT(cell) (state[cell] == READY && !abandoned[cell] && ticket[cell] == base + taken)
 #endif
 
-/* Where a handler may run: it raises, or (HANDLER) takes a batch or begins an epoch, and returns. */
+/* Where a handler may run: it raises, or returns. */
 inline interrupt() {
     if
     :: true
     :: atomic { true -> p = NONE; at = NONE; token = 0; leased = 0; goto again }
-#ifdef HANDLER
+#ifdef M_REENTRANT
     :: atomic { IS_NEXT(0) -> old = ticket[0]; commit(0, old); old = 0 }
-#if CELLS > 1
-    :: atomic { IS_NEXT(1) -> old = ticket[1]; commit(1, old); old = 0 }
-#endif
-#if EPOCHS > 1
-    :: atomic { epoch + 1 < EPOCHS -> begin() }
-#endif
 #endif
     fi
 }
-
-/* The second look: the cell holds the ticket that was peeked at, and it was not given up. */
-#ifdef M_NO_SECOND_LOOK
-#define IS_STILL true
-#elif defined(M_LOOK_AT_STATE)
-#define IS_STILL (state[p] == READY && !abandoned[p])
-#elif defined(M_LOOK_AT_WORD)
-#define IS_STILL (state[p] == READY && ticket[p] == token)
-#else
-#define IS_STILL (state[p] == READY && ticket[p] == token && !abandoned[p])
-#endif
 
 #define VACANT(cell) (state[cell] == FREE && posted < LAST)
 
@@ -491,15 +474,12 @@ inline peek() {
     fi
 }
 
-/* A copy of the batch, or views of the slot under a lease: one, for all decodes of the ticket. If a
- * handler has taken the ticket meanwhile, what is made here is dropped. */
+/* A copy of the batch, or views of the slot under a lease: one, for all decodes of the ticket. */
 inline decode() {
     if
     :: true
 #ifdef M_ARM_IN_DECODE
     :: atomic { true -> slot_state[at] = LEASED; leased_to[at] = token }
-#elif defined(M_STALE_LEASE)
-    :: atomic { slot_state[at] == TAKEN -> leased = 1; lent[at] = (lent[at] -> lent[at] : token) }
 #else
     :: atomic { slot_state[at] == TAKEN -> leased = 1; lent[at] = token }
 #endif
@@ -545,10 +525,7 @@ again:
         interrupt();
         decode();
         interrupt();
-        if
-        :: atomic { IS_STILL -> skip }; commit(p, token)
-        :: atomic { !(IS_STILL) -> skip }
-        fi;
+        commit(p, token);
 #endif
         atomic { p = NONE; at = NONE; token = 0; leased = 0 }
     :: atomic {

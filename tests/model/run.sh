@@ -82,18 +82,17 @@ short   fails        ring    -DM_NO_REWIND -DTICKETS=2 -DRUNNERS=1 -DQUEUE
 short   fails        ring    -DM_RETRACT_OLDEST -DTICKETS=4 -DDEATHS=0 -DRUNNERS=1 -DQUEUE -DABANDON -DCELLS=3
 
 # ── peek, decode, commit, and whose a slot is: each ticket once and in its place, no slot lost or of two owners,
-#    with handlers that raise at any point, and (HANDLER) that take a batch or begin an epoch
+#    with handlers that raise at any point
 short   holds        commit  -DTICKETS=2
 normal  holds        commit  -DTICKETS=3
-short   holds        commit  -DTICKETS=2 -DCELLS=1 -DHANDLER
-normal  holds        commit  -DTICKETS=2 -DHANDLER -DUNORDERED
-normal  holds        commit  -DTICKETS=3 -DHANDLER
-normal  holds        commit  -DTICKETS=2 -DCELLS=1 -DEPOCHS=2 -DHANDLER -DDEATHS=1
-normal  holds        commit  -DTICKETS=2 -DEPOCHS=2 -DHANDLER
+short   holds        commit  -DTICKETS=2 -DCELLS=1
+normal  holds        commit  -DTICKETS=2 -DUNORDERED
+normal  holds        commit  -DTICKETS=2 -DCELLS=1 -DEPOCHS=2 -DDEATHS=1
+normal  holds        commit  -DTICKETS=2 -DEPOCHS=2
 short   holds        commit  -DTICKETS=2 -DCELLS=1 -DDEATHS=1
 normal  holds        commit  -DTICKETS=2 -DDEATHS=1
 normal  holds        commit  -DTICKETS=2 -DCELLS=1 -DRUNNERS=2 -DDEATHS=1
-long    holds        commit  -DTICKETS=3 -DDEATHS=1 -DHANDLER -DUNORDERED
+long    holds        commit  -DTICKETS=3 -DDEATHS=1 -DUNORDERED
 normal  holds        commit  -DTICKETS=2 -DRUNNERS=2 -DDEATHS=1
 
 # ── mutants of these: each must fail
@@ -102,10 +101,7 @@ short   fails        commit  -DM_ARM_IN_DECODE -DTICKETS=2
 short   fails        commit  -DM_FREE_BEFORE_ARM -DTICKETS=2
 short   fails        commit  -DM_POST_BEFORE_COUNT -DTICKETS=2
 short   fails        commit  -DM_INTERRUPT_FREE_COUNT -DTICKETS=2
-short   fails        commit  -DM_NO_SECOND_LOOK -DTICKETS=2 -DHANDLER
-short   fails        commit  -DM_LOOK_AT_STATE -DTICKETS=2 -DCELLS=1 -DHANDLER
-short   fails        commit  -DM_LOOK_AT_WORD -DTICKETS=2 -DEPOCHS=2 -DHANDLER
-short   fails        commit  -DM_STALE_LEASE -DTICKETS=2 -DCELLS=1 -DHANDLER
+short   fails        commit  -DM_REENTRANT -DTICKETS=2 -DCELLS=1
 short   fails        commit  -DM_NO_SETTLE -DTICKETS=2
 short   fails        commit  -DM_SETTLE_LATE -DTICKETS=2
 short   fails        commit  -DM_NO_HOME -DTICKETS=2 -DDEATHS=1

@@ -14,7 +14,7 @@ from slots import Scratch
 
 from cseq import codec
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
-from cseq._memory import HAS_GIL, Block, Mapping, commit
+from cseq._memory import Block, Mapping, commit
 from cseq._objects import ObjectTable
 from cseq._run import RunState
 from cseq._slots import Lease, Slots
@@ -41,7 +41,9 @@ class Counter:
         self.runner = Runner(self.ring, 0, 1, last=True)
         self.reads: list[Callable[[], Any]] = []  # what `read` does before it looks
         self.convert = convert
+        self.run = RunState()
         self.consumer = Consumer(
+            self.run,
             self.ring,
             Order(10, shuffle=False, seed=0),
             self.fill,
@@ -66,10 +68,14 @@ class Counter:
         found = self.consumer.peek()
         if found is None:
             raise StopIteration
-        token, cell, status, *_ = found
+        cell, status, *_ = found
         if status:
-            return token, cell, None, self.held[cell]
-        return token, cell, self.held[cell], None
+            return cell, None, self.held[cell]
+        return cell, self.held[cell], None
+
+    def next(self) -> Any:
+        """Take the next batch."""
+        return next(BatchIterator(self.consumer, 0))
 
     def describe(self, cell: int, error: BaseException) -> Any:
         """Name the batch of an exception."""
@@ -89,14 +95,13 @@ class Counter:
         return c.ticket, c.posted, c.taken, c.done, self.ring.depths(), *self.held, cells
 
 
-@pytest.mark.parametrize("way", ["step", "next"])
-def test_a_commit(way: str) -> None:
+def test_a_commit() -> None:
     """The oldest batch comes out, and the next ticket is posted where it lay."""
     counter = Counter()
     consumer = counter.consumer
     for batch in range(3):
         counter.work(f"batch {batch}")
-        assert getattr(consumer, way)() == f"batch {batch}"
+        assert counter.next() == f"batch {batch}"
         cell = batch % 2
         assert counter.held[cell] is None
         assert counter.ring.ticket(cell) == (7, 102 + batch, 2)
@@ -107,56 +112,25 @@ def test_a_commit(way: str) -> None:
     for batch in range(3, 5):  # all are posted
         assert not consumer.over
         counter.work(batch)
-        assert getattr(consumer, way)() == batch
+        assert counter.next() == batch
         assert consumer.posted == 5
     assert consumer.over
-    assert consumer.step() is None
     with pytest.raises(StopIteration):
-        consumer.next()
+        counter.next()
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: batch])
 def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | None) -> None:
     """No reference is lost or left behind, on any way."""
     counter = Counter(convert)
-    ways: list[Callable[[], Any]] = [counter.consumer.next]
-    if convert is None:
-        ways.append(counter.consumer.step)
-        ways.append(BatchIterator(RunState(), counter.consumer).__next__)
-    for take in ways:
-        batch = Failed()
-        before = sys.getrefcount(batch)
-        counter.work(batch)
-        got = take()
-        assert got is batch
-        assert sys.getrefcount(batch) == before + 1
-        del got
-        assert sys.getrefcount(batch) == before
-
-
-def prepare(counter: Counter, why: str) -> None:
-    """Make a step in C impossible."""
-    if why == "raised":
-        counter.work(Failed(), status=1)
-    elif why == "none":
-        counter.work(None)
-    elif why == "given up":
-        counter.work()
-        counter.consumer.end()
-    elif why == "not full":
-        counter.consumer.begin(7, (100, 5, 2, 0, 2, 2, 0, 0))
-        counter.consumer.refill()
-        counter.work()
-
-
-@pytest.mark.parametrize("why", ["not ready", "raised", "none", "given up", "not full"])
-def test_what_c_cannot_do_stays_as_it_is(why: str) -> None:
-    """A batch that is None, or not ready, or an exception, indices from Python: nothing changes."""
-    counter = Counter()
-    prepare(counter, why)
-    before = counter.state()
-    assert counter.consumer.step() is None
-    assert counter.state() == before
+    batch = Failed()
+    before = sys.getrefcount(batch)
+    counter.work(batch)
+    got = counter.next()
+    assert got is batch
+    assert sys.getrefcount(batch) == before + 1
+    del got
+    assert sys.getrefcount(batch) == before
 
 
 def test_batches_that_are_not_full() -> None:
@@ -166,7 +140,7 @@ def test_batches_that_are_not_full() -> None:
     counter.consumer.refill()
     for batch in range(5):
         counter.work(batch)
-        assert counter.consumer.next() == batch
+        assert counter.next() == batch
     assert counter.ring.ticket(0)[2] == counter.ring.ticket(1)[2] == 1
     assert sorted(counter.ring.indices(cell)[0] for cell in range(2)) == [-4, -3]
 
@@ -188,10 +162,9 @@ def test_a_conversion_that_fails() -> None:
     counter.work(2)
     for batch in range(2):
         with pytest.raises(Failed) as caught:
-            counter.consumer.next()
+            counter.next()
         assert caught.value.args == (batch + 1, 100 + batch)
     assert (counter.consumer.taken, counter.consumer.done) == (2, 0)
-    assert not counter.consumer.alone  # it may call anything: a lock is needed
 
 
 def test_skipped() -> None:
@@ -199,7 +172,7 @@ def test_skipped() -> None:
     counter = Counter(skip_errors=True)
     counter.work(Failed(), status=1)
     counter.work("second")
-    assert counter.consumer.next() == "second"
+    assert counter.next() == "second"
     assert (list(counter.consumer.skipped), counter.consumer.done) == ([100], 2)
 
 
@@ -209,9 +182,9 @@ def test_raised() -> None:
     counter.work(Failed(), status=1)
     counter.work("second")
     with pytest.raises(Failed):
-        counter.consumer.next()
+        counter.next()
     assert (counter.consumer.taken, counter.consumer.done) == (1, 0)
-    assert counter.consumer.next() == "second"
+    assert counter.next() == "second"
     assert (counter.consumer.taken, counter.consumer.done) == (2, 2)
 
 
@@ -231,41 +204,12 @@ def test_ctrl_c(late: bool) -> None:
     before = counter.state()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            counter.consumer.next()
+            counter.next()
         assert counter.state() == before
         if late:
             break
     if late:
-        assert isinstance(counter.consumer.next(), int)  # what `pending` has returned
-
-
-def test_another_epoch_begins_while_one_decodes() -> None:
-    """What is decoded then belongs to no epoch that is wanted: it does not come out."""
-    counter = Counter()
-
-    def begin() -> None:
-        counter.consumer.begin(8, (0, 5, 5, 0, 2, 2, 0, 0))
-
-    counter.reads.append(begin)
-    counter.work(None)
-    with pytest.raises(StopIteration):
-        counter.consumer.next()
-    assert counter.consumer.taken == 0
-    counter.consumer.refill()
-    counter.work("of the new epoch")
-    assert counter.consumer.next() == "of the new epoch"
-
-
-def test_the_batch_is_taken_while_one_decodes_it() -> None:
-    """A handler that takes the batch under way gets it; the call that was interrupted, the next."""
-    counter = Counter()
-    got = []
-    counter.reads += [lambda: None, lambda: got.append(counter.consumer.next())]
-    counter.work(None)
-    counter.work("second")
-    assert counter.consumer.next() == "second"
-    assert got == [None]
-    assert counter.consumer.taken == 2
+        assert isinstance(counter.next(), int)  # what `pending` has returned
 
 
 def test_unordered() -> None:
@@ -276,54 +220,10 @@ def test_unordered() -> None:
     assert other.claim() is True
     counter.held[other.cell] = "second"
     other.publish()
-    assert counter.consumer.step() == "second"
-    assert counter.consumer.step() is None
+    assert counter.next() == "second"
     counter.held[counter.runner.cell] = "first"
     counter.runner.publish()
-    assert counter.consumer.next() == "first"
-
-
-class Dropped:
-    """A batch whose destructor takes the next one, or begins the epoch again."""
-
-    def __init__(self, counter: Counter, act: Callable[[], Any]) -> None:
-        self.counter = counter
-        self.act: Callable[[], Any] | None = act
-
-    def __del__(self) -> None:
-        if self.act is not None:
-            act, self.act = self.act, None
-            act()
-
-
-def test_a_destructor_that_takes_a_batch() -> None:
-    """It finds the commit done: no batch comes twice, none is lost."""
-    got: list[Any] = []
-    counter = Counter(lambda batch: "first" if type(batch) is Dropped else batch)
-    counter.work(Dropped(counter, lambda: got.append(counter.consumer.next())))
-    counter.work("second")
-    assert counter.consumer.next() == "first"
-    assert got == ["second"]
-    assert (counter.consumer.taken, counter.consumer.done, counter.consumer.posted) == (2, 2, 4)
-    for batch in ("third", "fourth", "fifth"):
-        counter.work(batch)
-        assert counter.consumer.next() == batch
-    assert counter.consumer.over
-    assert counter.ring.taken_batches == 5
-
-
-def test_a_destructor_of_a_batch_that_was_given_up() -> None:
-    """Its cell is free by then, and may have been posted."""
-    counter = Counter()
-    counter.work(Dropped(counter, counter.consumer.refill))
-    counter.work("second")
-    counter.consumer.begin(8, (200, 5, 5, 0, 2, 2, 0, 0))
-    counter.consumer.refill()
-    assert (counter.ring.outstanding_count, counter.ring.abandoned_count) == (2, 0)
-    assert sorted(counter.ring.ticket(cell)[:2] for cell in range(2)) == [(8, 200), (8, 201)]
-    for batch in range(5):
-        counter.work(batch)
-        assert counter.consumer.next() == batch
+    assert counter.next() == "first"
 
 
 # -- slots
@@ -345,7 +245,7 @@ class Slotted:
         self.runner = Runner(self.ring, 0, 1, last=True)
         small = None if reader is None else (self.mapped, reader, most, self.lend)
         self.consumer = Consumer(
-            self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
+            RunState(), self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
             slots=self.slots, small=small, **{"extend": lambda: self.slots.extend(1)} | options,
         )  # fmt: skip
         self.consumer.begin(0, (0, 9, 9, 0, 1, 1, 0, 0))
@@ -365,8 +265,12 @@ class Slotted:
         found = self.consumer.peek()
         if found is None:
             raise StopIteration
-        token, cell, _, slot, *_ = found
-        return token, cell, self.slots.lend(slot, self.mapped[slot]), None
+        cell, _, slot, *_ = found
+        return cell, self.slots.lend(slot, self.mapped[slot]), None
+
+    def next(self) -> Any:
+        """Take the next batch."""
+        return next(BatchIterator(self.consumer, 0))
 
     def work(self, text: bytes = b"text") -> int:
         """Write to the slot of the next ticket, and publish it."""
@@ -381,15 +285,15 @@ def test_leased() -> None:
     """A slot that was lent goes with the batch; the next ticket has another, which may be new."""
     bench = Slotted()
     assert bench.work(b"first") == 0
-    first = bench.consumer.next()
+    first = bench.next()
     assert bench.slots.leased == 1
     assert bench.work(b"second") == 1
-    second = bench.consumer.next()
+    second = bench.next()
     assert (first.load_bytes(0, 5), second.load_bytes(0, 6)) == (b"first", b"second")
     del first
     assert bench.slots.leased == 1
     assert bench.work() == 2
-    bench.consumer.next()
+    bench.next()
     assert bench.work() == 0  # the lowest that is free
 
 
@@ -414,7 +318,7 @@ def test_no_memory_for_more_slots() -> None:
     held = []
     for number in range(3):
         bench.work()
-        held.append(bench.consumer.next())
+        held.append(bench.next())
         assert bench.consumer.posted == 3
         assert bench.ring.outstanding_count == 2 - number
     assert bench.slots.leased == 3
@@ -425,7 +329,7 @@ def test_no_memory_for_more_slots() -> None:
     assert (bench.consumer.posted, bench.ring.outstanding_count) == (4, 1)
     for _ in range(6):  # to the end of the epoch, whose last ticket needs no other slot
         bench.work()
-        held[2:] = [bench.consumer.next()]
+        held[2:] = [bench.next()]
         if not bench.consumer.over:
             held.pop()
             bench.consumer.refill()
@@ -436,33 +340,15 @@ def test_lent_twice() -> None:
     """Decodes of one ticket share a lease: what an interrupted one has left behind stays intact."""
     bench = Slotted(3)
     bench.work(b"first")
-    left = bench.read()[2]
+    left = bench.read()[1]
     assert bench.slots.leased == 0
-    batch = bench.consumer.next()
+    batch = bench.next()
     assert batch is left
     assert bench.slots.leased == 1
     del batch
     assert bench.slots.leased == 1
     assert bench.work() == 1
     del left
-    assert bench.slots.leased == 0
-
-
-def test_a_lease_left_by_a_call_whose_ticket_a_signal_handler_took() -> None:
-    """The next ticket in that slot, which has grown since, has a lease of its own size."""
-    bench = Slotted()
-    slot = bench.ring.left_in(0)[2]  # the next ticket is posted there already
-    left = bench.slots.lend(slot, bench.mapped[slot])  # as the call does when the handler returns
-    segment = Segment.create(2 * GRAIN)
-    commit(segment.fd, 0, 2 * GRAIN)
-    bench.mapped[slot] = Mapping(segment.fd, 0, 2 * GRAIN)
-    segment.close()
-    assert bench.work(b"second") == slot
-    batch = bench.consumer.next()
-    assert (left.nbytes, batch.nbytes) == (GRAIN, 2 * GRAIN)
-    assert batch.load_bytes(0, 6) == b"second"
-    assert bench.slots.leased == 1
-    del batch, left
     assert bench.slots.leased == 0
 
 
@@ -511,7 +397,7 @@ def test_a_small_batch(batch: Any) -> None:
     bench.learn(batch)
     for _ in range(4):
         bench.write(batch)
-        got = bench.consumer.step()
+        got = bench.next()
         assert repr(got) == repr(batch)
         arrays: list[Any] = []
         codec.map_leaves(arrays.append, got)
@@ -528,7 +414,7 @@ def test_what_is_kept_of_a_small_batch() -> None:
     kept = []
     for number in range(9):
         bench.write({name: array + number for name, array in batch.items()})
-        got = bench.consumer.step()
+        got = bench.next()
         if number % 3 == 0:
             kept.append((number, got["a"][1:], memoryview(got["b"])))
         del got
@@ -544,7 +430,7 @@ def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
     places = set()
     for length in [9] * 5 + [3] * 4:
         bench.write([np.arange(length), np.zeros(4)])
-        got = bench.consumer.step()
+        got = bench.next()
         places.add(got[0].ctypes.data)
     assert len(places) == 2
 
@@ -552,10 +438,12 @@ def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
 def test_a_batch_of_a_structure_that_is_not_known() -> None:
     """It is for Python to decode."""
     bench = Written()
-    bench.write({"a key of this test alone": ARRAY})
-    assert bench.consumer.step() is None
-    bench.learn({"a key of this test alone": ARRAY})
-    assert bench.consumer.step() is not None
+    batch = {"a key of this test alone": ARRAY}
+    bench.write(batch)
+    assert isinstance(bench.next(), Lease)  # what `read` returns here
+    bench.learn(batch)
+    bench.write(batch)
+    assert repr(bench.next()) == repr(batch)
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: codec.map_leaves(convert_leaf, batch)])
@@ -569,9 +457,8 @@ def test_a_batch_with_objects(convert: Any) -> None:
     ]  # fmt: skip
     bench.learn(batch)
     bench.write(batch)
-    assert bench.consumer.step() is None
     want = batch if convert is None else convert(batch)
-    assert repr(bench.consumer.next()) == repr(want)
+    assert repr(bench.next()) == repr(want)
     assert bench.slots.leased == 0
 
 
@@ -580,7 +467,7 @@ def test_objects_with_buffers() -> None:
     bench = Written()
     bench.learn([ARRAY, Holder()])
     bench.write([ARRAY, Holder()])
-    assert isinstance(bench.consumer.next(), Lease)  # what `read` returns here
+    assert isinstance(bench.next(), Lease)  # what `read` returns here
 
 
 def test_a_large_batch() -> None:
@@ -588,12 +475,11 @@ def test_a_large_batch() -> None:
     bench = Written(960)
     bench.learn([np.zeros(120)])
     bench.write([np.full(121, 7.0)])
-    assert bench.consumer.step() is None
-    got = bench.consumer.next()
+    got = bench.next()
     assert got[0].tolist() == [7] * 121
     assert bench.slots.leased == 1
     bench.write([np.zeros(120)])
-    assert bench.consumer.step() is not None
+    assert bench.next()[0].tolist() == [0] * 120
     assert bench.slots.leased == 1
     del got
     assert bench.slots.leased == 0
@@ -621,7 +507,7 @@ def test_leaves_are_converted() -> None:
     bench.learn(batch)
     for _ in range(3):
         bench.write(batch)
-        got = bench.consumer.step()
+        got = bench.next()
         assert (got["a"].tolist(), got["b"][0].tolist()) == ([-1] * 3, [1] * 2)
         assert got["b"][1][0].tolist() == [-1]
 
@@ -641,7 +527,7 @@ def test_a_batch_of_tensors(batch: Any, most: int) -> None:
     for _ in range(3):
         bench.write(batch)
         got: list[Any] = []
-        codec.map_leaves(got.append, bench.consumer.step() if most else bench.consumer.next())
+        codec.map_leaves(got.append, bench.next())
         for leaf, value in zip(got, plain, strict=True):
             want = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             assert (type(leaf), repr(leaf)) == (type(want), repr(want))
@@ -662,7 +548,7 @@ def test_tensors_of_a_batch() -> None:
     bench.learn(batch)
     for _ in range(3):
         bench.write(batch)
-        got = bench.consumer.next()
+        got = bench.next()
         assert list(got) == list(batch)
         for name, tensor in batch.items():
             assert torch.equal(got[name], tensor), name
@@ -680,10 +566,8 @@ def test_a_conversion_that_raises() -> None:
     bench = Written(convert=refuse, leaf_for=lambda _: refuse)
     bench.learn(np.arange(2))
     bench.write(np.arange(2))
-    assert bench.consumer.step() is None
-    assert bench.consumer.taken == 0
     with pytest.raises(Failed, match=r"\[0, 1\]"):
-        bench.consumer.next()
+        bench.next()
     assert bench.consumer.taken == 1
 
 
@@ -693,79 +577,74 @@ def test_a_conversion_to_none() -> None:
     bench = Written(convert=seen.append, leaf_for=lambda _: seen.append)
     bench.learn(ARRAY)
     bench.write(ARRAY)
-    assert bench.consumer.step() is None
-    assert bench.consumer.next() is None
+    assert bench.next() is None
     assert (len(seen), bench.consumer.taken) == (1, 1)
-
-
-def test_a_batch_is_taken_while_one_converts_it() -> None:
-    """A handler that takes the batch under way gets it; the call that was interrupted does not."""
-    bench = Written(convert=list, leaf_for=lambda _: take)
-    got: list[Any] = []
-    reads = [1, 2]
-
-    def take(array: Any) -> Any:
-        if reads:
-            reads.pop()
-            got.append(bench.consumer.step())
-        return array
-
-    bench.learn(ARRAY)
-    bench.consumer.begin(0, (0, 1, 1, 0, 1, 1, 0, 0))  # the last batch: nothing is posted behind it
-    bench.consumer.refill()
-    bench.write(ARRAY)
-    assert bench.consumer.step() is None
-    assert [one is None for one in got] == [False, True]
-    assert bench.consumer.taken == 1
 
 
 # -- the iterator
 
 
 def test_the_iterator() -> None:
-    """A step in C if that can be, else the next batch, with the lock held; then the end."""
-    run, counter = RunState(), Counter()
+    """Batches come with the lock held, then the end."""
+    counter = Counter()
     locked = []
 
     def go() -> None:
-        locked.append(run.lock.is_mine())
-        counter.work("next")
+        locked.append(counter.run.lock.is_mine())
+        counter.work("second")
 
-    batches = BatchIterator(run, counter.consumer)
-    counter.work("step")
+    batches = BatchIterator(counter.consumer, 0)
+    counter.work("first")
     counter.reads.append(go)
-    assert [next(batches), next(batches)] == ["step", "next"]
+    assert [next(batches), next(batches)] == ["first", "second"]
     assert locked == [True]
     with pytest.raises(StopIteration):
         next(batches)
     assert iter(batches) is batches
+    assert not counter.run.lock.is_mine()
 
 
-def test_a_step_while_another_thread_has_the_lock() -> None:
-    """A GIL stands in for the lock: without one, the step waits for it."""
-    run, counter = RunState(), Counter()
-    batches = BatchIterator(run, counter.consumer)
-    counter.work("step")
+def test_another_thread_has_the_lock() -> None:
+    """What is ready waits for it, too."""
+    counter = Counter()
+    batches = BatchIterator(counter.consumer, 0)
+    counter.work("first")
     got: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: got.append((next(batches), run.lock.acquire(timeout=0)))
-    )
-    with run.lock.hold():
+    thread = threading.Thread(target=lambda: got.append(next(batches)))
+    with counter.run.lock.hold():
         thread.start()
-        thread.join(60 if HAS_GIL else 0.1)
-        assert got == ([("step", False)] if HAS_GIL else [])
+        thread.join(0.1)
+        assert got == []
     thread.join()
-    assert got == ([("step", False)] if HAS_GIL else [("step", True)])
-    assert counter.consumer.taken == 1
+    assert got == ["first"]
 
 
 def test_another_iterator() -> None:
     """Once another iterator is the present one, nothing is taken; the lock is free again."""
-    run, counter = RunState(), Counter()
-    batches = BatchIterator(run, counter.consumer)
+    counter = Counter()
+    batches = BatchIterator(counter.consumer, 0)
     counter.work()
-    run.supersede()
+    counter.run.interrupt()
     with pytest.raises(InterruptedError, match="newer iterator"):
         next(batches)
-    assert not run.lock.is_mine()
+    assert not counter.run.lock.is_mine()
     assert counter.consumer.taken == 0
+
+
+def test_a_batch_while_one_is_taken() -> None:
+    """What runs in the middle of a call takes nothing; it may end the generation."""
+    counter = Counter()
+    batches = BatchIterator(counter.consumer, 0)
+
+    def take() -> None:
+        with pytest.raises(RuntimeError, match="in the middle of another call"):
+            next(batches)
+
+    counter.reads += [counter.run.interrupt, take]
+    counter.work(None)
+    counter.work(None)
+    assert next(batches) is None
+    assert counter.consumer.taken == 1
+    with pytest.raises(InterruptedError):
+        next(batches)
+    assert counter.consumer.taken == 1

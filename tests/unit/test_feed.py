@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupting import interrupted
 
-from cseq._core import Ring, Runner, now_ns, ring_bytes
+from cseq._core import BatchIterator, Ring, Runner, now_ns, ring_bytes
 from cseq._memory import Block
 from cseq.feed import Feed, wake_at
+from cseq.place import Place
 from cseq.sampler import Sampler
 from cseq.stage import INDEXER
 from cseq.transport import Objects
@@ -81,7 +82,17 @@ class Stage:
 
     def next(self) -> Any:
         """Take the next batch."""
-        return self.feed.consumer.next()
+        return next(BatchIterator(self.feed.consumer, self.generation))
+
+    def begin(self, epoch: int, consumed: int = 0) -> None:
+        """Begin an epoch."""
+        self.generation = self.feed.run.interrupt()
+        self.feed.begin(Place(epoch, consumed), epoch, consumed, self.generation)
+
+    def interrupt(self) -> None:
+        """End the epoch."""
+        self.feed.run.interrupt()
+        self.feed.notify_all()
 
     def interrupt_next(self) -> None:
         """Let Ctrl-C come while the next batch is decoded."""
@@ -121,19 +132,19 @@ def test_wake_at(buffer: int, workers: int, tickets: int) -> None:
 def test_an_epoch() -> None:
     """All batches come out once, in order, then StopIteration, again and again."""
     stage = Stage()
-    stage.feed.begin(0)
+    stage.begin(0)
     assert stage.drain() == PAIRS
     for _ in range(2):
         with pytest.raises(StopIteration):
             stage.next()
-    stage.feed.begin(1)
+    stage.begin(1)
     assert stage.drain() == PAIRS
 
 
 def test_never_more_than_the_buffer() -> None:
     """No more tickets are posted than there are cells; each batch taken makes room for one."""
     stage = Stage(samples=20, buffer=3)
-    stage.feed.begin(0)
+    stage.begin(0)
     assert stage.ring.depths() == (3, 0, 0)
     for taken in range(1, 11):
         stage.next()
@@ -144,7 +155,7 @@ def test_never_more_than_the_buffer() -> None:
 def test_unordered() -> None:
     """Unordered, the batch that is finished first comes first."""
     stage = Stage(ordered=False)
-    stage.feed.begin(0)
+    stage.begin(0)
     slow = stage.claim(1)
 
     def late() -> None:
@@ -160,10 +171,10 @@ def test_unordered() -> None:
 def test_a_new_epoch_gives_up_the_old_one() -> None:
     """Tickets posted, in work and finished are given up; their cells are used again."""
     stage = Stage(samples=40, buffer=3)
-    stage.feed.begin(0)
+    stage.begin(0)
     working = stage.claim(1)
     stage.work()
-    stage.feed.begin(1)
+    stage.begin(1)
     assert stage.ring.abandoned_count == 1
     stage.finish(working)  # for nobody
     assert stage.drain() == [[2 * k, 2 * k + 1] for k in range(20)]
@@ -174,9 +185,9 @@ def test_a_new_epoch_gives_up_the_old_one() -> None:
 def test_all_cells_in_work_for_an_old_epoch() -> None:
     """If every cell is in work for an old epoch, the new one begins when the first is free."""
     stage = Stage(buffer=2)
-    stage.feed.begin(0)
+    stage.begin(0)
     old = [stage.claim(0), stage.claim(1)]
-    stage.feed.begin(1)
+    stage.begin(1)
     assert stage.ring.depths() == (0, 0, 0)
 
     def act() -> None:
@@ -192,7 +203,7 @@ def test_all_cells_in_work_for_an_old_epoch() -> None:
 def test_numbers_on_a_ticket() -> None:
     """A ticket carries the epoch, the batch's number and its place, also after a resume."""
     stage = Stage()
-    stage.feed.begin(7, consumed=4)
+    stage.begin(7, consumed=4)
     runner = stage.claim()
     assert (runner.epoch, runner.batch, runner.start) == (7, 2, 4)
     assert runner.indices().tolist() == [4, 5]
@@ -205,7 +216,7 @@ def test_an_exception() -> None:
     """What an indexer raised is raised at its batch; the next call goes on behind it."""
     stage = Stage()
     stage.raising = {5}
-    stage.feed.begin(0)
+    stage.begin(0)
     assert [stage.next().tolist() for _ in range(2)] == PAIRS[:2]
     with pytest.raises(Broken) as caught:
         stage.next()
@@ -222,7 +233,7 @@ def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
     """Errors that are to be skipped are logged and noted down, at the beginning and end, too."""
     stage = Stage(skip_errors=True)
     stage.raising = {0, 4, 9}
-    stage.feed.begin(3)
+    stage.begin(3)
     assert stage.drain() == [PAIRS[1], PAIRS[3]]
     assert [(epoch, batch) for epoch, batch, _ in stage.feed.skipped] == [(3, 0), (3, 2), (3, 4)]
     assert "Broken: [4, 5]" in stage.feed.skipped[1][2]
@@ -238,7 +249,7 @@ def test_what_is_not_skipped() -> None:
         pass
 
     stage = Stage(skip_errors=True)
-    stage.feed.begin(0)
+    stage.begin(0)
     runner = stage.claim()
     stage.edge.fail(runner, Outcome())
     with pytest.raises(Outcome):
@@ -249,7 +260,7 @@ def test_what_is_not_skipped() -> None:
 def test_a_check_that_raises() -> None:
     """What goes wrong elsewhere is raised, every time; what is ready comes out before it."""
     stage = Stage()
-    stage.feed.begin(0)
+    stage.begin(0)
     stage.work()
 
     def act() -> None:
@@ -267,8 +278,8 @@ def test_a_check_that_raises() -> None:
 def test_interrupted() -> None:
     """An interrupted wait raises InterruptedError, until the next epoch begins."""
     stage = Stage()
-    stage.feed.begin(0)
-    stage.act = stage.feed.interrupt
+    stage.begin(0)
+    stage.act = stage.interrupt
     for _ in range(2):
         with pytest.raises(InterruptedError):
             while True:
@@ -276,26 +287,26 @@ def test_interrupted() -> None:
     stage.act = stage.work
     with pytest.raises(InterruptedError):
         stage.next()
-    stage.feed.begin(1)
+    stage.begin(1)
     assert stage.drain() == PAIRS
 
 
 def test_an_exception_on_the_way_out_loses_nothing() -> None:
     """A batch whose taking out is interrupted (by Ctrl-C, say) comes out with the next call."""
     stage = Stage()
-    stage.feed.begin(0)
+    stage.begin(0)
     stage.interrupt_next()
     assert stage.drain() == PAIRS
-    stage.feed.begin(1)
+    stage.begin(1)
     stage.interrupt_next()
-    stage.feed.begin(2)  # or it is given up with its epoch
+    stage.begin(2)  # or it is given up with its epoch
     assert stage.drain() == PAIRS
 
 
 def test_an_exception_on_the_way_out_unordered() -> None:
     """Without an order, too, the batch stays in the ring, and comes out with a later call."""
     stage = Stage(ordered=False)
-    stage.feed.begin(0)
+    stage.begin(0)
     for _ in range(3):
         stage.interrupt_next()
     assert sorted(stage.drain()) == PAIRS
@@ -305,7 +316,7 @@ def test_in_work() -> None:
     """Who works on the awaited batch, since when, and which it is; unordered: on any batch."""
     for ordered, owners in ((True, [2]), (False, [2, 1])):
         stage = Stage(ordered=ordered)
-        stage.feed.begin(4)
+        stage.begin(4)
         assert stage.feed.in_work() == []
         before = now_ns()
         runners = [stage.claim(1), stage.claim(0)]
@@ -323,7 +334,7 @@ def test_stats() -> None:
     stage = Stage(samples=9, skip_errors=True)
     stage.raising = {2}
     for epoch in range(2):
-        stage.feed.begin(epoch)
+        stage.begin(epoch)
         stage.drain()
     stats = stage.feed.stats()
     assert stats.skips == 2
@@ -350,13 +361,13 @@ def test_any_epochs(
 
     stage.act = act
     for epoch, (take, hold) in enumerate(history):
-        stage.feed.begin(epoch)
+        stage.begin(epoch)
         idle = [k for k in range(1, hold + 1) if stage.runners[k].cell < 0]
         held.extend(stage.claim(k) for k in idle[: stage.ring.depths()[0]])
         got = [stage.next().tolist() for _ in range(min(take, len(want)))]
         assert (got == want[: len(got)]) if ordered else all(b in want for b in got)
         assert len({b[0] for b in got}) == len(got)
-    stage.feed.begin(99)
+    stage.begin(99)
     got = stage.drain()
     assert (got if ordered else sorted(got)) == want
 
@@ -364,7 +375,7 @@ def test_any_epochs(
 def test_indices_are_in_the_ring() -> None:
     """A ticket's indices lie in its cell, where a worker that takes over finds them again."""
     stage = Stage()
-    stage.feed.begin(0)
+    stage.begin(0)
     runner = stage.claim(1)
     runner.indices()[:] = -1
     stage.ring.repost(2)
@@ -385,7 +396,7 @@ def test_ctrl_c_twice(ordered: bool) -> None:
     hits = 0
     for first, second in itertools.product(range(1, 20), repeat=2):
         stage = Stage(samples=9, ordered=ordered)
-        stage.feed.begin(0)
+        stage.begin(0)
         got: list[Any] = [stage.next().tolist() for _ in range(3)]  # the last one is short
         hits += strike(stage, first, got) and strike(stage, second, got)
         assert stage.feed.position == min(2 * len(got), 9)
@@ -405,7 +416,7 @@ def test_a_conversion_that_fails_is_made_once(skip: bool) -> None:
         return batch
 
     stage = Stage(convert=convert, skip_errors=skip)
-    stage.feed.begin(0)
+    stage.begin(0)
     got: list[Any] = []
     raised = 0
     while True:

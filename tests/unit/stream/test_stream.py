@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import decimal
 import errno
@@ -536,22 +535,6 @@ def test_ctrl_c_loses_nothing() -> None:
                 interrupts += 1
     assert got == list(range(40))
     assert interrupts > 0
-
-
-@pytest.mark.needs("POSIX")
-def test_a_signal_handler_may_take_items() -> None:
-    """It gets those that the interrupted call was waiting for, and that call gets the next one."""
-    with streams(Pressing, 1, prefetch=1) as s:
-        s.begin([40])
-        got: list[int] = []
-        before = signal.signal(signal.SIGINT, lambda *_: got.append(s.next(0)[1]))
-        try:
-            while len(got) < 40:
-                with contextlib.suppress(StopIteration):
-                    got.append(s.next(0)[1])
-        finally:
-            signal.signal(signal.SIGINT, before)
-        assert got == list(range(40))
 
 
 @pytest.mark.needs("POSIX")
