@@ -34,8 +34,7 @@ The modules; imports point down::
     ├── transport.py    the two ends of a hand-over: as an object, or through a slot
     ├── codec.py        encodes a batch into a slot, and decodes it
     ├── arena.py        slots of shared memory, and the leases on them
-    ├── writer.py       a worker's end of the slots, and its spares
-    ├── slot_size.py    how large a slot is made, and when it shrinks
+    ├── writer.py       a worker's end of the slots
     ├── segment.py      the anonymous file that slots lie in
     ├── dataset.py      from_dataset: a map-style data set as a worker
     ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
@@ -62,7 +61,7 @@ The modules; imports point down::
     ├── _objects.pyx    where threads leave their batches
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _placement.pyx  arrays made in place, by numpy's allocator
-    ├── _slots.pyx      slots: free, taken, leased, or owned by a worker
+    ├── _slots.pyx      the table of slots: who has each
     ├── _memory.pyx     memory that arrays are made on
     └── errors.py       every error, drawn as a tree
 """

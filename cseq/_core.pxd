@@ -7,7 +7,6 @@ cimport numpy as cnp
 
 from cseq._headers cimport cseq_cell, cseq_order, cseq_ring, cseq_gil
 from cseq._memory cimport Memory
-from cseq._slots cimport Slots
 
 
 cdef void arm(long worker) noexcept
@@ -47,7 +46,6 @@ cdef class Ring:
     cdef bint expected        # the oldest ticket was waited for in vain, without sleeping
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
-    cdef public Slots arena   # the slots of its tickets; None: they have none
     # Counters that any thread reads: see `cseq_count_u64`.
     cdef uint64_t waited        # ns that the trainer has slept
     cdef uint64_t batch_count   # taken since the beginning, without errors
@@ -56,9 +54,9 @@ cdef class Ring:
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity) noexcept
+                    uint32_t count, uint64_t start) noexcept
     cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
-                   uint64_t start, uint32_t slot, uint64_t capacity) noexcept
+                   uint64_t start) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t index(self, uint32_t k) noexcept
     cdef void give_up(self, uint32_t cell) noexcept
@@ -69,10 +67,6 @@ cdef class Ring:
     cdef int find(self, bint ordered) noexcept
     cdef bint expect(self, uint32_t seen) noexcept
     cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept
-    cdef inline void settle(self, cseq_cell* c) noexcept:
-        """Record the owner of the slot that a published ticket lies in."""
-        if self.arena is not None:
-            self.arena.settle(c)
 
 
 @cython.final
@@ -81,7 +75,6 @@ cdef class Runner:
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
-    cdef uint32_t worker
     cdef cseq_cell* c
     cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
@@ -94,4 +87,4 @@ cdef class Runner:
     cdef void give_back(self) noexcept
     cdef cseq_cell* held(self) except NULL
     cpdef object indices(self)
-    cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept
+    cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept

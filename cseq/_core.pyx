@@ -23,7 +23,7 @@ from cseq._references cimport cseq_given, cseq_is_unique
 from cseq._lock cimport Lock
 from cseq._run cimport RunState
 from cseq._objects cimport ObjectTable
-from cseq._slots cimport NO_SLOT, Slots
+from cseq._slots cimport Slots
 
 import os
 from collections import deque
@@ -502,7 +502,7 @@ cdef class Ring:
         return -1
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-             uint32_t count, uint64_t start=0, uint32_t slot=0, uint64_t capacity=0):
+             uint32_t count, uint64_t start=0):
         """Post a ticket in a free cell, whose indices are written.
 
         `start` is the position of the first sample in the order of the epoch. The runners are woken
@@ -514,12 +514,12 @@ cdef class Ring:
             raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
         if cseq_ring_state(self.r, cell) != CSEQ_FREE:
             raise RuntimeError(f"cell {cell} is not free")
-        self.offer(cell, ticket, epoch, batch, count, start, slot, capacity)
+        self.offer(cell, ticket, epoch, batch, count, start)
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start, uint32_t slot, uint64_t capacity) noexcept:
+                    uint32_t count, uint64_t start) noexcept:
         """`post`, in a cell that is free."""
-        self.fill(cell, epoch, batch, count, start, slot, capacity)
+        self.fill(cell, epoch, batch, count, start)
         if not self.outstanding:
             cseq_ring_begin(self.r, cell)
         self.order[self.index(self.outstanding)] = cell
@@ -531,15 +531,14 @@ cdef class Ring:
             self.wake()
 
     cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
-                   uint64_t start, uint32_t slot, uint64_t capacity) noexcept:
+                   uint64_t start) noexcept:
         """Write what a ticket says into a free cell."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
         c.start = start
         c.count = count
-        cseq_store_rlx_u32(&c.slot, slot)
-        c.capacity = capacity
+        c.capacity = 0
         cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
 
@@ -605,7 +604,6 @@ cdef class Ring:
             return None
         cell = <int>self.outstanding_cell(<uint32_t>k)
         c = cseq_ring_cell(self.r, cell)
-        self.settle(c)
         f = self.free(c, <uint32_t>k)
         return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
 
@@ -736,7 +734,6 @@ cdef class Ring:
             if not cseq_ring_cancel(self.r, cell):
                 k += 1
                 continue
-            self.settle(cseq_ring_cell(self.r, cell))
             swept.append((cell, cseq_ring_cell(self.r, cell).slot))
             cseq_ring_retire(self.r, cell)
             self.drop(k)
@@ -761,29 +758,21 @@ cdef class Ring:
         finally:
             PyMem_RawFree(held)
 
-    def reclaim(self, uint32_t owner, list others=None):
-        """Take back the slots of `owner`, whose tickets were posted again: a list of slots.
+    def slots(self):
+        """Slots that published tickets lie in: a set.
 
-        `others`: more rings whose tickets lie in slots of the same arena.
+        A slot that leaves the ring meanwhile was made the trainer's before that.
         """
-        cdef list every = [self, *(others or ())]
-        cdef Py_ssize_t count, k
-        cdef Py_ssize_t* taken = NULL
-        cdef cseq_ring** rings = NULL
-        if self.arena is None:
-            return []
-        try:
-            taken = <Py_ssize_t*>PyMem_RawMalloc(sizeof(Py_ssize_t) * <size_t>(self.arena.count() + 1))
-            rings = <cseq_ring**>PyMem_RawMalloc(sizeof(cseq_ring*) * <size_t>len(every))
-            if taken == NULL or rings == NULL:
-                raise MemoryError(f"no memory for {self.arena.count()} slots")
-            for k in range(len(every)):
-                rings[k] = (<Ring?>every[k]).r
-            count = self.arena.reclaim(rings, len(every), owner, taken)
-            return [taken[k] for k in range(count)]
-        finally:
-            PyMem_RawFree(taken)
-            PyMem_RawFree(rings)
+        cdef uint32_t k, slot
+        cdef int state
+        cdef set found = set()
+        for k in range(self.r.capacity):
+            state = cseq_ring_state(self.r, k)
+            if state == CSEQ_INDEXED or state == CSEQ_CONVERTING or state == CSEQ_READY:
+                slot = cseq_load_acq_u32(&cseq_ring_cell(self.r, k).slot)  # SYNC: slot is the trainer's
+                if slot != CSEQ_NO_SLOT:
+                    found.add(slot)
+        return found
 
     def notify_all(self):
         """Wake the trainer, whichever cell it waits for."""
@@ -824,12 +813,9 @@ cdef class Runner:
         The runner's number, from 1.
     last : bool
         No stage follows: publish to the output.
-    worker : int
-        The number under which it owns slots; 0: `owner`.
     """
 
-    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last,
-                  uint32_t worker=0):
+    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
         if stage > 1:
             raise ValueError(f"stage={stage} is neither 0 nor 1")
         if not 1 <= owner <= ring.r.runners:
@@ -838,7 +824,6 @@ cdef class Runner:
         self.r = ring.r
         self.stage = stage
         self.owner = owner
-        self.worker = worker or owner
         self.last = last
         self.cell = -1
         self.park = PARK_NS
@@ -924,13 +909,9 @@ cdef class Runner:
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
-    def attach(self):
-        """Record that the trainer owns the ticket's slot, before the batch leaves it."""
-        self.ring.settle(self.held())
-
     def detach(self):
-        """The batch has left its slot: the trainer must not free it."""
-        cseq_store_rlx_u32(&self.held().slot, NO_SLOT)
+        """The batch has left its slot, which is the trainer's: `Consumer` must not free it."""
+        cseq_store_rel_u32(&self.held().slot, CSEQ_NO_SLOT)
 
     cpdef object indices(self):
         """The batch's indices: an int64 array that nothing else refers to.
@@ -961,8 +942,7 @@ cdef class Runner:
         capacity : int
             Bytes of the slot that are committed now.
         slot : int
-            The slot, if it is not the one that the ticket was posted with: one that this runner
-            owned. It owns the ticket's slot from now on. -1: the ticket's slot.
+            The slot that an indexer has written to, which is the ticket's from now on; -1: none.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -971,20 +951,15 @@ cdef class Runner:
             raise ValueError(f"record={record!r} is not a tuple of at most {CSEQ_FIELDS} numbers")
         for i in range(len(<tuple>record)):
             fields[i] = (<tuple>record)[i]
-        if slot >= 0 and slot != c.slot:
-            CSEQ_POINT("move")
-            c.by = self.worker
-            cseq_store_rlx_u32(&c.slot, <uint32_t>slot)
-            c.capacity = capacity
-            CSEQ_POINT("moved")
-        self.deliver(c, status, capacity)
+        if slot >= 0:
+            cseq_store_rel_u32(&c.slot, <uint32_t>slot)
+        c.capacity = max(c.capacity, capacity)
+        self.deliver(c, status)
 
-    cdef void deliver(self, cseq_cell* c, uint32_t status, uint64_t capacity) noexcept:
-        """`publish`, with the record written."""
+    cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
+        """`publish`, with slot and record written."""
         c.status = status
         c.stage = self.stage
-        if capacity > c.capacity:
-            c.capacity = capacity
         cdef uint32_t cell = <uint32_t>self.cell
         self.cell = -1
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
@@ -1033,8 +1008,6 @@ cdef class Consumer:
         The batches of threads.
     slots : Slots, optional
         The slots of processes; without it, tickets have no slot.
-    extend : callable, optional
-        ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     discard : callable, optional
         ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
     small : tuple, optional
@@ -1073,7 +1046,7 @@ cdef class Consumer:
     cdef readonly Ring ring
     cdef public bint prompt
     cdef Order order
-    cdef object fill, read, describe, extend, discard, wait, convert
+    cdef object fill, read, describe, discard, wait, convert
     cdef bint ordered, skip_errors
     cdef ObjectTable objects
     cdef Slots slots
@@ -1111,12 +1084,11 @@ cdef class Consumer:
     def __cinit__(self, RunState run not None, Ring ring not None, Order order not None, fill, read,
                   describe, *,
                   bint ordered=True, bint skip_errors=False, ObjectTable objects=None, Slots slots=None,
-                  extend=None, discard=None, small=None, wait=None, convert=None,
-                  leaf_for=None):
+                  discard=None, small=None, wait=None, convert=None, leaf_for=None):
         self.run, self.ring, self.order = run, ring, order
         self.fill, self.read, self.describe = fill, read, describe
         self.ordered, self.skip_errors = ordered, skip_errors
-        self.objects, self.slots, self.extend, self.discard = objects, slots, extend, discard
+        self.objects, self.slots, self.discard = objects, slots, discard
         if small is not None:
             self.mapped, self.reader, self.most, self.lend = small
         self.wait, self.convert, self.leaf_for = wait, convert, leaf_for
@@ -1200,7 +1172,7 @@ cdef class Consumer:
         self.next_for = k + 1
         return 0
 
-    cdef void offer(self, uint32_t cell, uint32_t slot, uint64_t capacity) noexcept:
+    cdef void offer(self, uint32_t cell) noexcept:
         """Post the next ticket, which is prepared, in a free cell."""
         cdef int64_t* indices = cseq_ring_indices(self.ring.r, cell)
         cdef uint64_t start = self.next_start
@@ -1210,41 +1182,20 @@ cdef class Consumer:
             self.order.copy(start, count, indices)
         else:
             memcpy(indices, self.next_memory.data, 8 * <size_t>count)
-        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, count, start, slot,
-                        capacity)
+        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, count, start)
         self.ticket += 1
         self.posted += 1
 
     def refill(self):
         """Post tickets while there are free cells and batches left."""
         cdef int cell
-        cdef Py_ssize_t slot
         self.sweep()
         while self.posted < self.batches:
             cell = self.ring.find_vacant()
             if cell < 0:
                 return
             self.prepare()
-            if self.slots is None:
-                self.offer(cell, NO_SLOT, 0)
-                continue
-            slot = self.slots.find_fit()
-            if slot < 0:
-                if not self.make_room():
-                    return
-            elif self.slots.occupy(slot):
-                self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
-
-    cdef bint make_room(self) except -1:
-        """Make the lowest free slot usable, or more slots. False: memory is short, and there are tickets
-        in the ring, to be had first."""
-        try:
-            self.extend()
-        except MemoryError:
-            if not self.ring.outstanding:
-                raise
-            return False
-        return True
+            self.offer(cell)
 
     cdef int sweep(self) except -1:
         """Free the cells of given-up tickets that no runner works on any more."""
@@ -1259,21 +1210,12 @@ cdef class Consumer:
                 self.discard(cell)
             # Its destructor may run code: after all else is done.
             before = None if self.objects is None else self.objects.put(cell, None)
-            self.leave(cseq_ring_cell(ring.r, cell), True)
+            if self.slots is not None:
+                self.slots.leave(cseq_ring_cell(ring.r, cell))
             cseq_ring_retire(ring.r, cell)
             ring.drop(k)
             before = None
         return 0
-
-    cdef Py_ssize_t leave(self, cseq_cell* c, bint release) except -2:
-        """Detach a cell's slot: that which its next ticket can have, or -1."""
-        cdef Py_ssize_t slot = -1
-        if self.slots is not None and c.slot != NO_SLOT:
-            slot = self.slots.leave(c)
-            if slot >= 0 and (release or not self.slots.is_fit(slot)):
-                self.slots.release(slot)
-                slot = -1
-        return slot
 
     # -- peek, decode, commit
 
@@ -1329,9 +1271,7 @@ cdef class Consumer:
         slot = mapped[c.slot]
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
-        # Some small batches go through the arena, which counts them, so that their slots can shrink.
-        if (small and c.capacity > MOST_KEPT
-                and self.taken_count % (4 * self.ring.r.capacity) < self.ring.r.capacity):
+        if small and c.capacity > MOST_KEPT and self.slots.is_due():  # for `Arena.tidy`
             return UNREAD
         plan = self.found
         if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
@@ -1370,22 +1310,15 @@ cdef class Consumer:
         # Destructors may run code: after all else is done.
         before = self.batch
         left = None if self.objects is None else self.objects.put(cell, None)
-        cdef Py_ssize_t slot = self.leave(c, not more)
+        if self.slots is not None:
+            self.slots.leave(c)
         self.decoded, self.batch, self.error = -1, None, None
         ring.free(c, k)
         cseq_count_u64(&self.taken_count, 1)
         if done:
             cseq_store_rlx_u64(&self.done_count, self.taken_count)
-        if not more:
-            return 0
-        if self.slots is None:
-            self.offer(cell, NO_SLOT, 0)
-            return 0
-        if slot < 0:
-            slot = self.slots.find_fit()
-            if slot < 0 or not self.slots.occupy(slot):
-                return 0  # `refill` posts it
-        self.offer(cell, <uint32_t>slot, self.slots.committed(slot))
+        if more:
+            self.offer(cell)
         return 0
 
     cdef PyObject* take(self, uint64_t generation) except NULL:
@@ -1412,9 +1345,6 @@ cdef class Consumer:
             if error is not None:
                 error, entry = self.describe(self.decoded, error)
             self.prepare()
-            if (self.slots is not None and self.posted < self.batches
-                    and self.slots.find_fit() < 0):
-                self.make_room()  # if it cannot: `refill` posts the next ticket
             PyErr_CheckSignals()
             if not self.run.is_at(generation):
                 raise InterruptedError

@@ -5,9 +5,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from cseq._core import Runner
 from cseq._memory import Mapping, Memory
 from cseq._placement import SlotAllocator
 from cseq._plan import Plan
+from cseq._slots import Slots
 from cseq._work import TicketWriter
 
 @disjoint_base
@@ -21,11 +23,15 @@ class SlotEncoder(TicketWriter):
     target: Mapping | None
     mapped: dict[int, Mapping]
     older: list[Memory]
+    slots: Slots | None
     slot: int
+    kept: list[Any]
     cast: np.dtype[Any] | None
     dump: Callable[[list[Any], Any, np.dtype[Any] | None], tuple[bytes, list[NDArray[Any]]]]
     plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
+    def take(self) -> int: ...
+    def publish(self, runner: Runner, status: int, record: tuple[int, ...]) -> None: ...
     def remember(self, plan: Plan) -> None: ...
     def match(
         self, batch: Any, cast: np.dtype[Any] | None

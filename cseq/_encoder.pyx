@@ -14,6 +14,7 @@ from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
 from cseq._memory cimport arm as arm_memory
 from cseq._plan cimport ARRAY, RECENT, Leaf, Plan, aligned, cseq_set_own
+from cseq._slots cimport Slots
 from cseq._work cimport TicketWriter
 
 cnp.import_array()
@@ -45,13 +46,17 @@ cdef class SlotEncoder(TicketWriter):
     placement : SlotAllocator or None
         Makes numpy allocate large arrays of the indexer in the slot.
     target : Mapping or None
-        Where numpy may place arrays of this ticket. Only while the worker has a spare, in case some
-        are kept.
+        Where numpy may place arrays of this ticket. Not while the worker keeps many slots.
     mapped : dict of int to Mapping
         Slots' mappings. Every one made is kept for the slot's next ticket.
     older : list of Memory
         Mappings of the slot that were replaced during this ticket.
+    slots : Slots or None
+        The table. None: slots are named by the caller.
     slot : int
+        The present slot, which this process has taken; -1: none.
+    kept : list
+        Slots in which arrays of earlier batches are alive; see `writer.Kept`.
     cast : numpy.dtype or None
         What `try_publish` casts numbers to.
     dump : callable
@@ -70,7 +75,9 @@ cdef class SlotEncoder(TicketWriter):
     cdef public object target
     cdef public dict mapped
     cdef public list older
+    cdef public Slots slots
     cdef public int64_t slot
+    cdef public list kept
     cdef public object cast
     cdef public object dump
     cdef readonly list plans  # of the last batches of different structure, the latest first
@@ -81,6 +88,7 @@ cdef class SlotEncoder(TicketWriter):
     cdef uint64_t fields[4]  # the record of what was laid down last
 
     def __cinit__(self, *args):
+        self.kept = []
         self.memory = Block(0)
         self.mapped = {}
         self.older = []
@@ -248,20 +256,56 @@ cdef class SlotEncoder(TicketWriter):
             end, structure, layout, objects)
         return 0
 
+    cpdef int take(self) except -1:
+        """Take a slot, as the present one."""
+        self.slot = self.slots.take()
+        CSEQ_POINT("taken")
+        return 0
+
     cdef int open_ticket(self, Runner runner) except -1:
-        """Make the slot of the present ticket the present one."""
-        cdef cseq_cell* c = runner.held()
-        cdef Mapping mapping = self.mapped.get(c.slot)
-        if (mapping is None or <uint64_t>mapping.size < c.capacity or self.target is not None
-                or self.loaned or self.older or (self.placement is not None and mapping.size > MOST_COPIED)):
-            self.begin(c.slot, c.capacity)
+        """Take a slot for the present ticket."""
+        cdef Mapping mapping
+        cdef uint64_t nbytes
+        if self.slots is None or self.slot >= 0 or self.loaned or self.older or PyList_GET_SIZE(self.kept):
+            self.begin()
             return 0
-        self.slot = c.slot
+        self.take()
+        mapping = self.mapped.get(self.slot)
+        nbytes = self.slots.committed(self.slot)
+        if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < MOST_COPIED
+                or self.slots.is_excessive(nbytes)
+                or (self.placement is not None and nbytes > MOST_COPIED)):
+            self.begin()
+            return 0
         self.memory = mapping
-        self.capacity = <Py_ssize_t>c.capacity
+        self.capacity = <Py_ssize_t>nbytes
         self.used = 0
         self.watched = False
         return 0
+
+    cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
+        """Publish the slot with the ticket: it is not this process's any more."""
+        if self.slots is not None:
+            cseq_store_rel_u32(&c.slot, <uint32_t>self.slot)
+            self.slot = -1
+            CSEQ_POINT("named")
+        c.capacity = max(c.capacity, <uint64_t>self.capacity)
+        runner.deliver(c, status)
+
+    def publish(self, Runner runner not None, uint32_t status, record):
+        """Publish the ticket with what was written to the slot.
+
+        Parameters
+        ----------
+        runner : Runner
+        status : int
+        record : tuple of int
+            See `codec.Record`.
+        """
+        cdef cseq_cell* c = runner.held()
+        cdef uint64_t* fields = c.converted if runner.stage else c.record
+        fields[0], fields[1], fields[2], fields[3] = record
+        self.hand_over(runner, c, status)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
         """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
@@ -293,7 +337,7 @@ cdef class SlotEncoder(TicketWriter):
         c = runner.held()
         for k in range(4):
             c.record[k] = self.fields[k]
-        runner.deliver(c, 0, self.capacity)
+        self.hand_over(runner, c, 0)
         return True
 
 

@@ -61,6 +61,7 @@ cdef extern from "cseq_fault.h" nogil:
 cdef extern from "cseq_ring.h" nogil:
     enum:
         CSEQ_FIELDS
+        CSEQ_NO_SLOT
         CSEQ_FREE
         CSEQ_POSTED
         CSEQ_INDEXING
@@ -87,8 +88,6 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t count       # samples
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed
-        uint32_t home        # the slot it was posted with
-        uint32_t by          # the worker that put the batch into another slot
         uint64_t started_ns  # when it was claimed; 0 before
         uint32_t stage       # which record was written last
         uint32_t status

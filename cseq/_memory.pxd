@@ -11,7 +11,7 @@ from cseq._headers cimport cseq_kept, cseq_list, cseq_place, cseq_span
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies of this size or more release the GIL
-    MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (slot_size.SLACK)
+    MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (arena.SLACK)
     WINDOW = 32  # batches, at least, between two times that memory is given back
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 

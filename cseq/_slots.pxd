@@ -1,71 +1,77 @@
-"""Slots of shared memory: their states, owners and sizes."""
+"""Slots of shared memory: who has each, and how large it is."""
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
 
-from cseq._headers cimport (
-    cseq_cell, cseq_kept, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_ring, cseq_span, cseq_store_rlx_u64)
-from cseq._memory cimport Mapping, Memory
+from cseq._headers cimport cseq_cell, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_span, cseq_store_rlx_u64
+from cseq._memory cimport MOST_KEPT, Mapping, Memory
 
 
 cdef enum:
-    FREE = 0
-    TAKEN = 1
-    LEASED = 2
-    CHUNK = 1024    # slots
-    CHUNKS = 4096
+    CHUNK = 1024   # slots
+    PAGE = 4096    # bytes
 
-cdef enum:
-    NO_SLOT = 0xFFFFFFFF  # of a ticket whose batch lies in no slot
+cdef struct slot_chunk:
+    uint32_t owner[CHUNK]   # who has a slot: FREE, a worker's number, or TRAINER
+    uint32_t uses[CHUNK]    # of the trainer: its lease, and the forked workers that may read it
+    uint64_t nbytes[CHUNK]  # committed; written by who has the slot
 
-cdef struct slot_entry:
-    uint64_t nbytes   # committed, as far as the trainer knows
-    int64_t owned     # the worker that owns it, once all tickets are settled; 0: the trainer
-    uint32_t uses     # while it is leased: its lease, and the forked workers that may read it
-    uint8_t state
+cdef struct slot_table:
+    uint64_t made  # slots; written once they are there
+    uint64_t hint  # no free slot is below it, as far as is known
+    uint64_t room  # what slots are to shrink to that are much larger; 0: none
+    char pad[PAGE - 24]
+    slot_chunk chunk[1]
 
 
 @cython.final
 @cython.no_gc
 cdef class Slots:
-    cdef slot_entry* chunk[CHUNKS]
-    cdef uint64_t made        # slots; written once the entries are there
-    cdef uint32_t lock
-    cdef uint64_t held        # leases alive
+    cdef Mapping mapping
+    cdef slot_table* table
+    cdef int fd
+    cdef uint64_t width
+    cdef Py_ssize_t most     # slots that there can be
+    cdef readonly uint32_t owner
+    cdef long depth          # forks that lie before this process; its copies change nothing
+    cdef uint64_t held       # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
-    cdef dict lent            # by slot: leases of tickets that are still in the ring
-    # What the arena asks of a free slot before it is used again: bytes committed, at least and at most.
-    cdef uint64_t least_bytes
-    cdef uint64_t most_bytes
-    cdef uint64_t hint        # no free slot is below it, see above
-    cdef uint64_t reached     # behind the highest slot taken since the arena has set it; a hint
-    cdef inline slot_entry* at(self, Py_ssize_t slot) noexcept nogil:
-        return self.chunk[slot // CHUNK] + slot % CHUNK
+    cdef uint64_t peak_bytes, peak_held  # since `peak` was called
+    cdef uint64_t peaked_ns  # when that was
+    cdef dict lent           # by slot: leases of tickets that are still in the ring
+    cdef inline slot_chunk* chunk(self, Py_ssize_t slot) noexcept nogil:
+        return &self.table.chunk[slot // CHUNK]
+    cdef inline uint32_t* word(self, Py_ssize_t slot) noexcept nogil:
+        return &self.chunk(slot).owner[slot % CHUNK]
+    cdef inline uint32_t* uses(self, Py_ssize_t slot) noexcept nogil:
+        return &self.chunk(slot).uses[slot % CHUNK]
     cdef inline Py_ssize_t count(self) noexcept nogil:
         """Slots made so far."""
-        return <Py_ssize_t>cseq_load_acq_u64(&self.made)  # SYNC: entries of slots are there
+        return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)  # SYNC: entries of slots are there
     cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
-        """Bytes of a slot; exact for the thread that has taken it, a hint for others."""
-        return cseq_load_rlx_u64(&self.at(slot).nbytes)
+        """Bytes of a slot; exact for who has it, a hint for others."""
+        return cseq_load_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK])
     cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
-        """Set how many bytes of a slot are committed; the caller has taken it, or the arena's lock."""
-        cseq_store_rlx_u64(&self.at(slot).nbytes, nbytes)
+        """Set how many bytes of a slot are committed; the caller has it."""
+        cseq_store_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK], nbytes)
+    cdef inline bint is_excessive(self, uint64_t nbytes) noexcept:
+        """Whether a slot of so many bytes is to shrink before it is used again."""
+        cdef uint64_t room = cseq_load_rlx_u64(&self.table.room)
+        return room and nbytes > max(2 * room, room + MOST_KEPT)
     cdef int check(self, Py_ssize_t slot) except -1
-    cdef Py_ssize_t find_free(self) noexcept
-    cdef bint is_fit(self, Py_ssize_t slot) noexcept
-    cdef Py_ssize_t find_fit(self) noexcept
-    cdef Py_ssize_t occupy_fit(self) noexcept
-    cdef bint occupy(self, Py_ssize_t slot) noexcept
+    cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil
+    cdef void lower(self, Py_ssize_t slot) noexcept nogil
+    cdef int extend(self) except -1
+    cdef int commit(self, uint64_t offset, uint64_t nbytes) except -1
+    cpdef Py_ssize_t take(self) except -1
+    cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil
-    cdef bint is_last_use(self, Py_ssize_t slot) noexcept nogil
-    cpdef int release(self, Py_ssize_t slot) except -1
-    cpdef bint vacate(self, Py_ssize_t slot) except -1
-    cdef Py_ssize_t leave(self, cseq_cell* c) except -2
-    cdef void settle(self, cseq_cell* c) noexcept nogil
-    cdef void enter_owners(self, cseq_cell* c) noexcept nogil
-    cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
-                         Py_ssize_t* taken) noexcept nogil
+    cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1
+    cpdef int vacate(self, Py_ssize_t slot) except -1
+    cdef int leave(self, cseq_cell* c) except -1
+    cpdef bint is_due(self) noexcept
+    cdef bint end_use(self, Py_ssize_t slot) noexcept nogil
 
 
 @cython.final

@@ -1,66 +1,102 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Slots of shared memory: their states, owners and sizes."""
+"""Slots of shared memory: who has each, and how large it is."""
 
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport Py_DECREF
 from libc.stdlib cimport free
-from libc.string cimport memset
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memset, strerror
+from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
 
 from cseq._headers cimport *
-from cseq._memory cimport Mapping, Memory, fork_keeping, in_use
+from cseq._memory cimport Mapping, Memory, fork_keeping, forks_here, in_use
 
 cdef extern from "cseq_fault.h":
     int CSEQ_POISON
 
-cdef uint64_t LOWEST = 0xFFFFFFFF  # of the hint: a slot; above it, how often slots were freed
+cdef enum:
+    FREE = 0
+    FAR = 64  # slots: a search over more raises the hint
+    SECOND = 1000000000
+
+TRAINER = 0xFFFFFFFF
+
 
 @cython.final
 @cython.no_gc
 cdef class Slots:
-    """Which slots are free, taken or leased, which a worker owns, and how large they are.
+    """The table of slots: one word a slot, which says who has it, in memory that all processes share.
 
-    In private memory of the trainer. The trainer writes FREE → TAKEN and TAKEN → LEASED or FREE.
-    LEASED → FREE is written when the last use ends, by the `Lease` that any thread drops, also inside
-    garbage collection, or by the `Kept` of a forked worker. `uses` is 0 unless the slot is LEASED:
-    `vacate` sets it to 1 for the lease, a fork adds 1 while the lease is in the list of what is in use
-    (so that it has not ended), and who makes it 0 owns the slot. The entries lie in chunks that never
-    move.
+    It lies in the first slot of the file, which therefore holds no data. Whoever writes a slot takes
+    it::
 
-    The `hint` is where the search for the lowest free slot begins: all slots below are in use, or are
-    being freed. Who frees a slot writes its state first, then lowers the hint to it, and counts in the
-    upper half of that word. A search raises the hint by compare-and-swap, which fails if any slot was
-    freed since the search began; so it never passes a slot that was freed behind it.
+        FREE ──► worker k ──► TRAINER ──► FREE
+        FREE ──► TRAINER ──► FREE                     the trainer's own: requests, `shrink`
+                 worker k ──► FREE                    a slot that was kept; one of a worker that is gone
 
-    A slot that a worker owns is TAKEN. If a worker has published a ticket in a slot that it owned,
-    `settle` changes the owners: it adds the worker's number to `owned` of the slot that the ticket
-    was posted with, and subtracts it from that of the other slot. So tickets may be settled in any
-    order; until all are, `owned` is a partial sum, which names no worker and can be negative.
-    `owned`, and the `home` of a published ticket, are written under `lock`: a spin lock, under
-    which nothing is allocated and no Python code runs.
+    FREE is changed by compare-and-swap (`take`), k by worker k, until it has published the slot's
+    number in a cell; then by the trainer (`adopt`), before that cell names it no more. TRAINER is changed
+    by the trainer. When worker k is gone, its tickets are reposted, and the slots of its published
+    tickets are known, the supervisor changes k of all others, by compare-and-swap (`reclaim`).
+
+    A slot of the trainer is leased while its `uses` are not 0: `vacate` sets it to 1 for the `Lease`,
+    which any thread drops, also inside garbage collection; a fork of a worker adds 1 while the lease
+    is in the list of what is in use (so that it has not ended), which the `Kept` of that worker ends.
+    Who makes it 0 frees the slot. A copy of this object in a forked process changes nothing.
+
+    A search for the lowest free slot begins at the `hint`. Who frees a slot below lowers it; a search
+    over many slots raises it, then looks at these once more. A wrong hint costs memory only.
+
+    Parameters
+    ----------
+    fd : int
+        The file that the slots lie in; stays the caller's.
+    width : int
+        Bytes from one slot to the next.
+    slots : int
+        How many there are.
+    owner : int
+        TRAINER, which makes the table, or a worker's number, from 1.
     """
 
-    def __cinit__(self, Py_ssize_t capacity=0):
-        memset(self.chunk, 0, sizeof(self.chunk))
-        self.held = self.held_bytes = self.hint = 0
+    def __cinit__(self, int fd, uint64_t width, Py_ssize_t slots, uint32_t owner=TRAINER):
+        cdef Py_ssize_t chunks = min((slots + CHUNK - 1) // CHUNK,
+                                     <Py_ssize_t>((width - PAGE) // sizeof(slot_chunk)))
+        self.fd, self.width, self.owner = fd, width, owner
+        self.most = min(slots, chunks * CHUNK)
+        self.mapping = Mapping(fd, 0, PAGE + chunks * sizeof(slot_chunk))
+        self.table = <slot_table*>self.mapping.data
+        self.depth = forks_here[0]
         self.lent = {}
-        self.most_bytes = <uint64_t>-1
-        self.extend(capacity)
+        self.peaked_ns = cseq_now_ns()
+        if owner == TRAINER:
+            self.commit(0, PAGE)
+            self.extend()
+            self.word(0)[0] = TRAINER  # that of the table
 
-    def __dealloc__(self):
-        for i in range(CHUNKS):
-            PyMem_RawFree(self.chunk[i])
+    cdef int commit(self, uint64_t offset, uint64_t nbytes) except -1:
+        cdef int error
+        with nogil:
+            error = cseq_commit(self.fd, offset, nbytes)
+        if error:
+            raise MemoryError(f"no room for the table of slots: {strerror(error).decode()}")
+        return 0
 
     cdef int check(self, Py_ssize_t slot) except -1:
-        if slot < 0 or slot >= self.count():
+        if slot < 1 or slot >= self.count():
             raise IndexError(f"slot {slot} is not one of {self.count()}")
         return 0
 
+    def close(self):
+        """Unmap the table, unless leases are alive; then that is done when this object is dropped.
+        No slot may be taken any more."""
+        if not self.leased:
+            self.table = NULL
+            self.mapping = None
+
     @property
     def capacity(self):
-        """Slots made so far."""
+        """Slots made so far, and the table's."""
         return self.count()
 
     @property
@@ -73,126 +109,107 @@ cdef class Slots:
         """Bytes of the slots under lease."""
         return cseq_load_acq_u64(&self.held_bytes)
 
-    @property
-    def least(self):
-        """Committed bytes that a free slot has at least when it is used again; else see `Arena`."""
-        return cseq_load_rlx_u64(&self.least_bytes)
-
-    @least.setter
-    def least(self, uint64_t nbytes):
-        cseq_store_rlx_u64(&self.least_bytes, nbytes)
-
-    @property
-    def most(self):
-        """And at most."""
-        return cseq_load_rlx_u64(&self.most_bytes)
-
-    @most.setter
-    def most(self, uint64_t nbytes):
-        cseq_store_rlx_u64(&self.most_bytes, nbytes)
-
-    @property
-    def top(self):
-        """The highest slot taken since this was set; without a GIL, one may be missed."""
-        return <Py_ssize_t>cseq_load_rlx_u64(&self.reached) - 1
-
-    @top.setter
-    def top(self, Py_ssize_t slot):
-        cseq_store_rlx_u64(&self.reached, <uint64_t>(slot + 1))
-
     def nbytes(self, Py_ssize_t slot):
         """Bytes of a slot that are committed."""
         self.check(slot)
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set how many bytes of a slot are committed."""
+        """Set how many bytes of a slot are committed; the caller has it."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
-    def extend(self, Py_ssize_t count):
-        """Make `count` more slots, free."""
-        cdef Py_ssize_t upto = self.count() + count
-        cdef Py_ssize_t i
-        if count < 0 or upto > CHUNK * CHUNKS:
-            raise ValueError(f"cannot make {count} slots more than {self.count()}: "
-                             f"at most {CHUNK * CHUNKS} are possible")
-        for i in range((upto + CHUNK - 1) // CHUNK):
-            if self.chunk[i] == NULL:
-                self.chunk[i] = <slot_entry*>PyMem_RawCalloc(CHUNK, sizeof(slot_entry))
-                if self.chunk[i] == NULL:
-                    raise MemoryError("no memory for the table of slots")
-        cseq_store_rel_u64(&self.made, <uint64_t>upto)  # SYNC: entries of slots are there
+    def owners(self):
+        """Who has each slot: a list of 0 (free), a worker's number, or TRAINER."""
+        return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
-    # -- free and taken
+    def free(self):
+        """Free slots that take memory, lowest first, (slot, bytes) each; and how many are in use."""
+        cdef list found = []
+        cdef Py_ssize_t slot
+        cdef Py_ssize_t used = 0
+        for slot in range(1, self.count()):
+            if cseq_load_acq_u32(self.word(slot)) != FREE:
+                used += 1
+            elif self.committed(slot):
+                found.append((slot, self.committed(slot)))
+        return found, used
 
-    cdef Py_ssize_t find_free(self) noexcept:
-        """The lowest free slot, or -1 when none is free. Looks from the hint on, and raises it to what
-        was found unless a slot was freed meanwhile."""
-        cdef uint64_t hint = cseq_load_acq_u64(&self.hint)
-        cdef Py_ssize_t first = <Py_ssize_t>(hint & LOWEST)
+    def is_leased(self, Py_ssize_t slot):
+        """Whether a slot has a lease, or a forked worker may read it."""
+        self.check(slot)
+        return cseq_load_acq_u32(self.uses(slot)) != 0
+
+    # -- taken and free
+
+    cdef int extend(self) except -1:
+        """Make more slots, free. Several processes may do so at once."""
+        cdef uint64_t made = cseq_load_acq_u64(&self.table.made)
+        cdef uint64_t upto = min(<uint64_t>self.most, made + CHUNK)
+        if made == upto:
+            raise MemoryError(f"all {made - 1} slots of shared memory are in use: hold fewer batches")
+        self.commit(PAGE + made // CHUNK * sizeof(slot_chunk), sizeof(slot_chunk))
+        cseq_cas_sc_u64(&self.table.made, made, upto)  # SYNC: entries of slots are there
+        return 0
+
+    cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
+        """Take the lowest free slot from `first` on: its number, or -1."""
         cdef Py_ssize_t upto = self.count()
-        cdef Py_ssize_t slot = first
-        while slot < upto and cseq_load_acq_u8(&self.at(slot).state) != FREE:  # SYNC: slot is free
-            slot += 1
-        if slot > first:
-            cseq_cas_sc_u64(&self.hint, hint, (hint & ~LOWEST) | <uint64_t>slot)
-        return slot if slot < upto else -1
+        cdef Py_ssize_t slot, below
+        for slot in range(first, upto):
+            if (cseq_load_rlx_u32(self.word(slot)) == FREE
+                    and cseq_cas_sc_u32(self.word(slot), FREE, self.owner)):  # SYNC: slot is free
+                if (slot - first > FAR
+                        and cseq_cas_sc_u64(&self.table.hint, <uint64_t>first, <uint64_t>slot)):
+                    for below in range(first, slot):  # SYNC: hint is lowered
+                        if cseq_load_acq_u32(self.word(below)) == FREE:
+                            self.lower(below)
+                            break
+                return slot
+        return -1
+
+    cpdef Py_ssize_t take(self) except -1:
+        """Take the lowest free slot: its number. More are made if none is free.
+
+        Raises
+        ------
+        MemoryError
+            There can be no more.
+        """
+        cdef Py_ssize_t slot
+        if self.table == NULL:
+            raise RuntimeError("the slots are closed")
+        while True:
+            slot = self.search(<Py_ssize_t>cseq_load_acq_u64(&self.table.hint))
+            if slot < 0:
+                slot = self.search(0)
+            if slot >= 0:
+                return slot
+            self.extend()
+
+    cdef void lower(self, Py_ssize_t slot) noexcept nogil:
+        """Lower the hint to a free slot."""
+        cdef uint64_t hint = cseq_load_acq_u64(&self.table.hint)
+        while <uint64_t>slot < hint:
+            if cseq_cas_sc_u64(&self.table.hint, hint, <uint64_t>slot):
+                return
+            hint = cseq_load_acq_u64(&self.table.hint)
 
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
         """Free a slot that is the caller's; on any thread, also inside garbage collection."""
-        cdef uint64_t hint
-        cseq_store_rel_u8(&self.at(slot).state, FREE)  # SYNC: slot is free
-        while True:
-            hint = cseq_load_acq_u64(&self.hint)
-            if cseq_cas_sc_u64(&self.hint, hint, (hint & ~LOWEST) + LOWEST + 1
-                               + min(hint & LOWEST, <uint64_t>slot)):
-                return
+        if forks_here[0] == self.depth and self.table != NULL:
+            cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
+            self.lower(slot)
 
-    cdef bint is_fit(self, Py_ssize_t slot) noexcept:
-        """Whether a slot's committed bytes are in [least, most]; else the arena changes them first
-        (`Arena.prepare`)."""
-        return (cseq_load_rlx_u64(&self.least_bytes) <= self.committed(slot)
-                <= cseq_load_rlx_u64(&self.most_bytes))
-
-    cdef Py_ssize_t find_fit(self) noexcept:
-        """The lowest free slot, or -1 when none is free or it is not fit."""
-        cdef Py_ssize_t slot = self.find_free()
-        return slot if slot >= 0 and self.is_fit(slot) else -1
-
-    cdef bint occupy(self, Py_ssize_t slot) noexcept:
-        """Take a slot if it is still free: where there is no GIL, another thread may have taken it."""
-        if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
-            return False
-        if <uint64_t>slot >= cseq_load_rlx_u64(&self.reached):
-            cseq_store_rlx_u64(&self.reached, <uint64_t>(slot + 1))
-        return True
-
-    cdef Py_ssize_t occupy_fit(self) noexcept:
-        """Take the slot that `find_fit` finds: its number, or -1."""
-        cdef Py_ssize_t slot = self.find_fit()
-        while slot >= 0 and not self.occupy(slot):
-            slot = self.find_fit()
-        return slot
-
-    def acquire(self):
-        """Take the lowest free slot: its number, or -1 when none is free."""
-        cdef Py_ssize_t slot = self.find_free()
-        while slot >= 0 and not self.occupy(slot):
-            slot = self.find_free()
-        return slot
-
-    def take(self, Py_ssize_t slot):
-        """Take a given slot if it is free; return whether it was."""
+    def release(self, Py_ssize_t slot):
+        """Free a slot that this process has."""
         self.check(slot)
-        return bool(cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN))
+        if cseq_load_acq_u32(self.word(slot)) != self.owner:
+            raise RuntimeError(f"slot {slot} is not taken")
+        self.set_free(slot)
 
-    def lowest(self):
-        """The lowest free slot, or -1 when none is free; it stays free."""
-        return self.find_free()
-
-    def shrink(self, Py_ssize_t slot, uint64_t nbytes, int fd, uint64_t width):
-        """Give the pages of a free slot back but for the first `nbytes`.
+    def shrink(self, Py_ssize_t slot, uint64_t nbytes, uint32_t owner=FREE):
+        """Give the pages of a slot back but for the first `nbytes`, and free it.
 
         They read as zeros, and must be committed before they are written again.
 
@@ -200,59 +217,51 @@ cdef class Slots:
         ----------
         slot : int
         nbytes : int
-        fd : int
-            The file that the slots lie in.
-        width : int
-            Bytes from one slot to the next.
+        owner : int
+            Who has it now: no one, or a worker that is gone.
 
         Returns
         -------
         bool
-            False: the slot is not free, or no larger, or the system cannot do that.
+            False: another one has it, or the system cannot do that.
         """
         cdef int error
         self.check(slot)
-        if self.committed(slot) <= nbytes:
+        if not cseq_cas_sc_u32(self.word(slot), owner, self.owner):  # SYNC: slot is the trainer's
             return False
-        if not cseq_cas_sc_u8(&self.at(slot).state, FREE, TAKEN):
-            return False
-        with nogil:
-            error = cseq_punch(fd, slot * width + nbytes, width - nbytes)
+        error = self.punch(slot, nbytes)
         if not error:
             self.set_committed(slot, nbytes)
         self.set_free(slot)
         return not error
 
-    def free(self):
-        """The free slots, in their order."""
-        return [slot for slot in range(self.count()) if cseq_load_acq_u8(&self.at(slot).state) == FREE]
+    @property
+    def room(self):
+        """Bytes that slots shrink to before they are used again, if they are much larger; 0: none do."""
+        return 0 if self.table == NULL else cseq_load_rlx_u64(&self.table.room)
 
-    def is_taken(self, Py_ssize_t slot):
-        """Whether a slot is neither free nor leased nor a worker's."""
-        cdef int64_t owned
-        self.check(slot)
-        cseq_seize(&self.lock)
-        owned = self.at(slot).owned
-        cseq_store_rel_u32(&self.lock, 0)
-        return cseq_load_acq_u8(&self.at(slot).state) == TAKEN and owned <= 0
+    @room.setter
+    def room(self, uint64_t nbytes):
+        if self.table != NULL:
+            cseq_store_rlx_u64(&self.table.room, nbytes)
 
-    def is_leased(self, Py_ssize_t slot):
-        """Whether a slot has a lease, or a forked worker may read it."""
+    def trim(self, Py_ssize_t slot):
+        """Shrink a slot that this process has, if it is too large; return how many bytes it has."""
+        cdef uint64_t room = self.room
         self.check(slot)
-        return cseq_load_acq_u8(&self.at(slot).state) == LEASED
+        if self.is_excessive(self.committed(slot)) and self.punch(slot, room) == 0:
+            self.set_committed(slot, room)
+        return self.committed(slot)
 
-    cpdef int release(self, Py_ssize_t slot) except -1:
-        """Free a taken slot."""
-        self.check(slot)
-        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
-            raise RuntimeError(f"slot {slot} is not taken")
-        self.set_free(slot)
-        return 0
+    cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept:
+        """Give the pages of a slot back but for the first `nbytes`; 0: done."""
+        with nogil:
+            return cseq_punch(self.fd, slot * self.width + nbytes, self.width - nbytes)
 
     # -- leased
 
     def lend(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
-        """The memory of a taken slot, for a batch that is being decoded.
+        """The memory of a slot that a ticket lies in, for a batch that is being decoded.
 
         Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
         one share it. But where a signal handler has taken the ticket that was decoded, a lease can be
@@ -268,7 +277,7 @@ cdef class Slots:
             return lease
         if used > mapping.size:
             raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
-        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
+        if cseq_load_acq_u32(self.word(slot)) == FREE or cseq_load_acq_u32(self.uses(slot)):
             raise RuntimeError(f"slot {slot} is not taken")
         lease = Lease.__new__(Lease)
         lease.data = mapping.data
@@ -280,99 +289,55 @@ cdef class Slots:
         self.lent[slot] = lease
         return lease
 
-    cpdef bint vacate(self, Py_ssize_t slot) except -1:
-        """Detach a taken slot from its ticket, which leaves the ring. True: the slot is still
-        taken, and can go to the next ticket; False: it is leased, until the last view of its
-        `Lease` is gone."""
-        cdef Lease lease
-        if not self.lent:
-            return True
-        lease = self.lent.pop(slot, None)
+    cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1:
+        """Make a slot the trainer's: the ticket leaves its cell that takes `used` bytes there. The
+        caller has the cell name it no more, then calls `vacate`."""
+        self.check(slot)
+        self.peak_bytes = max(self.peak_bytes, used)
+        cseq_store_rel_u32(self.word(slot), self.owner)  # SYNC: slot is the trainer's
+        return 0
+
+    cpdef int vacate(self, Py_ssize_t slot) except -1:
+        """Free an adopted slot; if it was lent, when the last view of its `Lease` is gone."""
+        cdef Lease lease = self.lent.pop(slot, None) if self.lent else None
+        self.check(slot)
         if lease is None:
-            return True
-        self.check(slot)
-        if not cseq_cas_sc_u8(&self.at(slot).state, TAKEN, LEASED):
-            raise RuntimeError(f"slot {slot} is not taken")
-        cseq_add_sc_u64(&self.held, 1)
+            self.set_free(slot)
+            return 0
+        if cseq_add_sc_u32(self.uses(slot), 1):
+            raise RuntimeError(f"slot {slot} is leased already")
+        self.peak_held = max(self.peak_held, cseq_add_sc_u64(&self.held, 1) + 1)
         cseq_add_sc_u64(&self.held_bytes, <uint64_t>lease.size)
-        cseq_add_sc_u32(&self.at(slot).uses, 1)
         lease.slots = self
-        cseq_span_lease(in_use, &lease.span, <void*>self, slot, &self.at(slot).uses)
-        return False
+        cseq_span_lease(in_use, &lease.span, <void*>self, slot, self.uses(slot))
+        return 0
 
-    cdef bint is_last_use(self, Py_ssize_t slot) noexcept nogil:
-        """End one use of a leased slot. True: it was the last; the slot is the caller's, to be freed."""
-        return cseq_add_sc_u32(&self.at(slot).uses, <uint32_t>-1) == 1
+    cdef int leave(self, cseq_cell* c) except -1:
+        """Take the slot, if there is one, out of the cell of a ticket that leaves the ring."""
+        cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
+        cdef uint64_t* f = c.converted if c.stage else c.record
+        if slot < self.count():
+            self.adopt(slot, f[0] + f[1] + f[2] + f[3])
+            cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)  # SYNC: slot is the trainer's
+            self.vacate(slot)
+        return 0
 
-    cdef Py_ssize_t leave(self, cseq_cell* c) except -2:
-        """Detach the slot of a ticket that leaves the ring: its number, or -1 if a `Lease` has it now."""
-        self.settle(c)
-        return c.slot if self.vacate(c.slot) else -1
+    def peak(self):
+        """The most bytes that a ticket took, and the most leases alive, since this was called."""
+        peak = self.peak_bytes, self.peak_held
+        self.peak_bytes, self.peak_held = 0, self.held
+        self.peaked_ns = cseq_now_ns()
+        return peak
 
-    # -- what workers own
+    cpdef bint is_due(self) noexcept:
+        """Whether `peak` was not called for a second: see `Arena.tidy`."""
+        return cseq_now_ns() - self.peaked_ns > SECOND
 
-    def grant(self, Py_ssize_t slot, uint32_t owner):
-        """Give a taken slot to a worker."""
-        self.check(slot)
-        if cseq_load_acq_u8(&self.at(slot).state) != TAKEN:
-            raise RuntimeError(f"slot {slot} is not taken")
-        cseq_seize(&self.lock)
-        self.at(slot).owned += owner  # it may be waiting for a ticket to be settled
-        cseq_store_rel_u32(&self.lock, 0)
-
-    cdef void settle(self, cseq_cell* c) noexcept nogil:
-        """Record the owners of the slots of a published ticket, before its cell is used again."""
-        if c.slot >= self.count():  # in none
-            return
-        if c.slot != cseq_load_acq_u32(&c.home):  # SYNC: owners are entered
-            cseq_seize(&self.lock)
-            if c.slot != c.home:  # `reclaim` has not done it meanwhile
-                self.enter_owners(c)
-            cseq_store_rel_u32(&self.lock, 0)
-        self.set_committed(c.slot, c.capacity)
-
-    cdef void enter_owners(self, cseq_cell* c) noexcept nogil:
-        """Change the owners of a ticket's two slots, under `lock`. Then `settle` does not wait for
-        it, and the cell may be used again."""
-        self.at(c.home).owned += c.by
-        self.at(c.slot).owned -= c.by
-        cseq_store_rel_u32(&c.home, c.slot)  # SYNC: owners are entered
-
-    cdef Py_ssize_t reclaim(self, cseq_ring** rings, Py_ssize_t ring_count, uint32_t owner,
-                         Py_ssize_t* taken) noexcept nogil:
-        """Take back the slots that a worker owned: write them into `taken`, return how many.
-
-        First the owners of all published tickets' slots are recorded, also those of other workers:
-        only then is each `owned` the number of a worker. If a ticket's slot is not its home, its
-        cell is not used again before `settle` has had `lock`; so if the word is unchanged after
-        slot and home were read, both are that ticket's.
-        """
-        cdef Py_ssize_t slot, at
-        cdef Py_ssize_t count = 0
-        cdef uint32_t k
-        cdef cseq_cell* c
-        cdef uint64_t word
-        cdef uint32_t held
-        cdef int state
-        cseq_seize(&self.lock)
-        for at in range(ring_count):
-            for k in range(rings[at].capacity):
-                c = cseq_ring_cell(rings[at], k)
-                word = cseq_load_acq_u64(&c.word)
-                state = CSEQ_STATE(word)
-                if state != CSEQ_INDEXED and state != CSEQ_CONVERTING and state != CSEQ_READY:
-                    continue
-                held = cseq_load_rlx_u32(&c.slot)
-                if (held != cseq_load_rlx_u32(&c.home) and held < self.count()
-                        and cseq_cas_sc_u64(&c.word, word, word)):
-                    self.enter_owners(c)
-        for slot in range(self.count()):
-            if self.at(slot).owned == owner:
-                self.at(slot).owned = 0
-                taken[count] = slot
-                count += 1
-        cseq_store_rel_u32(&self.lock, 0)
-        return count
+    cdef bint end_use(self, Py_ssize_t slot) noexcept nogil:
+        """End one use of a leased slot. True: it was the last; the slot is the caller's, to be freed.
+        In a forked process, the use is not its own."""
+        return (forks_here[0] == self.depth and self.table != NULL
+                and cseq_add_sc_u32(self.uses(slot), <uint32_t>-1) == 1)
 
 
 @cython.final
@@ -386,7 +351,7 @@ cdef class Lease(Memory):
             return
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
         cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
-        if self.slots.is_last_use(self.slot):
+        if self.slots.end_use(self.slot):
             if CSEQ_POISON:
                 memset(self.data, 0xDB, self.size)
             self.slots.set_free(self.slot)
@@ -407,7 +372,7 @@ cdef class Kept:
         cdef uint64_t i
         for i in range(self.kept.count):
             slots = <Slots>self.kept.all[i].slots
-            if slots.is_last_use(<Py_ssize_t>self.kept.all[i].slot):
+            if slots.end_use(<Py_ssize_t>self.kept.all[i].slot):
                 slots.set_free(<Py_ssize_t>self.kept.all[i].slot)
             Py_DECREF(slots)
         free(self.kept.all)

@@ -44,7 +44,6 @@ class StreamConsumer:
             [StreamConsumer],
             tuple[Any, str, bool, int] | None,
         ],
-        extend: Callable[[], None],
         *,
         number: int,
         prefetch: int,

@@ -76,7 +76,7 @@ cdef class Request:
     Attributes
     ----------
     slot : int
-        The lowest free one; -1: none was free, and the object is not usable.
+        The lowest free one.
     """
 
     cdef Slots slots
@@ -85,8 +85,9 @@ cdef class Request:
 
     def __cinit__(self, Slots slots not None):
         memset(self.words, 0, sizeof(self.words))
+        self.slot = -1
         self.slots = slots
-        self.slot = slots.occupy_fit()
+        self.slot = slots.take()
 
     def __dealloc__(self):
         if self.slot >= 0:
@@ -123,8 +124,6 @@ cdef class StreamConsumer:
         item may be an `ItemFailure`; `ended`: no item follows, and if `failed` is empty, there is none
         here either; `failed`: the exception that has ended the stream, as text. It returns None if a call
         by a signal handler has ended the stream.
-    extend : callable
-        ``extend()`` makes the lowest free slot usable, or more slots (`Arena.prepare`).
     number : int
         The worker's number.
     prefetch : int
@@ -151,7 +150,7 @@ cdef class StreamConsumer:
     cdef readonly Ring ring
     cdef readonly uint32_t number
     cdef Slots slots
-    cdef object read, extend
+    cdef object read
     cdef list mapped
     cdef Reader reader
     cdef uint64_t small
@@ -180,11 +179,11 @@ cdef class StreamConsumer:
     # Which any thread reads: see `cseq_count_u64`.
     cdef uint64_t item_count, byte_count
 
-    def __cinit__(self, Ring ring not None, Slots slots not None, read, extend, *, uint32_t number,
+    def __cinit__(self, Ring ring not None, Slots slots not None, read, *, uint32_t number,
                   uint64_t prefetch, uint32_t depth, small=None):
         if small is not None:
             self.mapped, self.reader, self.small = small
-        self.ring, self.slots, self.read, self.extend = ring, slots, read, extend
+        self.ring, self.slots, self.read = ring, slots, read
         self.number, self.prefetch, self.depth = number, prefetch, depth
         self.round = cseq_ring_round(ring.r)
         self.calling = -1
@@ -213,7 +212,7 @@ cdef class StreamConsumer:
         cdef set found = set()
         requests = {self.assignment, *self.assignments, *self.calls} - {None}
         for c in range(self.ring.r.capacity):
-            if cseq_ring_state(self.ring.r, c) != CSEQ_FREE:
+            if cseq_ring_state(self.ring.r, c) == CSEQ_READY:
                 found.add(cseq_ring_cell(self.ring.r, c).slot)
         return found | {request.slot for request in requests}
 
@@ -223,8 +222,8 @@ cdef class StreamConsumer:
         """The cell of the queue that is `k` cells before the next one to post in."""
         return (self.next_cell + self.round - k) % self.round
 
-    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t start, Py_ssize_t slot, key):
-        """Post a ticket in a free cell, with a slot for the answer that was taken for it.
+    cdef void post(self, uint32_t cell, uint64_t kind, uint64_t start, key):
+        """Post a ticket in a free cell.
 
         `key`: the call or the key: a `Request`, or int64 in a `Block`. None: there is none.
         """
@@ -244,15 +243,14 @@ cdef class StreamConsumer:
             words[STREAM_KEY] = KEY_IN_REQUEST
             memcpy(words, request.words, sizeof(request.words))
         self.assignments[cell], self.calls[cell] = self.assignment, request
-        ring.fill(cell, self.epoch, kind, kind == ASK_ITEM, start, <uint32_t>slot,
-                  self.slots.committed(slot))
+        ring.fill(cell, self.epoch, kind, kind == ASK_ITEM, start)
         cseq_ring_post(ring.r, cell, self.ticket)
         self.ticket = (self.ticket + 1) % TICKETS
         ring.unwoken += 1
 
-    cdef void append(self, uint64_t kind, uint64_t start, Py_ssize_t slot, key):
+    cdef void append(self, uint64_t kind, uint64_t start, key):
         """Post a ticket behind the others."""
-        self.post(self.next_cell, kind, start, slot, key)
+        self.post(self.next_cell, kind, start, key)
         self.next_cell = (self.next_cell + 1) % self.round
         self.outstanding += 1
         if kind == ASK_ITEM:
@@ -260,23 +258,16 @@ cdef class StreamConsumer:
             self.asked += 1
             self.unwoken += 1
 
-    cdef Py_ssize_t find_slot(self) except -2:
-        """Take a slot for the answer to the next ticket, which is to be posted before anything can be
-        raised; -1: the state has changed, try again."""
-        cdef Py_ssize_t slot
+    cdef int make_room(self) except -1:
+        """Free the cells of given-up tickets: the next one must be free."""
         self.sweep()
         if cseq_ring_state(self.ring.r, self.next_cell) != CSEQ_FREE:
             raise RuntimeError("the ring of this stream is full, which it never should be")
-        slot = self.slots.occupy_fit()
-        if slot < 0:
-            self.extend()
-        return slot
+        return 0
 
     cdef int leave(self, uint32_t cell) except -1:
         """Release the slot and the requests of a cell that is the trainer's, or free."""
-        cdef Py_ssize_t slot = self.slots.leave(cseq_ring_cell(self.ring.r, cell))
-        if slot >= 0:
-            self.slots.release(slot)
+        self.slots.leave(cseq_ring_cell(self.ring.r, cell))
         self.assignments[cell] = self.calls[cell] = None
         cseq_ring_retire(self.ring.r, cell)
         return 0
@@ -339,11 +330,9 @@ cdef class StreamConsumer:
 
     cdef int request(self) except -1:
         """Ask for items ahead."""
-        cdef Py_ssize_t slot
         while self.has_room():
-            slot = self.find_slot()
-            if slot >= 0:
-                self.append(ASK_ITEM, self.start, slot, None)
+            self.make_room()
+            self.append(ASK_ITEM, self.start, None)
         self.wake_in_time()
         return 0
 
@@ -369,16 +358,12 @@ cdef class StreamConsumer:
             count += 1
         return count
 
-    cdef bint post_key(self, key, uint64_t number) except -1:
-        """Ask for the item of a key, item `number` of the epoch. False: there is no free slot."""
-        cdef Py_ssize_t slot
+    cdef int post_key(self, key, uint64_t number) except -1:
+        """Ask for the item of a key, item `number` of the epoch."""
         self.sweep()
-        slot = self.slots.occupy_fit()
-        if slot < 0:
-            return False
-        self.append(ASK_ITEM, number, slot, key)
+        self.append(ASK_ITEM, number, key)
         self.wake_in_time()
-        return True
+        return 0
 
     # -- the epoch and calls
 
@@ -402,11 +387,10 @@ cdef class StreamConsumer:
         tuple of int or None
             Cell and number of the ticket whose answer is the worker's, if there is one.
         """
-        cdef Py_ssize_t slot = -1
         cdef uint32_t cell
         cdef uint64_t ticket
-        while not keyed and slot < 0:
-            slot = self.find_slot()
+        if not keyed:
+            self.make_room()
         cell, ticket = self.next_cell, self.ticket
         self.epoch, self.assignment, self.keyed = epoch, assignment, keyed
         self.start = 0
@@ -415,7 +399,7 @@ cdef class StreamConsumer:
         if keyed:
             return None
         self.names[cell] = name
-        self.append(ASK_BEGIN, 0, slot, None)
+        self.append(ASK_BEGIN, 0, None)
         self.request()
         self.wake()
         return cell, ticket
@@ -428,24 +412,18 @@ cdef class StreamConsumer:
         tuple of int
             Cell and number of its ticket.
         """
-        cdef Py_ssize_t slot = -1
-        cdef uint32_t cell
+        cdef uint32_t cell = self.round
         cdef uint64_t ticket
-        while slot < 0:
-            self.give_up_call()
-            self.sweep()
-            # One cell may be that of a call which was given up, and which the worker is busy with.
-            cell = self.round
-            while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
-                cell += 1
-                if cell == self.ring.r.capacity:
-                    raise RuntimeError("a worker is busy with two calls, which it never should be")
-            slot = self.slots.occupy_fit()
-            if slot < 0:
-                self.extend()
+        self.give_up_call()
+        self.sweep()
+        # One cell may be that of a call which was given up, and which the worker is busy with.
+        while cseq_ring_state(self.ring.r, cell) != CSEQ_FREE:
+            cell += 1
+            if cell == self.ring.r.capacity:
+                raise RuntimeError("a worker is busy with two calls, which it never should be")
         self.names[cell] = name
         ticket = self.ticket
-        self.post(cell, ASK_CALL, 0, slot, call)
+        self.post(cell, ASK_CALL, 0, call)
         self.calling = <int>cell
         self.wake()
         return cell, ticket
@@ -527,7 +505,7 @@ cdef class StreamConsumer:
         cdef Plan plan
         if (self.mapped is None or CSEQ_STATE(token) != CSEQ_READY or c.batch != ASK_ITEM
                 or c.status or not f[1] or used > self.small
-                or c.capacity > MOST_KEPT):  # the arena counts what is in large slots, to shrink them
+                or (c.capacity > MOST_KEPT and self.slots.is_due())):  # for `Arena.tidy`
             return None
         if c.slot >= <uint64_t>len(self.mapped):
             return None
@@ -557,12 +535,7 @@ cdef class StreamConsumer:
                 self.receive()
                 continue
             if not self.keyed:
-                try:
-                    self.request()
-                    if self.slots.find_fit() < 0:
-                        self.extend()
-                except MemoryError:
-                    pass  # the item needs none: more are asked for later
+                self.request()
             PyErr_CheckSignals()
             if self.decoded:
                 return True
@@ -570,7 +543,6 @@ cdef class StreamConsumer:
 
     cdef object pop(self):
         """Take the oldest ticket, whose item is decoded, out; without keys, post the next one."""
-        cdef Py_ssize_t slot
         item, self.item = self.item, None
         self.decoded = False
         self.leave_oldest()
@@ -581,10 +553,8 @@ cdef class StreamConsumer:
             self.failed = self.failing
             self.give_up()
         elif self.has_room() and cseq_ring_state(self.ring.r, self.next_cell) == CSEQ_FREE:
-            slot = self.slots.occupy_fit()
-            if slot >= 0:
-                self.append(ASK_ITEM, self.start, slot, None)
-                self.wake_in_time()
+            self.append(ASK_ITEM, self.start, None)
+            self.wake_in_time()
         return item
 
 
@@ -765,7 +735,7 @@ cdef class ItemReader:
     # -- keys
 
     cdef bint fetch(self, uint64_t leaving) except -1:
-        """Do one step before a key can be posted: draw it, write it, or make a slot usable for it.
+        """Do one step before a key can be posted: draw it, or write it.
 
         `leaving` items are about to be taken. True: a step was done, which may have run any code.
         False: there is none left to do, and a drawn key can be posted.
@@ -776,8 +746,6 @@ cdef class ItemReader:
         elif (self.keys is not None
                 and self.posted + <uint64_t>known < self.ahead + self.taken + leaving):
             self.draw()
-        elif self.drawn and (<StreamConsumer>self.consumers[0]).slots.find_fit() < 0:
-            (<StreamConsumer>self.consumers[0]).extend()
         else:
             return False
         return True
@@ -842,7 +810,7 @@ cdef class ItemReader:
         return -1
 
     cdef int post(self, bint in_turn) except -1:
-        """Post the keys that were drawn, as far as their workers have room and there are slots."""
+        """Post the keys that were drawn, as far as their workers have room."""
         cdef Py_ssize_t worker
         cdef StreamConsumer consumer
         while self.drawn:
@@ -850,8 +818,7 @@ cdef class ItemReader:
             if worker < 0:
                 break
             consumer = <StreamConsumer>PyList_GET_ITEM(self.consumers, worker)
-            if not consumer.post_key(<object>PyList_GET_ITEM(self.drawn, 0), self.posted):
-                break
+            consumer.post_key(<object>PyList_GET_ITEM(self.drawn, 0), self.posted)
             del self.drawn[0]
             self.latest = worker
             self.posted += 1

@@ -79,7 +79,7 @@ cdef class ObjectWriter(TicketWriter):
         """Leave the batch in the cell's place, and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(runner.cell, batch)
-        runner.deliver(c, 0, 0)
+        runner.deliver(c, 0)
         return True
 
 

@@ -8,12 +8,11 @@ The guarantee: a slot is not written to while an array, a view or a tensor made 
 the trainer or in the worker that filled it, also after the arena was closed. Its memory is freed
 with the last of them.
 
-                     acquire              begin … place … end         lend, vacate
-    trainer   free ───────────► taken ──────────────────────► taken ──┬────────► leased ──► free
-                                          in a worker: Writer         └─ copied ──────────► free
+                   take, place … publish                  lend, adopt
+    worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
+                                                         └─ copied ────────────► free
 
-After each window of batches, free slots shrink to what these needed (`slot_size`), and all free
-slots above the highest one that two windows used are given back.
+At most once a second, free slots shrink to what the batches since then have needed (`tidy`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from cseq._lock import Lock
-from cseq._memory import SMALL, Mapping, Memory, commit, copy_of
+from cseq._memory import BULKY, SMALL, Mapping, Memory, commit, copy_of
 from cseq._slots import Slots
 from cseq.memory_limit import memory_limit_of
-from cseq.segment import Segment
-from cseq.slot_size import FIRST, Need
+from cseq.segment import FIRST, Segment, room_for
 
 if TYPE_CHECKING:
     from cseq._core import Ring
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cseq")
 
 MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
+SLACK = BULKY  # bytes; a slot shrinks if its excess is more than this and than what is needed
 
 
 class Locks(Protocol):
@@ -47,7 +46,7 @@ class Locks(Protocol):
 
 
 class Arena:
-    """The trainer's end of the slots: takes, maps, lends and frees them.
+    """The trainer's end of the slots: maps, lends and frees them.
 
     Any thread may call any method, and leases may end on any thread.
 
@@ -59,7 +58,7 @@ class Arena:
     locks : Locks, optional
         Registers every mapping that is made, until a larger one replaces it.
     tickets : int
-        The most tickets that are posted at a time: free slots for as many stay committed.
+        The most tickets that are posted at a time: slots for as many stay committed.
 
     Attributes
     ----------
@@ -72,7 +71,7 @@ class Arena:
     mapped : list of Mapping or None
         The present mapping of every slot; None: it was not mapped yet.
     slots : Slots
-        States and sizes of the slots.
+        The table.
     """
 
     def __init__(
@@ -90,34 +89,17 @@ class Arena:
         self.memory_limit = memory_limit_of(memory_limit)
         self.segment = Segment.for_slots(tickets)
         self.copies = 0
-        self.slots = Slots(0)
+        self.slots = Slots(self.segment.fd, self.segment.width, self.segment.slots)
         self.mapped: list[Mapping | None] = []
-        self._need = Need()
-        self._room = self.segment.width  # slots of more than `slots.most` bytes shrink to this
-        self._top_before = -1  # the highest slot taken in the last window
-        self.slots.least, self.slots.most = FIRST, self.segment.width
 
-    def prepare(self) -> None:
-        """Commit what a ticket needs of the lowest free slot; make more slots if none is free.
-
-        No slot is taken, so an exception (Ctrl-C) leaks none.
-
-        Raises
-        ------
-        MemoryError
-            If there is no room for a new one.
-        """
-        slots = self.slots
-        with self._lock.hold():
-            slot = slots.lowest()
-            if slot < 0:
-                self._extend()
-                slot = slots.lowest()
-            if slots.nbytes(slot) > slots.most:
-                self._shrink(slot, self._room)
-            if slots.nbytes(slot) < FIRST:
-                commit(self.segment.fd, slot * self.segment.width, FIRST)
-                slots.resize(slot, FIRST)
+    def request(self, slot: int) -> int:
+        """Commit the first pages of a slot that the trainer has taken; return how many bytes."""
+        nbytes = self.slots.nbytes(slot)
+        if nbytes < FIRST:
+            commit(self.segment.fd, slot * self.segment.width, FIRST)
+            nbytes = FIRST
+            self.slots.resize(slot, nbytes)
+        return nbytes
 
     def release(self, slot: int) -> None:
         """Free a taken slot whose batch is not wanted."""
@@ -127,31 +109,21 @@ class Arena:
         """Bytes that are committed in a slot."""
         return self.slots.nbytes(slot)
 
-    def grant(self, owner: int, count: int) -> list[tuple[int, int]]:
-        """Give a worker `count` slots, if there are so many: their numbers and committed bytes."""
-        granted = []
-        with self._lock.hold():
-            for _ in range(min(count, self.segment.slots // 1024)):
-                slot = self.slots.acquire()
-                if slot < 0:
-                    self._extend()
-                    slot = self.slots.acquire()
-                self.slots.grant(slot, owner)
-                granted.append((slot, self.slots.nbytes(slot)))
-        return granted
-
     def reclaim(self, owner: int, rings: list[Ring]) -> None:
-        """Free the slots of a worker that has certainly ended and whose tickets are reposted."""
-        first, *others = rings
-        with self._lock.hold():
-            for slot in first.reclaim(owner, others):
-                self.slots.release(slot)
-                self._shrink(slot, 0)
+        """Free the slots of a worker that has certainly ended and whose tickets are reposted.
+
+        Not those of its published tickets, which the trainer makes its own before they leave their
+        cells: so either they are seen here, or the slots are not the worker's any more.
+        """
+        published = set().union(*(ring.slots() for ring in rings))
+        for slot, has in enumerate(self.slots.owners()):
+            if has == owner and slot not in published:
+                self.slots.shrink(slot, 0, owner)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
         """Return the first `used` bytes of a taken slot, valid while there are references to them.
 
-        Either the slot itself, under a lease that begins with `Slots.vacate`: the slot is free
+        Either the slot itself, under a lease that begins with `Slots.adopt`: the slot is free
         again when the last view of the memory is gone. Or a copy, of a small batch or if too many
         batches are held.
 
@@ -168,48 +140,41 @@ class Arena:
             If there is no room for the copy, or for a mapping.
         """
         if used <= SMALL:
-            return copy_of(self.mapping_of(slot, capacity, used), used)
+            return copy_of(self.mapping_of(slot, capacity), used)
         lease: Memory | None = None
         with self._lock.hold():
-            mapping = self._look(slot, capacity, used)
+            mapping = self._look(slot, capacity)
             if self._may_lease(capacity):
                 lease = self.slots.lend(slot, mapping, used)
             else:
                 self._count_copy(capacity)
         return copy_of(mapping, used) if lease is None else lease
 
-    def mapping_of(self, slot: int, capacity: int, used: int = 0) -> Mapping:
+    def mapping_of(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of a taken slot itself, valid while the slot stays taken."""
         with self._lock.hold():
-            return self._look(slot, capacity, used)
+            return self._look(slot, capacity)
 
     def close(self) -> None:
         """Close the file; leases keep their part of it. Closing twice is fine."""
         self.mapped[:] = [None] * len(self.mapped)
+        self.slots.close()
         self.segment.close()
 
-    def _look(self, slot: int, capacity: int, used: int) -> Mapping:
-        """Return the memory of a taken slot, and count its batch."""
-        if self._need.add(used, len(self.mapped)):
+    def _look(self, slot: int, capacity: int) -> Mapping:
+        """Return the memory of the slot of a ticket."""
+        if self.slots.is_due():
             self._tidy()
-        mapping = self.mapped[slot]
+        mapping = self.mapped[slot] if slot < len(self.mapped) else None
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, capacity)
-        self.slots.resize(slot, capacity)
+        self.slots.resize(slot, capacity)  # a converter may have made it larger
         return mapping
-
-    def _extend(self) -> None:
-        """Make more slots: some at first, then a quarter more each time."""
-        made = self.slots.capacity
-        count = min(max(16, made // 4), self.segment.slots - made)
-        if count <= 0:
-            raise MemoryError(f"all {made} slots of shared memory are in use: hold fewer batches")
-        self.mapped += [None] * (made + count - len(self.mapped))
-        self.slots.extend(count)
 
     def _map(self, slot: int, capacity: int) -> Mapping:
         """Map the committed part of a slot, in place of the mapping made before it grew."""
         self._unmap(slot)
+        self.mapped += [None] * (slot + 1 - len(self.mapped))
         segment = self.segment
         mapping = Mapping(segment.fd, slot * segment.width, capacity)
         if self._locks is not None:
@@ -218,43 +183,40 @@ class Arena:
         return mapping
 
     def _unmap(self, slot: int) -> None:
-        """Drop a mapping: the slot is TAKEN, so no lease refers to the mapping."""
+        """Drop a mapping: the slot is free, or a ticket's, so no lease refers to the mapping."""
+        if slot >= len(self.mapped):
+            return
         before, self.mapped[slot] = self.mapped[slot], None
         if before is not None and self._locks is not None:
             self._locks.unregister(before)
 
+    def tidy(self) -> None:
+        """Give back pages that no batch has needed since this was done last."""
+        with self._lock.hold():
+            self._tidy()
+
     def _tidy(self) -> None:
-        """Give back pages that no batch needed lately, and pages beyond the limit."""
-        slots = self.slots
-        slots.most, self._room = self._need.excess(self.segment.width)
-        top = max(slots.top, self._top_before)
-        self._top_before, slots.top = slots.top, -1
-        free = slots.free()
-        idle = self._room < self.segment.width
-        for slot in free:
-            if idle and slot > top:
-                self._shrink(slot, 0)
-            elif slots.nbytes(slot) > slots.most:
-                self._shrink(slot, self._room)
-        self._limit(free)
-
-    def _limit(self, free: list[int]) -> None:
-        """Give pages of free slots back until free and leased slots together are within the limit.
-
-        The lowest free slots keep theirs, as many as tickets that are yet to be posted could need.
-        """
-        slots = self.slots
-        posted = sum(slots.is_taken(slot) for slot in range(slots.capacity))
-        beyond = free[max(0, self._tickets - posted) :]
-        excess = slots.leased_bytes + sum(map(slots.nbytes, beyond)) - self.memory_limit
-        while excess > 0 and beyond:
-            slot = beyond.pop()
-            excess -= slots.nbytes(slot)
-            self._shrink(slot, 0)
+        used, held = self.slots.peak()
+        if not used:
+            return
+        room = room_for(used, 0, self.segment.width)
+        if self._locks is None:  # a device would go on using pages that a worker gives back
+            self.slots.room = room
+        free, busy = self.slots.free()
+        spare = max(0, self._tickets + self.slots.leased - busy)  # as many as tickets could need
+        left = self.memory_limit - self.slots.leased_bytes
+        for k, (slot, nbytes) in enumerate(free):
+            size = room if nbytes > max(2 * room, room + SLACK) else nbytes
+            if k >= spare:
+                left -= size
+                if k >= spare + held or left < 0:
+                    size = 0
+            if size < nbytes:
+                self._shrink(slot, size)
 
     def _shrink(self, slot: int, nbytes: int) -> None:
         """Give the pages of a free slot back but for the first `nbytes`, where the system can."""
-        if self.slots.shrink(slot, nbytes, self.segment.fd, self.segment.width):
+        if self.slots.shrink(slot, nbytes):
             self._unmap(slot)
 
     def _may_lease(self, nbytes: int) -> bool:

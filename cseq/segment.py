@@ -10,8 +10,9 @@ import contextlib
 import errno
 import os
 
-from cseq._memory import Descriptor, section
+from cseq._memory import SMALL, Descriptor, section
 from cseq.descriptors import anonymous_file
+from cseq.memory_limit import MIB
 from cseq.threads import imported
 
 WIDTH = 1 << 40  # bytes from one slot to the next
@@ -22,6 +23,8 @@ NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28,
 # and how many slots these have at least.
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
+FIRST = SMALL  # bytes of a slot that are committed before it is used: the text of an error fits
+LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 
 
 class Segment:
@@ -100,6 +103,20 @@ def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return what to try on Windows: (width in bytes, slots)."""
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)
+
+
+def room_for(needed: int, capacity: int, width: int) -> int:
+    """Return how large (bytes) a slot of `capacity` bytes becomes to hold `needed` bytes."""
+    if needed > width:
+        raise MemoryError(
+            f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "
+            "make batch_size smaller"
+        )
+    if needed <= LARGE:
+        room = max(FIRST, capacity, 1 << (needed - 1).bit_length())
+    else:
+        room = -(-needed // LARGE) * LARGE
+    return min(room, width)
 
 
 def _seal(fd: int) -> None:

@@ -52,7 +52,7 @@ from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 from cseq.supervisor import Supervisor
 from cseq.transport import SlotReader
-from cseq.writer import SPARES, Writer
+from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -478,7 +478,6 @@ class StreamPool:
             rings=num_workers,
             calls=CALLS,
             tickets=num_workers * (depth + besides),
-            spares=SPARES,
         )
         self._arena = arena = supervisor.arena
         self._slots = SlotReader(arena)
@@ -488,7 +487,6 @@ class StreamPool:
                 ring,
                 arena.slots,
                 self._read,
-                arena.prepare,
                 number=number,
                 prefetch=prefetch,
                 depth=depth,
@@ -517,12 +515,9 @@ class StreamPool:
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
-        while request.slot < 0:
-            self._arena.prepare()
-            request = Request(self._arena.slots)
         segment = self._arena.segment
         writer = self._writers.pop() if self._writers else Writer(segment.fd, segment.width)
-        writer.begin(request.slot, self._arena.capacity(request.slot))
+        writer.select(request.slot, self._arena.request(request.slot))
         record = codec.encode_pickled(pickled, writer)
         request.locate(writer.capacity, record)
         self._writers.append(writer)
@@ -695,6 +690,7 @@ class StreamPool:
         self._end()
         self.supervisor.check()
         self.supervisor.deaths.begin()
+        self._arena.tidy()
         self._epoch += 1
         name = f"the beginning of epoch {self._epoch - 1}"
         try:

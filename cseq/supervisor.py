@@ -92,8 +92,6 @@ class Supervisor:
         1: all workers share one ring. Else each worker has a ring of its own, a queue (see `Ring`).
     calls : int
         See `Ring`.
-    spares : int
-        How many slots each of the readers owns beside those of its tickets.
     tickets : int, optional
         The most that are posted at a time, if fewer than there are cells.
 
@@ -125,7 +123,6 @@ class Supervisor:
         locks: Locks | None = None,
         rings: int = 1,
         calls: int = 0,
-        spares: int = 0,
         tickets: int | None = None,
     ) -> None:
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
@@ -138,8 +135,6 @@ class Supervisor:
             self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
             self.rings[k].spin = spins(owners)
         self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
-        for ring in self.rings:
-            ring.arena = self.arena.slots
         self.owners = owners
         self.deaths = deaths
         self.failure = failure.Failure()
@@ -148,8 +143,6 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        self._spares = spares
-        self._granted: dict[int, list[tuple[int, int]]] = {}  # to workers that are to be started
         self._local: Any = None  # the user's object, where workers inherit it
         self._context = contextvars.Context()  # of the thread that wants the workers
         self._caller = 0  # that thread
@@ -203,11 +196,6 @@ class Supervisor:
             Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
-        # By the supervisor's thread, it could wait for ever: for the arena's lock, which this
-        # thread has, while a signal handler here waits in `launch` for that thread.
-        if self._spares:
-            for owner in range(1, self._readers + 1):
-                self._granted[owner] = self.arena.grant(owner, self._spares)
         self._thread.start()
         self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
@@ -256,7 +244,7 @@ class Supervisor:
         self._object = Segment.create(whole_grains(width))
         writer = Writer(self._object.fd, self._object.width)
         try:
-            writer.begin(0, 0)
+            writer.select(0, 0)
             self._record = codec.encode_pickled(pickled, writer)
         except MemoryError as error:
             raise MemoryError(f"no room for the {name}'s {nbytes} bytes: {error}") from error
@@ -354,14 +342,12 @@ class Supervisor:
         if self.closed:
             child.kill()
         reads = owner <= self._readers
-        spares = self._granted.pop(owner, None)
-        if spares is None and reads and self._spares:  # it replaces another one
-            spares = self.arena.grant(owner, self._spares)
         ring, at_ring = self._locate(owner)
         where = ring * self._segment.width, self._ring_bytes
         segment, task = self.arena.segment, self._task(owner)
         record = self._record if reads else None
-        setup = Setup(owner - 1, at_ring, where, segment.width, spares, task, record)
+        slots = segment.slots if reads else 0
+        setup = Setup(owner - 1, at_ring, where, segment.width, slots, task, record)
         fds = [self._object.fd] if reads and self._object is not None else []
         worker.handshake(setup, self._segment.fd, segment.fd, *fds)
 

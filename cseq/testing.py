@@ -28,6 +28,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._memory import DEBUG
+from cseq._slots import TRAINER
 from cseq.check import count, seconds
 from cseq.launcher.base import KILL
 
@@ -54,8 +55,8 @@ POINTS = {
     "slice": "the indices of a ticket are about to be copied for the indexer",
     "index": "the indexer has returned",
     "encode": "a part of the batch is about to be copied into a slot",
-    "move": "the worker is about to exchange its slot for a spare one",
-    "moved": "the worker has exchanged its slot",
+    "taken": "the worker has taken a slot",
+    "named": "the slot's number is in the batch's cell; the batch is not published",
     "publish": "the batch is about to be published",
     "published": "the batch is published; the trainer has not been woken",
     "notify": "a waiting process is about to be woken",
@@ -71,15 +72,16 @@ class Slots(NamedTuple):
     total : int
         The sum of the next four.
     free : int
+        Those that occupy memory.
     leased : int
         With data of batches that the loop holds (small batches are copied out), or that it held
         when a worker was forked which has not ended yet.
     taken : int
-        Of batches in flight: requested, being made, waiting for the loop.
+        With batches that wait for the loop, or with requests to workers.
     owned : int
-        Owned by workers: a few spares each, and those with arrays that an indexer keeps.
+        Of workers: with batches that are being made, and with arrays that an indexer keeps.
     committed : int
-        Bytes of memory that all of them occupy.
+        Bytes of memory that all of them occupy, with their table.
     """
 
     total: int
@@ -157,16 +159,26 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
 
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
-    arena = _supervisor(running).arena
-    made = arena.slots
-    total, free = made.capacity, len(made.free())
-    leased = sum(map(made.is_leased, range(total)))
-    taken = sum(map(made.is_taken, range(total)))
-    if os.name == "nt":  # no pages come back; of a worker's spares, what they had when it got them
-        committed = sum(map(arena.capacity, range(total)))
-    else:
+    supervisor = _supervisor(running)
+    arena, made = supervisor.arena, supervisor.arena.slots
+    published = set().union(*(ring.slots() for ring in supervisor.rings))
+    free = leased = taken = owned = committed = 0
+    for slot, owner in enumerate(made.owners()):
+        if slot == 0:  # that of the table
+            continue
+        nbytes = arena.capacity(slot)
+        committed += nbytes
+        if not owner:
+            free += nbytes > 0
+        elif made.is_leased(slot):
+            leased += 1
+        elif owner == TRAINER or slot in published:
+            taken += 1
+        else:
+            owned += 1
+    if os.name != "nt":  # no pages come back there
         committed = os.fstat(arena.segment.fd).st_blocks * 512
-    return Slots(total, free, leased, taken, total - free - leased - taken, committed)
+    return Slots(free + leased + taken + owned, free, leased, taken, owned, committed)
 
 
 def descriptors() -> int:

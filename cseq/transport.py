@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
         objects: ObjectTable
         slots: Slots
-        extend: Callable[[], None]
         discard: Callable[[int], None]
         small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
 
@@ -56,7 +55,7 @@ __all__ = [
     "Source",
 ]
 
-NO_SLOT = 0xFFFFFFFF  # a ticket whose batch lies in no slot
+NO_SLOT = 0xFFFFFFFF  # of a ticket that lies in none
 
 log = logging.getLogger("cseq")
 
@@ -194,13 +193,20 @@ class SlotWriter:
         """Write the exception into the slot; its text alone, if memory is short."""
         try:
             record = self._write_error(runner, failure.pack(error))
-        except MemoryError:  # the slot's first pages are always there
-            record = self._write_error(runner, failure.pack_text(error))
+        except MemoryError:
+            try:
+                record = self._write_error(runner, failure.pack_text(error))
+            except MemoryError:  # there is not even a slot
+                runner.publish(RAISED)
+                return
         self._writer.publish(runner, RAISED, record)
 
     def _write_error(self, runner: Runner, packed: bytes) -> tuple[int, ...]:
         """Write a packed exception over what the slot holds."""
-        self._writer.begin(runner.slot, runner.capacity)
+        if self._writer.slots is None:  # a converter writes over the indexer's batch
+            self._writer.select(runner.slot, runner.capacity)
+        else:
+            self._writer.begin()
         record = codec.encode(packed, self._writer, None)
         self._writer.end()
         return record
@@ -217,7 +223,6 @@ class SlotReader:
         """The slots, and where a small array is found."""
         return {
             "slots": self._arena.slots,
-            "extend": self._arena.prepare,
             "small": (self._arena.mapped, codec.reader, SMALL, self._arena.lend),
         }
 
@@ -225,21 +230,24 @@ class SlotReader:
         """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
         used = codec.used(record)
         if used <= SMALL:
-            return codec.decode(self._arena.mapping_of(slot, capacity, used), record, copied=True)
+            return codec.decode(self._arena.mapping_of(slot, capacity), record, copied=True)
         return codec.decode(self._arena.lend(slot, used, capacity), record)
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""
+        if slot == NO_SLOT:
+            return MemoryError(
+                "no room in shared memory for a batch, nor for the text of its error"
+            )
         return failure.unpack(SlotReader.decode(self, cell, slot, capacity, record))
 
     def fetch(self, runner: Runner) -> Any:
         """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
         slot = runner.slot
-        runner.attach()
         batch = self.decode(runner.cell, slot, runner.capacity, runner.record)
+        self._arena.slots.adopt(slot, codec.used(runner.record))
         runner.detach()
-        if self._arena.slots.vacate(slot):
-            self._arena.release(slot)
+        self._arena.slots.vacate(slot)
         return batch
 
 
@@ -281,7 +289,6 @@ class Imports(SlotReader):
         """The slots; C cannot decode what converters write."""
         return {
             "slots": self._arena.slots,
-            "extend": self._arena.prepare,
             "discard": self._discard,
         }
 
@@ -333,6 +340,6 @@ class SlotSource:
     def fetch(self, runner: Runner) -> Any:
         """Decode the batch of the present ticket; the converter will write behind it."""
         writer, record = self._writer, runner.record
-        writer.begin(runner.slot, runner.capacity)
+        writer.select(runner.slot, runner.capacity)
         writer.resume(codec.used(record))
         return codec.decode(writer.loan(), record)

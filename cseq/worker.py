@@ -32,6 +32,7 @@ from cseq import codec, descriptors
 from cseq._core import Ring, exit_on_hangup, now_ns
 from cseq._encoder import arm_fault
 from cseq._memory import Descriptor, Mapping, keep_freed
+from cseq._slots import Slots
 from cseq.launcher import reading
 from cseq.launcher.child import introduce
 from cseq.threads import Latch
@@ -78,7 +79,7 @@ class Setup(NamedTuple):
     owner: int  # its number at the ring, from 1
     ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
-    spares: list[tuple[int, int]] | None  # slots that it owns, and committed bytes; see `Writer`
+    slots: int  # that it can take; 0: it takes none
     task: Any  # of its pool: what it has to do
     record: codec.Record | None  # where the user's object lies in its file, if there is one
 
@@ -125,7 +126,9 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     at, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
     Descriptor(int, ring_fd).close()
-    return Entered(sock, setup, ring, Writer(arena_fd, setup.width, setup.spares), more)
+    owner = setup.number + 1
+    slots = Slots(arena_fd, setup.width, setup.slots, owner) if setup.slots else None
+    return Entered(sock, setup, ring, Writer(arena_fd, setup.width, slots), more)
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:

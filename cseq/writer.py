@@ -1,9 +1,9 @@
 """A worker's end of the slots: writes batches, and lets arrays be made in place.
 
-A worker owns a few slots besides that of its ticket, its *spares*. If arrays in the ticket's slot
-are still alive when the batch is published, the worker keeps the slot and publishes a copy of the
-batch in a spare, which the trainer owns from then on (`Slots.settle`). A kept slot is a spare again
-when no array in it is alive. Arrays are made in a slot only while there is a spare.
+A worker takes a slot when it begins a ticket, and publishes the slot's number with the batch. If
+arrays in the slot are still alive then, it keeps the slot, and publishes a copy of the batch in
+another one. A kept slot is freed when no array in it is alive. Arrays are not made in slots while a
+worker keeps several.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq._encoder import SlotEncoder
-from cseq._memory import HAS_GIL, SMALL, Block, Mapping, Memory, Window, address_of, commit, punch
+from cseq._memory import HAS_GIL, SMALL, Block, Mapping, Memory, Window, address_of, commit
 from cseq._placement import SlotAllocator
 from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
 from cseq.memory_limit import MIB, check_available
-from cseq.slot_size import FIRST, Need, room_for
+from cseq.segment import FIRST, room_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq._core import Runner
+    from cseq._slots import Slots
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 CHECK = 32 * MIB  # committed between two checks of the free memory; a check takes about 1 ms
 MAX_MAPPED = 4096  # slots that a writer keeps mapped
-SPARES = 3  # slots that a worker owns besides that of its ticket
+KEEPS = 3  # slots; a worker that keeps so many makes no more arrays in them
 
 
 class Kept(NamedTuple):
     """A slot that its worker keeps, since arrays in it are alive."""
 
     slot: int
-    nbytes: int
     memories: list[Memory]  # its mappings
     loans: list[weakref.ref[Window]]
 
 
 class Writer(SlotEncoder):
-    """A worker's end of the slots: writes into the slot of its present ticket.
+    """A worker's end of the slots: writes into the present slot.
 
-    Mappings are kept for the next tickets of their slots, so that in the long run no system call is
+    Mappings are kept for the next tickets in their slots, so that in the long run no system call is
     made.
 
     Parameters
@@ -57,54 +56,50 @@ class Writer(SlotEncoder):
         Descriptor of the arena's file; stays the caller's.
     width : int
         Bytes from one slot to the next.
-    spares : sequence of (int, int), optional
-        Slots that this worker owns, and how many bytes of each are committed. None: no array of a
-        slot may be alive when its batch is published.
+    slots : Slots, optional
+        The table that it takes slots from. None: the caller names them (`select`), and no array of
+        a slot may be alive when its batch is published.
     """
 
-    __slots__ = ("_fd", "_kept", "_loans", "_need", "_spares", "_unchecked", "_width", "_window")
+    __slots__ = ("_fd", "_loans", "_unchecked", "_width", "_window")
 
-    def __init__(
-        self, fd: int, width: int, spares: Sequence[tuple[int, int]] | None = None
-    ) -> None:
+    def __init__(self, fd: int, width: int, slots: Slots | None = None) -> None:
         self._fd = fd
+        self.slots = slots
         self._width = width
-        self._spares = None if spares is None else list(spares)  # the last is used first
-        self._kept: list[Kept] = []
-        self._need = Need()
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
 
-    @property
-    def spares(self) -> Sequence[tuple[int, int]]:
-        """Slots that this worker owns, and their committed bytes; the last is used first."""
-        return self._spares or ()
+    def begin(self) -> None:
+        """Make a slot that this worker takes the present one; it is empty then.
 
-    def begin(self, slot: int, capacity: int) -> None:
-        """Make a slot, of which `capacity` bytes are committed, the present one; it is empty then.
+        One that it has taken for a ticket that was published without a slot is used for the next.
 
-        If the writer has kept that slot, since arrays in it are alive, a spare takes its place.
+        Raises
+        ------
+        MemoryError
+            There is no room for another slot.
+        """
+        self._abandon()
+        if self.kept:
+            self._recover()
+        self._begin_empty()
+        if self.placement is not None and self.capacity > SMALL and self._may_lend():
+            mapping = self.mapped[self.slot]
+            self.placement.begin(mapping, self.capacity)
+            self.target = mapping
+
+    def select(self, slot: int, capacity: int) -> None:
+        """Make a slot of the caller's, of which `capacity` bytes are committed, the present one.
 
         Raises
         ------
         MemoryError
             The slot cannot be mapped.
         """
-        if self._leave() and self._spares is not None:
-            self._keep()
-        self._loans, self._window = [], None
-        place = self.placement is not None and capacity > SMALL
-        if self._kept:
-            self._recover()
-            if self._spares and any(kept.slot == slot for kept in self._kept):
-                slot, capacity = self._spares[-1]
-                place = False
-        self._select(slot, capacity)
-        if place and self._has_spare():
-            mapping = self.mapped[slot]
-            self.placement.begin(mapping, capacity)  # type: ignore[union-attr]
-            self.target = mapping
+        self._abandon()
+        self._open(slot, capacity)
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of a slot, the present one or another."""
@@ -113,8 +108,26 @@ class Writer(SlotEncoder):
             mapping = self._map(slot, max(capacity, FIRST))
         return mapping
 
-    def _select(self, slot: int, capacity: int) -> None:
-        """Make a slot the present one."""
+    def _begin_empty(self) -> None:
+        """Begin to write at the beginning of a slot that this worker has taken."""
+        assert self.slots is not None
+        if self.slot < 0:
+            self.take()
+        capacity = self.slots.trim(self.slot)
+        if capacity < FIRST:
+            self._commit(0, FIRST)
+            capacity = FIRST
+            self.slots.resize(self.slot, capacity)
+        self._open(self.slot, capacity)
+
+    def _abandon(self) -> None:
+        """Forget what was written to the present slot; it is kept if arrays in it are alive."""
+        if self._leave() and self.slots is not None:
+            self._keep()
+        self._loans, self._window = [], None
+
+    def _open(self, slot: int, capacity: int) -> None:
+        """Begin to write at the beginning of a slot."""
         self.memory = self.mapping_of(slot, capacity)
         self.slot = slot
         self.capacity = capacity
@@ -172,7 +185,7 @@ class Writer(SlotEncoder):
     def empty(
         self, shape: int | Sequence[int], dtype: object = float, *, fortran: bool = False
     ) -> Array:
-        """Make an array in the slot, uninitialised; if there is no spare, in private memory.
+        """Make an array in the slot, uninitialised; if many are kept, in private memory.
 
         Parameters
         ----------
@@ -193,7 +206,7 @@ class Writer(SlotEncoder):
         dims = dimensions(shape)
         if kind.hasobject:
             raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
-        if self._spares is not None and not self._has_spare():
+        if self.slots is not None and not self._may_lend():
             made: Array = np.empty(dims, kind, order="F" if fortran else "C")
             return made
         offset = self.place(kind.itemsize * math.prod(dims))
@@ -222,7 +235,7 @@ class Writer(SlotEncoder):
         return -1
 
     def end(self) -> None:
-        """Finish the slot; if arrays in it are alive, keep it and copy the batch to a spare.
+        """Finish the slot; if arrays in it are alive, keep it and copy the batch to another one.
 
         The caller holds no reference to the batch any more.
 
@@ -231,16 +244,17 @@ class Writer(SlotEncoder):
         MemoryError
             There is no room for the copy.
         RuntimeError
-            Arrays are alive, and this writer was made without spares.
+            Arrays are alive, and this writer was made without a table.
         """
         self._window = None
-        if self._need.add(self.used) and self._spares:
-            self._trim()
         if not self._leave():
             return
-        if self._spares is not None:
+        if self.slots is not None:
+            source, used = self.memory, self.used
             self._keep()
-            self._move()
+            self._begin_empty()
+            self.place(used)
+            self.memory.store_from(0, source, used)
             return
         gc.collect()  # such an array may be in a cycle that is garbage
         if any(loan() is not None for loan in self._loans):
@@ -249,17 +263,13 @@ class Writer(SlotEncoder):
                 "written to for another batch: keep a copy (array.copy())"
             )
 
-    def publish(self, runner: Runner, status: int, record: tuple[int, ...]) -> None:
-        """Publish the ticket with what was written; the trainer owns the slot from now on."""
-        runner.publish(status, record, self.capacity, self.slot)
-        if self._spares:
-            self._spares = [spare for spare in self._spares if spare[0] != self.slot]
-
     def close(self) -> None:
         """Drop all mappings; each is unmapped with the last array on it."""
         self._leave()
         self.mapped.clear()
-        self._kept.clear()
+        self.kept.clear()
+        if self.slots is not None:
+            self.slots.close()
         self.older = []
         self._window = None
         self.memory = Block(0)
@@ -274,45 +284,24 @@ class Writer(SlotEncoder):
         return placed > 0 or any(loan() is not None for loan in self._loans)
 
     def _keep(self) -> None:
-        """Keep the slot, for the arrays in it."""
-        self._kept.append(Kept(self.slot, self.capacity, [self.memory, *self.older], self._loans))
+        """Keep the slot, for the arrays in it; there is no present one then."""
+        self.kept.append(Kept(self.slot, [self.memory, *self.older], self._loans))
         self._loans = []
+        self.slot = -1
 
-    def _move(self) -> None:
-        """Copy what was written to a spare, which becomes the present slot."""
-        assert self._spares  # else nothing was made in the slot
-        source, used = self.memory, self.used
-        slot, nbytes = self._spares[-1]
-        self._select(slot, nbytes)
-        if used > nbytes:
-            self._grow(used)
-            self._spares[-1] = slot, self.capacity
-        self.memory.store_from(0, source, used)
-        self.used = used
-
-    def _has_spare(self) -> bool:
-        """Return whether there is a spare, with enough committed for the text of an error."""
-        if self._kept:
+    def _may_lend(self) -> bool:
+        """Return whether arrays may be made in the slot."""
+        if self.kept:
             self._recover()
-        if not self._spares:
-            return False
-        slot, nbytes = self._spares[-1]
-        if nbytes < FIRST:
-            try:
-                commit(self._fd, slot * self._width, FIRST)
-            except MemoryError:
-                return False
-            self._spares[-1] = slot, FIRST
-        return True
+        return len(self.kept) < KEEPS
 
     def _recover(self) -> None:
-        """Make spares of the kept slots in which no array is alive any more."""
-        assert self._spares is not None
-        for kept in self._kept[:]:
+        """Free the kept slots in which no array is alive any more."""
+        assert self.slots is not None
+        for kept in self.kept[:]:
             if not self._is_held(kept):
-                self._kept.remove(kept)
-                self._spares.append((kept.slot, kept.nbytes))
-                self._trim()
+                self.kept.remove(kept)
+                self.slots.release(kept.slot)
 
     def _is_held(self, kept: Kept) -> bool:
         """Return whether arrays in a kept slot are alive."""
@@ -323,29 +312,25 @@ class Writer(SlotEncoder):
             isinstance(memory, Mapping) and placement.holds(memory) for memory in kept.memories
         )
 
-    def _trim(self) -> None:
-        """Give pages of spares back that batches have not needed for a while."""
-        assert self._spares is not None
-        most, room = self._need.excess(self._width)
-        for at, (slot, nbytes) in enumerate(self._spares):
-            if nbytes > most and punch(self._fd, slot * self._width + room, self._width - room):
-                self._spares[at] = slot, room
-
     def _grow(self, needed: int) -> None:
         """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
         capacity = room_for(needed, self.capacity, self._width)
-        start = self.slot * self._width
-        more = capacity - self.capacity
-        if self._unchecked + more > CHECK:
-            check_available(more)
-            self._unchecked = 0
-        commit(self._fd, start + self.capacity, more)
-        self._unchecked += more
+        self._commit(self.capacity, capacity)
+        if self.slots is not None:
+            self.slots.resize(self.slot, capacity)
         if self.memory.nbytes < capacity:
             self.older.append(self.memory)
             self.memory = self._map(self.slot, capacity)
         self.capacity = capacity
         self._window = None
+
+    def _commit(self, start: int, end: int) -> None:
+        """Commit a part of the slot."""
+        if self._unchecked + end - start > CHECK:
+            check_available(end - start)
+            self._unchecked = 0
+        commit(self._fd, self.slot * self._width + start, end - start)
+        self._unchecked += end - start
 
     def _map(self, slot: int, capacity: int) -> Mapping:
         """Map a slot and remember it, forgetting the oldest mapping if there are too many."""

@@ -42,8 +42,9 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 4u
+#define CSEQ_LAYOUT 5u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
+#define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
 
 /* States. */
@@ -102,20 +103,14 @@ typedef struct {
     uint64_t batch; /* running number within the epoch */
     uint64_t start; /* position of its first sample in the order of the epoch */
     uint32_t count; /* samples */
-    uint32_t slot;  /* where the batch lies; also written by an owner that put the batch into another
-                       slot, or has taken it out */
-    /* written by the trainer at the post, and by an owner that made the slot larger */
-    uint64_t capacity; /* bytes of the slot that are committed */
     /* written by the owner */
+    uint32_t slot;       /* where the batch lies; CSEQ_NO_SLOT at the post */
+    uint64_t capacity;   /* bytes of the slot that are committed */
     uint64_t started_ns; /* when it was claimed; 0 before */
     uint32_t stage;      /* which record is the last one written */
     uint32_t status;     /* 0: a batch; else see stage.py */
     uint64_t record[CSEQ_FIELDS];
-    /* written at the post; a repost restores `slot` and `capacity` from them */
-    uint64_t home_capacity;
-    uint32_t home; /* the slot it was posted with; the trainer writes `slot` here when it has recorded
-                      the change of owner of both slots */
-    uint32_t by;   /* written by an owner that put the batch into another slot: its number */
+    char pad[CSEQ_LINE - 64 - 8 * CSEQ_FIELDS];
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
     char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];
@@ -387,8 +382,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
  * Does not wake: see cseq_gate_notify(&r->gate[0]). SYNC: ticket visible to runner */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
-    cseq_store_rlx_u32(&c->home, c->slot);
-    c->home_capacity = c->capacity;
+    cseq_store_rlx_u32(&c->slot, CSEQ_NO_SLOT);
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
@@ -459,10 +453,8 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
         uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, state - 1);
         cseq_store_rlx_u64(&cell->started_ns, 0);
-        if (state == CSEQ_INDEXING) { /* it may have died while it changed the slot */
-            cell->slot = cell->home;
-            cell->capacity = cell->home_capacity;
-        }
+        if (state == CSEQ_INDEXING) /* it may have died just before it published a slot */
+            cseq_store_rlx_u32(&cell->slot, CSEQ_NO_SLOT);
         if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
         if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);

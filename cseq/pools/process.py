@@ -32,7 +32,6 @@ from cseq.supervisor import Supervisor
 from cseq.threads import imported
 from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.worker import FAILED, NOTED, READY, enter, send_state
-from cseq.writer import SPARES
 
 if TYPE_CHECKING:
     import socket
@@ -185,7 +184,6 @@ class ProcessPool(Feed):
             ),
             memory_limit=job.memory_limit,
             locks=self._locks,
-            spares=SPARES,
         )
         (ring,), self._arena = supervisor.rings, supervisor.arena
         ring.wake_at = wake_at(job.buffer, job.num_workers)
@@ -276,6 +274,7 @@ class ProcessPool(Feed):
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Begin an epoch."""
         self.supervisor.deaths.begin()
+        self._arena.tidy()
         super().begin(place, epoch, consumed, generation)
 
     def close(self) -> None:

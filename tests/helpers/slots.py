@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq._memory import Block
+from cseq._slots import Slots
+from cseq.segment import Segment
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from cseq._memory import Mapping
-    from cseq._slots import Lease, Slots
+    from cseq._slots import Lease
     from cseq.arena import Arena
 
 
@@ -32,27 +34,35 @@ def writer_of(arena: Arena) -> Writer:
     """Make a writer that has begun with a new slot."""
     writer = Writer(arena.segment.fd, arena.segment.width)
     slot = acquire(arena)
-    writer.begin(slot, arena.capacity(slot))
+    writer.select(slot, arena.capacity(slot))
     return writer
 
 
 def acquire(arena: Arena) -> int:
-    """Take the slot that the next ticket would have."""
-    arena.prepare()
-    return arena.slots.acquire()
+    """Take the lowest free slot."""
+    slot = arena.slots.take()
+    arena.request(slot)
+    return slot
+
+
+def shared(most: int = 4096) -> tuple[Segment, Slots]:
+    """Make a table of slots, and its file."""
+    segment = Segment.create(1 << 20, most)
+    return segment, Slots(segment.fd, segment.width, segment.slots)
 
 
 def lease(slots: Slots, slot: int, mapping: Mapping, used: int = -1) -> Lease:
     """Lend a taken slot, and be done with its ticket: the lease frees it."""
     lent = slots.lend(slot, mapping, used)
-    assert not slots.vacate(slot)
+    slots.adopt(slot, mapping.nbytes)
+    slots.vacate(slot)
     return lent
 
 
 def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
     """Fill a slot with a value, and take it."""
     slot = acquire(arena)
-    writer.begin(slot, arena.capacity(slot))
+    writer.select(slot, arena.capacity(slot))
     array = writer.empty(nbytes, np.uint8)
     array[:] = value
     del array
@@ -63,8 +73,8 @@ def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
 def take(arena: Arena, slot: int, used: int, capacity: int) -> Any:
     """Decode a slot, and be done with its ticket."""
     memory = arena.lend(slot, used, capacity)
-    if arena.slots.vacate(slot):
-        arena.release(slot)
+    arena.slots.adopt(slot, used)
+    arena.slots.vacate(slot)
     return memory
 
 

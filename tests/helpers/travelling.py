@@ -69,7 +69,7 @@ def write_batch(obj: object) -> tuple[Segment, codec.Record]:
     """Write an object to a file, as a supervisor does."""
     segment = Segment.for_slots()
     writer = Writer(segment.fd, segment.width)
-    writer.begin(0, 0)
+    writer.select(0, 0)
     record = codec.encode_pickled(dump(obj), writer)
     writer.close()
     return segment, record

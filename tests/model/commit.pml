@@ -1,10 +1,13 @@
-/* How a batch leaves the ring (Consumer in cseq/_core.pyx, Slots in cseq/_slots.pyx) as a model for
- * spin; see run.sh. The ring itself is ring.pml; here a claim is one step, and nothing sleeps.
+/* How a batch leaves the ring (Consumer in cseq/_core.pyx), and who has each slot (Slots), as a model
+ * for spin; see run.sh. The ring itself is ring.pml; here a claim is one step, and nothing sleeps.
  *
- *   trainer   posts; peeks, decodes, commits; is interrupted; begins epochs       (one thread)
- *   runner    claims, works, publishes, perhaps in a slot of its own; may be dead at any step
+ *   trainer   posts; peeks, decodes, commits; is interrupted; begins epochs; tidies  (one thread)
+ *   runner    claims, takes a slot, works, publishes the slot, or keeps it and publishes a copy in
+ *             another one; may be dead at any step
  *   watcher   once a runner is gone: reposts what it held, reclaims its slots, starts another
  *   holder    drops leases at any time                                            (any thread)
+ *
+ * A slot has one word, which says who has it: FREE, a runner's number, or TRAINER.
  *
  * A signal handler raises at any point between two steps of the trainer that are Python, as often as
  * it likes: the trainer then begins anew. Commit is one call of C, in which no handler runs; the other
@@ -29,7 +32,7 @@
 #define DEATHS 0
 #endif
 #ifndef SLOTS
-#define SLOTS (CELLS + RUNNERS + 1) /* one more than tickets and spares need: for a lease */
+#define SLOTS (CELLS + RUNNERS + 1) /* of tickets; of kept arrays; one more for a lease */
 #endif
 #if SLOTS < 3 || SLOTS > 5 || CELLS > 2 || RUNNERS > 2
 #error "the model is written for fewer"
@@ -40,8 +43,7 @@
 #define POSTED 1
 #define INDEXING 2
 #define READY 3
-#define TAKEN 1
-#define LEASED 2
+#define TRAINER 9
 #define NONE 255
 #define TORN 255
 
@@ -50,19 +52,17 @@ byte state[CELLS];
 byte ticket[CELLS];
 byte owner[CELLS];
 byte slot[CELLS] = NONE;
-byte home[CELLS] = NONE;
-byte by[CELLS];
 
-/* A slot. `owned` is a partial sum until all tickets are settled; it is written under `lock`. */
-byte slot_state[SLOTS];
-short owned[SLOTS];
+/* A slot: its word in the table, and what lies there. */
+byte has[SLOTS];
 byte data[SLOTS];
+bit leased[SLOTS];     /* the trainer's, until the last view is gone */
 byte leased_to[SLOTS]; /* the batch whose views hold it; 0: what they show is wanted by no party */
 byte lent[SLOTS];      /* for which ticket a decode has made a lease, which counts from the commit on */
-bit lock;
 
 /* What no party can see. */
-byte spare[RUNNERS + 1] = NONE; /* a slot that this runner knows to be its own */
+byte own[RUNNERS + 1] = NONE;  /* the slot that this runner writes to */
+byte kept[RUNNERS + 1] = NONE; /* and one in which arrays are alive */
 bit busy[RUNNERS + 1];
 bit dead[RUNNERS + 1];
 bit gone[RUNNERS + 1];
@@ -70,87 +70,92 @@ byte deaths;
 bit closed;
 bit given[NUMBERS + 1]; /* batches that the caller has */
 
-inline seize() {
-#ifdef M_NO_LOCK
-    skip
+#define IS_FREE(s) (has[s] == FREE)
+#if SLOTS == 3
+#define ANY_FREE (IS_FREE(0) || IS_FREE(1) || IS_FREE(2))
+#elif SLOTS == 4
+#define ANY_FREE (IS_FREE(0) || IS_FREE(1) || IS_FREE(2) || IS_FREE(3))
 #else
-    atomic { !lock -> lock = 1 }
+#define ANY_FREE (IS_FREE(0) || IS_FREE(1) || IS_FREE(2) || IS_FREE(3) || IS_FREE(4))
 #endif
+
+inline find_free(s) {
+    s = 0;
+    do
+    :: s < SLOTS && has[s] != FREE -> s++
+    :: else -> break
+    od
 }
 
-/* The lowest free slot, taken, in `s`; or NONE. */
-inline occupy(s) {
-    d_step {
-        s = 0;
-        do
-        :: s < SLOTS && slot_state[s] != FREE -> s++
-        :: else -> break
-        od;
-        if
-        :: s < SLOTS -> slot_state[s] = TAKEN
-        :: else -> s = NONE
-        fi
-    }
+/* Take the lowest free slot. (Where none is free, there is no bound in the program: it makes one.) */
+inline take(s, who) {
+#ifdef M_TAKE_NO_CAS
+    atomic { ANY_FREE -> find_free(s) };
+    has[s] = who
+#else
+    atomic { ANY_FREE -> find_free(s); has[s] = who }
+#endif
 }
 
 /* ── runners ───────────────────────────────────────────────────────────────────────────── */
 
-#define HOLDS(who, s) (spare[who] == (s))
+#define HOLDS(who, s) (own[who] == (s) || kept[who] == (s))
 #if RUNNERS > 1
-#define IS_SPARE(s) (HOLDS(1, s) || HOLDS(2, s))
+#define IS_HELD(s) (HOLDS(1, s) || HOLDS(2, s))
 #else
-#define IS_SPARE(s) HOLDS(1, s)
+#define IS_HELD(s) HOLDS(1, s)
 #endif
 
 inline take_up(cell) {
+    busy[me] = 1;
     state[cell] = INDEXING;
     owner[cell] = me;
     c = cell;
-    t = ticket[cell];
-    own = slot[cell];
-    assert(slot_state[own] == TAKEN && !IS_SPARE(own))
+    t = ticket[cell]
 }
 
 proctype runner(byte me) {
-    byte c = NONE, t, own = NONE;
+    byte c = NONE, t, s = NONE;
 born:
     {
         do
-        :: atomic { state[0] == POSTED -> busy[me] = 1; take_up(0) };
+        :: atomic { state[0] == POSTED -> take_up(0) };
             goto work;
 #if CELLS > 1
-        :: atomic { state[1] == POSTED -> busy[me] = 1; take_up(1) };
+        :: atomic { state[1] == POSTED -> take_up(1) };
             goto work;
 #endif
-        :: atomic { spare[me] != NONE && data[spare[me]] != TORN -> data[spare[me]] = TORN };
+        :: atomic { kept[me] != NONE && data[kept[me]] != TORN -> data[kept[me]] = TORN };
             goto next; /* an array in a kept slot is written to */
+        :: atomic { kept[me] != NONE -> busy[me] = 1; s = kept[me]; kept[me] = NONE };
+            atomic { assert(has[s] == me); has[s] = FREE; s = NONE; busy[me] = 0 }; /* the last array there is gone */
+            goto next;
         :: atomic { closed -> goto left };
 work:
-            data[own] = TORN;
+            take(s, me);
+            atomic { assert(!IS_HELD(s)); own[me] = s };
+            data[s] = TORN;
             if
-            :: data[own] = t;
-                atomic {
-                    assert(state[c] == INDEXING && owner[c] == me && ticket[c] == t);
-                    state[c] = READY; owner[c] = 0
-                }
-            :: atomic { spare[me] != NONE -> data[spare[me]] = t }; /* arrays in it are kept */
-                by[c] = me;
-                slot[c] = spare[me];
-                atomic {
-                    assert(state[c] == INDEXING && owner[c] == me && ticket[c] == t);
-                    state[c] = READY; owner[c] = 0;
-                    spare[me] = own
-                }
+            :: true
+            :: atomic { kept[me] == NONE -> kept[me] = s; own[me] = NONE; s = NONE };
+                take(s, me); /* arrays in it are kept: a copy in another one */
+                atomic { assert(!IS_HELD(s)); own[me] = s }
             fi;
-            atomic { c = NONE; t = 0; own = NONE; busy[me] = 0 };
+            data[s] = t;
+            slot[c] = s;
+            atomic {
+                assert(state[c] == INDEXING && owner[c] == me && ticket[c] == t && has[s] == me);
+                state[c] = READY; owner[c] = 0; own[me] = NONE
+            };
+            atomic { c = NONE; t = 0; s = NONE; busy[me] = 0 };
 next:
             skip
         od
     } unless {
         atomic {
             dead[me] ->
-            c = NONE; t = 0; own = NONE; busy[me] = 0;
-            spare[me] = NONE;
+            c = NONE; t = 0; s = NONE; busy[me] = 0;
+            own[me] = NONE; kept[me] = NONE;
             gone[me] = 1
         }
     };
@@ -167,76 +172,70 @@ inline repost(who) {
     :: atomic { c == CELLS -> c = 0; break }
     :: atomic { c < CELLS && !(state[c] == INDEXING && owner[c] == who) -> c++ }
     :: atomic { c < CELLS && state[c] == INDEXING && owner[c] == who -> skip };
-#ifndef M_NO_HOME
-        slot[c] = home[c];
+#ifndef M_REPOST_WITH_SLOT
+        slot[c] = NONE;
 #endif
         atomic { state[c] = POSTED; owner[c] = 0; c++ }
     od
 }
 
-inline enter_owners(cell, number) {
-    owned[home[cell]] = owned[home[cell]] + number;
-    owned[slot[cell]] = owned[slot[cell]] - number;
-    home[cell] = slot[cell]
-}
-
-/* The slots of a runner that is gone. A word that is the same after slot and home were read says that
- * both are that ticket's. */
-inline reclaim(who) {
-    seize();
-#ifndef M_RECLAIM_UNSETTLED
+/* Which slots published tickets lie in. The state is read, then the slot: that may be a later one's. */
+inline look_at_cells() {
     c = 0;
     do
     :: atomic { c == CELLS -> c = 0; break }
     :: atomic { c < CELLS && state[c] != READY -> c++ }
-    :: atomic { c < CELLS && state[c] == READY -> t = ticket[c] };
-        atomic { differs = (slot[c] != home[c]) };
-        if
-#ifdef M_NO_SECOND_WORD
-        :: differs ->
-#else
-        :: differs && state[c] == READY && ticket[c] == t ->
-#endif
-            enter_owners(c, by[c])
-        :: else
-        fi;
-        atomic { c++; t = 0; differs = 0 }
-    od;
+    :: atomic { c < CELLS && state[c] == READY -> skip };
+        atomic {
+            if
+            :: slot[c] != NONE -> named[slot[c]] = 1
+            :: else
+            fi;
+            c++
+        }
+    od
+}
+
+/* Free the slots of a runner that is gone, but those of its published tickets: the trainer makes these
+ * its own before it retires the cell. */
+inline reclaim(who) {
+#ifndef M_RECLAIM_NAMED
+    look_at_cells();
 #endif
     c = 0;
     do
-    :: atomic { c == SLOTS -> c = 0; break }
-    :: atomic { c < SLOTS && owned[c] != who -> c++ }
-    :: atomic {
-            c < SLOTS && owned[c] == who ->
-            owned[c] = 0;
-            assert(slot_state[c] == TAKEN && !IS_SPARE(c));
-            slot_state[c] = FREE;
-            c++
-        }
+    :: atomic { c == SLOTS -> break }
+    :: atomic { c < SLOTS && (named[c] || has[c] != who) -> c++ }
+#ifdef M_RECLAIM_NO_CAS
+    :: atomic { c < SLOTS && !named[c] && has[c] == who -> skip };
+        atomic { has[c] = FREE; c++ }
+#else
+    :: atomic { c < SLOTS && !named[c] && has[c] == who -> assert(!IS_HELD(c)); has[c] = FREE; c++ }
+#endif
     od;
-    lock = 0
-}
-
-/* Another one has its number, and a slot of its own if there is one. */
-inline launch(who) {
-    occupy(c);
-    if
-    :: c != NONE -> seize(); atomic { owned[c] = owned[c] + who; lock = 0; spare[who] = c }
-    :: else
-    fi;
-    atomic { c = 0; dead[who] = 0; gone[who] = 0 }
+    atomic {
+        c = 0;
+        do
+        :: c < SLOTS -> named[c] = 0; c++
+        :: else -> c = 0; break
+        od
+    }
 }
 
 inline replace(who) {
     repost(who);
+#ifdef M_LAUNCH_FIRST
+    atomic { dead[who] = 0; gone[who] = 0 };
+#endif
+#ifndef M_NO_RECLAIM
     reclaim(who);
-    launch(who)
+#endif
+    atomic { dead[who] = 0; gone[who] = 0 }
 }
 
 proctype watcher() {
-    byte c, t;
-    bit differs;
+    byte c;
+    bit named[SLOTS];
 end:
     do
     :: atomic { gone[1] -> skip }; replace(1)
@@ -259,9 +258,9 @@ end:
 /* A batch is whole until its last view is gone. */
 #define DROP(s) \
     atomic { \
-        slot_state[s] == LEASED -> \
-        assert(leased_to[s] == 0 || data[s] == leased_to[s]); \
-        slot_state[s] = FREE; leased_to[s] = 0 \
+        leased[s] -> \
+        assert(has[s] == TRAINER && (leased_to[s] == 0 || data[s] == leased_to[s])); \
+        leased[s] = 0; has[s] = FREE; leased_to[s] = 0 \
     }
 
 proctype holder() {
@@ -292,49 +291,42 @@ inline deliver(number) {
     handed++
 }
 
-/* The next ticket, in a cell that is free, with a slot that is taken. */
-inline offer(cell, with) {
-    slot[cell] = with;
-    home[cell] = with;
+/* The next ticket, in a cell that is free. */
+inline offer(cell) {
+    slot[cell] = NONE;
     atomic {
-        assert(state[cell] == FREE && slot_state[with] == TAKEN && !IS_SPARE(with));
-        assert(CELLS == 1 || state[1 - cell] == FREE || slot[1 - cell] != with);
+        assert(state[cell] == FREE);
         ticket[cell] = posted; state[cell] = POSTED; posted++
     }
 }
 
-/* Enter in which slot the ticket lies. */
-inline settle(cell) {
-#ifndef M_NO_SETTLE
+/* The slot of a ticket that leaves becomes the trainer's, and the cell names it no more. */
+inline adopt(cell) {
+    keep = slot[cell];
+#ifdef M_CLEAR_BEFORE_ADOPT
+    slot[cell] = NONE;
+#endif
     if
-    :: atomic { slot[cell] != home[cell] -> skip };
-        seize();
-        if
-        :: slot[cell] != home[cell] -> enter_owners(cell, by[cell])
-        :: else /* `reclaim` has done it */
-        fi;
-        lock = 0
-    :: atomic { slot[cell] == home[cell] -> skip }
-    fi
-#else
-    skip
+    :: atomic { keep != NONE -> assert(has[keep] != FREE && !leased[keep]); has[keep] = TRAINER }
+    :: atomic { keep == NONE -> skip } /* it was given up before it was claimed */
+    fi;
+#ifndef M_KEEP_NAME
+    slot[cell] = NONE
 #endif
 }
-
-/* The slot of a ticket that leaves: the lease's, or in `keep`. */
-inline vacate(cell) {
-    atomic {
-        keep = slot[cell];
-        assert(slot_state[keep] == TAKEN);
-        if
-        :: lent[keep] ->
-            slot_state[keep] = LEASED;
-            leased_to[keep] = (lent[keep] == ticket[cell] -> ticket[cell] : 0);
-            lent[keep] = 0;
-            keep = NONE
-        :: else
-        fi
-    }
+/* Then the lease's, or free. */
+inline vacate(number) {
+    if
+    :: atomic {
+            keep != NONE && lent[keep] ->
+            leased[keep] = 1;
+            leased_to[keep] = (lent[keep] == number -> number : 0);
+            lent[keep] = 0
+        }
+    :: atomic { keep != NONE && !lent[keep] -> assert(has[keep] == TRAINER); has[keep] = FREE }
+    :: atomic { keep == NONE -> skip }
+    fi;
+    keep = NONE
 }
 
 inline retire(cell) {
@@ -349,19 +341,28 @@ inline interrupted() {
     fi
 }
 
+/* A ticket leaves its cell. */
+inline leave(cell, number) {
+#ifdef M_FREE_BEFORE_ARM
+    adopt(cell);
+    has[keep] = FREE;
+    atomic { has[keep] = TRAINER };
+    vacate(number);
+    retire(cell)
+#elif defined(M_RETIRE_BEFORE_ADOPT)
+    retire(cell);
+    adopt(cell);
+    vacate(number)
+#else
+    adopt(cell);
+    vacate(number);
+    retire(cell)
+#endif
+}
+
 /* Into the caller's hands; the cell's next ticket is posted. No handler runs in it. */
 inline commit(cell, number) {
-#ifdef M_FREE_BEFORE_ARM
-    settle(cell);
-    keep = slot[cell];
-    retire(cell);
-#else
-#ifndef M_SETTLE_LATE
-    settle(cell);
-#endif
-    vacate(cell);
-    retire(cell);
-#endif
+    leave(cell, number);
 #ifdef M_INTERRUPT_FREE_COUNT
     interrupted();
 #endif
@@ -369,37 +370,14 @@ inline commit(cell, number) {
     taken++;
 #endif
     if
-    :: atomic { posted < LAST -> skip };
-        if
-        :: atomic { keep == NONE -> skip }; occupy(keep)
-        :: atomic { keep != NONE -> skip }
-        fi;
-        if
-        :: atomic { keep != NONE -> skip }; offer(cell, keep)
-        :: atomic { keep == NONE -> skip } /* refilled later */
-        fi
-    :: atomic {
-            posted == LAST ->
-            if
-            :: keep != NONE -> slot_state[keep] = FREE
-            :: else
-            fi
-        }
+    :: atomic { posted < LAST -> skip }; offer(cell)
+    :: atomic { posted == LAST -> skip }
     fi;
-#ifdef M_FREE_BEFORE_ARM
-    if
-    :: lent[keep] -> lent[keep] = 0; slot_state[keep] = LEASED; leased_to[keep] = number
-    :: else
-    fi;
-#endif
-#ifdef M_SETTLE_LATE
-    settle(cell);
-#endif
 #ifdef M_POST_BEFORE_COUNT
     interrupted();
     taken++;
 #endif
-    atomic { deliver(number); keep = NONE }
+    deliver(number)
 }
 
 /* The epoch ends, as another begins: its tickets are given up. */
@@ -424,24 +402,15 @@ inline begin() {
 /* Free the cell of a ticket that was given up: from here on no runner claims it. */
 inline sweep(cell) {
     atomic { GIVEN_UP(cell) -> state[cell] = READY; k = 0 };
-    settle(cell);
-    vacate(cell);
-    atomic {
-        if
-        :: keep != NONE -> slot_state[keep] = FREE
-        :: else
-        fi;
-        keep = NONE; abandoned[cell] = 0
-    };
-    retire(cell)
+    leave(cell, ticket[cell]);
+    abandoned[cell] = 0
 }
 
 /* The runners are idle, and alive; no views are left. */
 #define IDLE(who) (!dead[who] && !busy[who])
 #define ALL_FREE (state[0] == FREE && (CELLS == 1 || state[CELLS - 1] == FREE))
 #define LEASES \
-    ((slot_state[0] == LEASED) || (slot_state[1] == LEASED) || (slot_state[2] == LEASED) || \
-     (slot_state[SLOTS - 2] == LEASED) || (slot_state[SLOTS - 1] == LEASED))
+    (leased[0] || leased[1] || leased[2] || leased[SLOTS - 2] || leased[SLOTS - 1])
 #define QUIET (ALL_FREE && IDLE(1) && (RUNNERS == 1 || IDLE(RUNNERS)) && !LEASES)
 
 /* Whether the ticket in a cell can be taken next. */
@@ -455,7 +424,7 @@ inline sweep(cell) {
 inline interrupt() {
     if
     :: true
-    :: atomic { true -> p = NONE; at = NONE; token = 0; leased = 0; goto again }
+    :: atomic { true -> p = NONE; at = NONE; token = 0; is_lent = 0; goto again }
 #ifdef M_REENTRANT
     :: atomic { IS_NEXT(0) -> old = ticket[0]; commit(0, old); old = 0 }
 #endif
@@ -479,15 +448,15 @@ inline decode() {
     if
     :: true
 #ifdef M_ARM_IN_DECODE
-    :: atomic { true -> slot_state[at] = LEASED; leased_to[at] = token }
+    :: atomic { true -> has[at] = TRAINER; leased[at] = 1; leased_to[at] = token }
 #else
-    :: atomic { slot_state[at] == TAKEN -> leased = 1; lent[at] = token }
+    :: atomic { has[at] != FREE && !leased[at] -> is_lent = 1; lent[at] = token }
 #endif
     fi;
     interrupt();
     atomic {
         assert(!(state[p] == READY && ticket[p] == token) || data[at] == token);
-        assert(!(state[p] == READY && ticket[p] == token) || !leased || lent[at] == token)
+        assert(!(state[p] == READY && ticket[p] == token) || !is_lent || lent[at] == token)
     }
 }
 
@@ -495,7 +464,7 @@ proctype trainer() {
     bit abandoned[CELLS];
     byte posted = 1, base = 1, taken, handed, epoch;
     byte p = NONE, at = NONE, token, keep = NONE, k, old;
-    bit leased;
+    bit is_lent;
 again:
     do
     :: atomic {
@@ -503,12 +472,13 @@ again:
             assert(taken == handed); /* what is counted is what the caller has had */
             k = (VACANT(0) -> 0 : CELLS - 1)
         };
-        occupy(keep); /* and this is one step of C */
-        if
-        :: atomic { keep != NONE -> skip }; offer(k, keep)
-        :: atomic { keep == NONE -> skip }
-        fi;
-        atomic { keep = NONE; k = 0 }
+        offer(k); /* one step of C */
+        k = 0
+#ifdef TIDY
+    :: take(keep, TRAINER); /* pages of a free slot are given back */
+        data[keep] = TORN;
+        atomic { has[keep] = FREE; keep = NONE }
+#endif
     :: sweep(0)
 #if CELLS > 1
     :: sweep(1)
@@ -527,7 +497,7 @@ again:
         interrupt();
         commit(p, token);
 #endif
-        atomic { p = NONE; at = NONE; token = 0; leased = 0 }
+        atomic { p = NONE; at = NONE; token = 0; is_lent = 0 }
     :: atomic {
             posted == LAST && taken == TICKETS ->
             assert(taken == handed);
@@ -539,7 +509,7 @@ again:
             fi
         }
     od;
-    /* All cells are free, every slot is free or the spare of one runner: none is lost. */
+    /* All cells are free, every slot is free or of one runner: none is lost. */
     do
     :: sweep(0)
 #if CELLS > 1
@@ -550,8 +520,8 @@ again:
             do
             :: k < SLOTS ->
                 if
-                :: IS_SPARE(k) -> assert(slot_state[k] == TAKEN && HOLDS(owned[k], k))
-                :: else -> assert(slot_state[k] == FREE && owned[k] == 0)
+                :: IS_HELD(k) -> assert(HOLDS(has[k], k))
+                :: else -> assert(has[k] == FREE)
                 fi;
                 k++
             :: else -> break
@@ -564,9 +534,9 @@ again:
 
 init {
     atomic {
-        slot_state[0] = TAKEN; owned[0] = 1; spare[1] = 0; run runner(1);
+        run runner(1);
 #if RUNNERS > 1
-        slot_state[1] = TAKEN; owned[1] = 2; spare[2] = 1; run runner(2);
+        run runner(2);
 #endif
         run watcher();
         run killer();

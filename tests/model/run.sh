@@ -85,7 +85,7 @@ short   fails        ring    -DM_RETRACT_OLDEST -DTICKETS=4 -DDEATHS=0 -DRUNNERS
 #    with handlers that raise at any point
 short   holds        commit  -DTICKETS=2
 normal  holds        commit  -DTICKETS=3
-short   holds        commit  -DTICKETS=2 -DCELLS=1
+short   holds        commit  -DTICKETS=2 -DCELLS=1 -DTIDY
 normal  holds        commit  -DTICKETS=2 -DUNORDERED
 normal  holds        commit  -DTICKETS=2 -DCELLS=1 -DEPOCHS=2 -DDEATHS=1
 normal  holds        commit  -DTICKETS=2 -DEPOCHS=2
@@ -98,16 +98,20 @@ normal  holds        commit  -DTICKETS=2 -DRUNNERS=2 -DDEATHS=1
 # ── mutants of these: each must fail
 short   fails        commit  -DM_COMMIT_BEFORE_DECODE -DTICKETS=2
 short   fails        commit  -DM_ARM_IN_DECODE -DTICKETS=2
-short   fails        commit  -DM_FREE_BEFORE_ARM -DTICKETS=2
+short   fails        commit  -DM_FREE_BEFORE_ARM -DTICKETS=2 -DRUNNERS=2
 short   fails        commit  -DM_POST_BEFORE_COUNT -DTICKETS=2
 short   fails        commit  -DM_INTERRUPT_FREE_COUNT -DTICKETS=2
 short   fails        commit  -DM_REENTRANT -DTICKETS=2 -DCELLS=1
-short   fails        commit  -DM_NO_SETTLE -DTICKETS=2
-short   fails        commit  -DM_SETTLE_LATE -DTICKETS=2
-short   fails        commit  -DM_NO_HOME -DTICKETS=2 -DDEATHS=1
-short   fails        commit  -DM_RECLAIM_UNSETTLED -DTICKETS=2 -DDEATHS=1
-short   fails        commit  -DM_NO_SECOND_WORD -DTICKETS=2 -DDEATHS=1
-short   fails        commit  -DM_NO_LOCK -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_TAKE_NO_CAS -DTICKETS=2 -DRUNNERS=2
+short   fails        commit  -DM_TAKE_NO_CAS -DTICKETS=2 -DCELLS=1 -DTIDY
+short   fails        commit  -DM_RETIRE_BEFORE_ADOPT -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_KEEP_NAME -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_CLEAR_BEFORE_ADOPT -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_REPOST_WITH_SLOT -DTICKETS=2 -DEPOCHS=2 -DDEATHS=1
+short   fails        commit  -DM_RECLAIM_NAMED -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_RECLAIM_NO_CAS -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_NO_RECLAIM -DTICKETS=2 -DDEATHS=1
+short   fails        commit  -DM_LAUNCH_FIRST -DTICKETS=2 -DDEATHS=1
 TABLE
 }
 

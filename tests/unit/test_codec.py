@@ -816,7 +816,7 @@ def test_an_array_in_the_slot_of_another_type_is_cast(writer: Writer) -> None:
 def test_a_stage_appends_to_what_another_wrote(writer: Writer) -> None:
     """What was read from the slot and is passed on is not copied; what is new goes behind it."""
     first = encode([np.arange(1000), np.arange(3.0)], writer)
-    writer.begin(0, writer.capacity)
+    writer.select(writer.slot, writer.capacity)
     writer.resume(first.used)
     batch = decode(writer.loan(), first)
     batch[1] = batch[1] * 2
@@ -975,13 +975,13 @@ from cseq.writer import Writer
 from cseq.codec import encode
 fd, width, slot, capacity = map(int, sys.argv[1:])
 writer = Writer(fd, width)
-writer.begin(slot, capacity)
+writer.select(slot, capacity)
 print(*encode(pickle.load(sys.stdin.buffer)(), writer), writer.capacity)
 '''
 
 arena = Arena()
-arena.prepare()
-slot = arena.slots.acquire()
+slot = arena.slots.take()
+arena.request(slot)
 fd = arena.segment.fd
 args = map(str, (fd, arena.segment.width, slot, arena.capacity(slot)))
 command = [sys.executable, "-c", WORKER, *args]
@@ -1026,8 +1026,8 @@ from cseq.writer import Writer
 from cseq.codec import decode, encode
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)
-arena.prepare()
-writer.begin(arena.slots.acquire(), 16384)
+slot = arena.slots.take()
+writer.select(slot, arena.request(slot))
 record = encode({"a": np.zeros(3), "b": ["c", 1, np.float32(1)]}, writer)
 decode(writer.memory, record)
 print(*{"torch", "cloudpickle"} & set(sys.modules))

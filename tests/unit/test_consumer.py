@@ -233,12 +233,12 @@ class Slotted:
     """A consumer of batches in slots: a ring of one cell, or of several."""
 
     def __init__(
-        self, count: int = 1, most: int = 1000, reader: Any = None, cells: int = 1, **options: Any
+        self, most: int = 1000, reader: Any = None, cells: int = 1, **options: Any
     ) -> None:
         segment = Segment.create(GRAIN, 8)
         commit(segment.fd, 0, 8 * GRAIN)
-        self.slots = Slots()
-        self.slots.extend(count)
+        self.slots = Slots(segment.fd, GRAIN, 8)
+        self.worker = Slots(segment.fd, GRAIN, 8, 1)
         self.mapped = [Mapping(segment.fd, slot * GRAIN, GRAIN) for slot in range(8)]
         segment.close()
         self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
@@ -246,7 +246,7 @@ class Slotted:
         small = None if reader is None else (self.mapped, reader, most, self.lend)
         self.consumer = Consumer(
             RunState(), self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
-            slots=self.slots, small=small, **{"extend": lambda: self.slots.extend(1)} | options,
+            slots=self.slots, small=small, **options,
         )  # fmt: skip
         self.consumer.begin(0, (0, 9, 9, 0, 1, 1, 0, 0))
         self.consumer.refill()
@@ -273,72 +273,31 @@ class Slotted:
         return next(BatchIterator(self.consumer, 0))
 
     def work(self, text: bytes = b"text") -> int:
-        """Write to the slot of the next ticket, and publish it."""
+        """Write the next ticket's batch to a slot, and publish it."""
         assert self.runner.claim() is True
-        slot = self.runner.slot
+        slot = self.worker.take()
         self.mapped[slot].store_bytes(0, text)
-        self.runner.publish(0, (0, 0, 0, len(text)))
+        self.runner.publish(0, (0, 0, 0, len(text)), slot=slot)
         return slot
 
 
 def test_leased() -> None:
-    """A slot that was lent goes with the batch; the next ticket has another, which may be new."""
+    """A slot that was lent goes with the batch; the next batch is written to another one."""
     bench = Slotted()
-    assert bench.work(b"first") == 0
+    assert bench.work(b"first") == 1
     first = bench.next()
     assert bench.slots.leased == 1
-    assert bench.work(b"second") == 1
+    assert bench.work(b"second") == 2
     second = bench.next()
     assert (first.load_bytes(0, 5), second.load_bytes(0, 6)) == (b"first", b"second")
     del first
     assert bench.slots.leased == 1
-    assert bench.work() == 2
-    bench.next()
-    assert bench.work() == 0  # the lowest that is free
-
-
-class Scarce(Slotted):
-    """A consumer whose slots cannot become more once there is no room."""
-
-    def __init__(self, count: int) -> None:
-        self.room = True
-        super().__init__(count, extend=self.extend, cells=3)
-
-    def extend(self) -> None:
-        """Make another slot."""
-        if not self.room:
-            raise MemoryError("no room")
-        self.slots.extend(1)
-
-
-def test_no_memory_for_more_slots() -> None:
-    """What is in the ring comes out first; then it is raised, until there is a slot."""
-    bench = Scarce(3)
-    bench.room = False
-    held = []
-    for number in range(3):
-        bench.work()
-        held.append(bench.next())
-        assert bench.consumer.posted == 3
-        assert bench.ring.outstanding_count == 2 - number
-    assert bench.slots.leased == 3
-    with pytest.raises(MemoryError, match="no room"):
-        bench.consumer.refill()
-    held.pop()
-    bench.consumer.refill()
-    assert (bench.consumer.posted, bench.ring.outstanding_count) == (4, 1)
-    for _ in range(6):  # to the end of the epoch, whose last ticket needs no other slot
-        bench.work()
-        held[2:] = [bench.next()]
-        if not bench.consumer.over:
-            held.pop()
-            bench.consumer.refill()
-    assert bench.consumer.over
+    assert bench.work() == 1  # the lowest that is free
 
 
 def test_lent_twice() -> None:
     """Decodes of one ticket share a lease: what an interrupted one has left behind stays intact."""
-    bench = Slotted(3)
+    bench = Slotted()
     bench.work(b"first")
     left = bench.read()[1]
     assert bench.slots.leased == 0
@@ -347,7 +306,7 @@ def test_lent_twice() -> None:
     assert bench.slots.leased == 1
     del batch
     assert bench.slots.leased == 1
-    assert bench.work() == 1
+    assert bench.work() == 2
     del left
     assert bench.slots.leased == 0
 
@@ -363,17 +322,17 @@ class Written(Slotted):
     """A consumer of batches that were encoded as workers do it, and a reader that learns."""
 
     def __init__(self, most: int = 3000, **options: Any) -> None:
-        super().__init__(1, most, codec.reader, **options)
+        super().__init__(most, codec.reader, **options)
         self.scratch = Scratch()
 
     def write(self, batch: Any) -> None:
-        """Write a batch to the slot of the next ticket, and publish it."""
+        """Write the next ticket's batch to a slot, and publish it."""
         assert self.runner.claim() is True
-        slot = self.mapped[self.runner.slot]
+        slot = self.worker.take()
         self.scratch.clear()
         record = codec.encode(batch, self.scratch)
-        slot.store_from(0, self.scratch.memory, record.used)
-        self.runner.publish(0, record, GRAIN)
+        self.mapped[slot].store_from(0, self.scratch.memory, record.used)
+        self.runner.publish(0, record, GRAIN, slot)
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""

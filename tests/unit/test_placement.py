@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from slots import acquire
 
 from cseq import MPSequence, codec, empty, failure
 from cseq import writer as writer_module
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block, Mapping
 from cseq._placement import SlotAllocator
+from cseq._slots import Slots
 from cseq.arena import Arena
-from cseq.transport import SlotWriter
-from cseq.writer import SPARES, Writer
+from cseq.transport import SlotReader, SlotWriter
+from cseq.writer import KEEPS, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,17 +41,16 @@ class Bench:
     def __init__(self) -> None:
         self.arena = Arena()
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
-        self.ring.arena = self.arena.slots
         self.runner = Runner(self.ring, 0, 1, last=True)
-        spares = self.arena.grant(1, SPARES)
-        self.writer = Writer(self.arena.segment.fd, self.arena.segment.width, spares)
+        segment = self.arena.segment
+        slots = Slots(segment.fd, segment.width, segment.slots, 1)
+        self.writer = Writer(segment.fd, segment.width, slots)
         self.writer.placement = self.placement = SlotAllocator()
-        self.slot = acquire(self.arena)
-        self.capacity = self.arena.capacity(self.slot)
+        self.slot = self.capacity = 0
 
     def post(self) -> None:
         """Post a ticket, and have it claimed."""
-        self.ring.post(0, 0, 0, 0, 0, slot=self.slot, capacity=self.capacity)
+        self.ring.post(0, 0, 0, 0, 0)
         assert self.runner.claim()
 
     def take(self) -> Any:
@@ -59,7 +58,10 @@ class Bench:
         taken = self.ring.take()
         assert taken is not None
         _, _, self.slot, self.capacity, record = taken
-        return codec.decode(self.arena.mapping_of(self.slot, self.capacity), record)
+        memory = self.arena.mapping_of(self.slot, self.capacity)
+        self.arena.slots.adopt(self.slot, sum(record))
+        self.arena.slots.vacate(self.slot)
+        return codec.decode(memory, record)
 
     def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
         """Take one ticket through: what the trainer reads, on the slot itself."""
@@ -134,19 +136,19 @@ def test_an_array_may_be_kept(bench: Bench) -> None:
 
 
 def test_slots_that_are_kept_are_few(bench: Bench) -> None:
-    """Kept arrays hold as many slots as there are spares; those of later batches hold none."""
+    """Kept arrays hold a few slots; those of later batches hold none."""
     bench.learn(fresh)
     kept: list[Any] = []
     for number in range(10):
         batch = bench.batch(lambda: kept.append(fresh()) or kept[-1])
         np.testing.assert_array_equal(batch, SOURCE + 1)
-        assert bench.placement.retired == min(number + 1, SPARES)
+        assert bench.placement.retired == min(number + 1, KEEPS)
     for array in kept:
         array[:] = -1
     np.testing.assert_array_equal(batch, SOURCE + 1)
     while kept:
         kept.pop()
-        assert bench.placement.retired == min(len(kept), SPARES)
+        assert bench.placement.retired == min(len(kept), KEEPS)
     for _ in range(3):  # and then arrays are made in place again
         bench.batch(fresh)
     lives: list[int] = []
@@ -190,12 +192,12 @@ def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
     for number, array in enumerate(kept):
         assert array.min() == array.max() == number
     in_slots = sum(not array.flags.owndata for array in kept)
-    assert in_slots == SPARES
+    assert in_slots == KEEPS
 
 
 def test_an_array_in_a_cycle(bench: Bench) -> None:
     """What only garbage holds is kept until it is collected, and no error."""
-    for _ in range(2 * SPARES):
+    for _ in range(2 * KEEPS):
 
         def cycle() -> Any:
             made: list[Any] = [bench.writer.empty(10)]
@@ -205,11 +207,11 @@ def test_an_array_in_a_cycle(bench: Bench) -> None:
         assert bench.batch(cycle) == 5
     gc.collect()
     bench.writer.empty(10)
-    assert len(bench.writer.spares) == SPARES
+    assert bench.writer.kept == []
 
 
 def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If there is no room for a kept batch's copy, that is said, and what is kept stays."""
+    """Without room for a kept batch's copy, that is said, and what is kept stays."""
     bench.learn(fresh)
     batch_writer = SlotWriter(bench.writer, None)
     bench.post()
@@ -227,7 +229,12 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
             batch_writer.publish(bench.runner, record)
         batch_writer.fail(bench.runner, caught.value)
     del caught
-    assert type(failure.unpack(bench.take())) is MemoryError
+    taken = bench.ring.take()
+    assert taken is not None
+    cell, _, slot, capacity, record = taken
+    error = SlotReader(bench.arena).error(cell, slot, capacity, record)
+    assert type(error) is MemoryError
+    assert "no room" in str(error)
     np.testing.assert_array_equal(kept, SOURCE + 1)
     np.testing.assert_array_equal(bench.batch(fresh), SOURCE + 1)
     np.testing.assert_array_equal(kept, SOURCE + 1)
@@ -540,7 +547,7 @@ import time
 import numpy as np
 import cseq
 from cseq import _memory, deaths, testing
-from cseq.writer import SPARES
+from cseq.writer import KEEPS
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 
@@ -570,7 +577,7 @@ with m.start() as batches:
     while True:  # one may be in the place of another
         testing.await_workers(m)
         slots = testing.slots(m)
-        if (slots.owned, slots.taken) == (2 * SPARES, 0):
+        if slots.taken == 0 and slots.owned <= 2 * KEEPS:
             break
         assert time.monotonic() < end, slots
         time.sleep(0.01)
@@ -578,7 +585,7 @@ with m.start() as batches:
 """
 
 
-@pytest.mark.parametrize("point", ["index", "encode", "move", "moved", "publish", "published"])
+@pytest.mark.parametrize("point", ["index", "encode", "taken", "named", "publish", "published"])
 def test_deaths_of_workers_that_keep_arrays(
     run_script: RunScript, debug_build: Path, point: str
 ) -> None:

@@ -12,7 +12,7 @@ from slots import filled, whole
 
 from cseq.arena import Arena
 from cseq.memory_limit import MIB
-from cseq.segment import Segment, reserved
+from cseq.segment import FIRST, LARGE, Segment, reserved, room_for
 from cseq.writer import Writer
 
 
@@ -139,3 +139,16 @@ def test_a_sandbox_that_refuses_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     segment = Segment.for_slots()
     assert os.fstat(segment.fd).st_size == segment.width * segment.slots
     segment.close()
+
+
+def test_growth_is_geometric() -> None:
+    """Small slots double, large ones grow by whole huge pages; none exceeds its width."""
+    width = 64 * MIB
+    assert room_for(1, 0, width) == FIRST
+    assert room_for(FIRST + 1, FIRST, width) == 2 * FIRST
+    assert room_for(LARGE, FIRST, width) == LARGE
+    assert room_for(LARGE + 1, FIRST, width) == 2 * LARGE
+    assert room_for(5 * LARGE, 3 * LARGE, width) == 5 * LARGE
+    assert room_for(3 * LARGE - 1, LARGE, 3 * LARGE - 1) == 3 * LARGE - 1
+    with pytest.raises(MemoryError, match="batch_size"):
+        room_for(width + 1, 0, width)

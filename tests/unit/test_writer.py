@@ -17,8 +17,7 @@ from cseq import memory_limit
 from cseq import writer as writer_module
 from cseq.arena import Arena
 from cseq.memory_limit import MIB
-from cseq.segment import Segment
-from cseq.slot_size import FIRST
+from cseq.segment import FIRST, Segment
 from cseq.writer import Writer
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def test_a_slot_grows(sizes: list[int]) -> None:
     arena = Arena()
     writer = Writer(arena.segment.fd, arena.segment.width)
     slot = acquire(arena)
-    writer.begin(slot, arena.capacity(slot))
+    writer.select(slot, arena.capacity(slot))
     arrays = [writer.empty(size, np.uint8) for size in sizes]
     for value, array in enumerate(arrays):
         array[:] = value
@@ -63,7 +62,7 @@ def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) ->
     slots = [acquire(arena) for _ in range(8)]
     for _ in range(2):
         for slot in slots:
-            writer.begin(slot, FIRST)
+            writer.select(slot, FIRST)
             writer.empty(10)[:] = slot
     assert len(writer.mapped) == 3
     writer.close()
@@ -74,7 +73,7 @@ def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
     slot = acquire(arena)
     first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
     for writer in (first, second, first):
-        writer.begin(slot, arena.capacity(slot))
+        writer.select(slot, arena.capacity(slot))
         writer.empty(MIB, np.uint8)[:] = 7
         writer.end()
     memory = take(arena, slot, first.used, first.capacity)
@@ -87,10 +86,10 @@ def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
     """What another worker has committed of a slot is not committed once more."""
     slot = acquire(arena)
     first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
-    first.begin(slot, FIRST)
-    second.begin(slot, FIRST)
+    first.select(slot, FIRST)
+    second.select(slot, FIRST)
     second.place(MIB)
-    first.begin(slot, second.capacity)
+    first.select(slot, second.capacity)
     assert first.capacity == first.memory.nbytes == second.capacity
     first.close()
     second.close()
@@ -159,7 +158,7 @@ def test_an_indexer_must_not_keep_arrays_of_the_slot(
     kept = keeper(writer.empty(100, np.int64))
     with pytest.raises(RuntimeError, match=r"array\.copy\(\)"):
         writer.end()
-    writer.begin(0, FIRST)
+    writer.select(writer.slot, FIRST)
     writer.empty(3)
     writer.end()
     del kept
@@ -181,7 +180,7 @@ def test_dropped_arrays_are_no_error(writer: Writer) -> None:
     kept = array.copy()
     del array
     writer.end()
-    writer.begin(0, FIRST)
+    writer.select(writer.slot, FIRST)
     cycle: list[Any] = [writer.empty(10)]
     cycle.append(cycle)
     del cycle
@@ -196,7 +195,7 @@ def test_a_tensor_of_the_slot_must_not_be_kept(writer: Writer) -> None:
     with pytest.raises(RuntimeError):
         writer.end()
     del kept
-    writer.begin(0, FIRST)
+    writer.select(writer.slot, FIRST)
     writer.end()
 
 
@@ -229,7 +228,7 @@ def test_a_full_file_is_a_memory_error() -> None:
     """What the system refuses to commit is a MemoryError with the number of bytes."""
     segment = Segment.create(1 << 20)
     writer = Writer(segment.fd, 1 << 30)
-    writer.begin(0, FIRST)
+    writer.select(0, FIRST)
     with pytest.raises(MemoryError, match=str(2 * MIB - FIRST)):
         writer.place(MIB + 1)
     assert writer.place(100) == 0
@@ -255,7 +254,7 @@ def test_wider_than_a_slot() -> None:
     """A batch larger than a slot can become is a MemoryError that says how large it may be."""
     segment = Segment.create(4 * MIB, 2)
     writer = Writer(segment.fd, segment.width)
-    writer.begin(1, FIRST)
+    writer.select(1, FIRST)
     with pytest.raises(MemoryError, match=str(4 * MIB)):
         writer.place(4 * MIB + 1)
     assert writer.place(4 * MIB) == 0

@@ -99,7 +99,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
             memory.store_bytes(0, data)
         else:
             assert self._slots is not None
-            self._slots.begin(*data)
+            self._slots.select(*data)
             memory = copy_of(self._slots.memory, codec.used(record))
         return EncodedItem(memory, record)
 

@@ -25,8 +25,9 @@ import cseq
 from cseq import codec
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
-from cseq._slots import Slots
+from cseq._slots import TRAINER, Slots
 from cseq._stream import Request
+from cseq.arena import Arena
 from cseq.stream import Streams
 from cseq.writer import Writer
 
@@ -353,46 +354,48 @@ def cut(made: Streams, scale: int, end: Callable[[], None]) -> None:
 
 
 def owners(scale: int) -> None:
-    """Tickets whose slots change owners, while another thread grants slots, and takes them back."""
-    slots = Slots(8)
+    """Slots change owners, while another thread frees those of a dead worker."""
+    arena = Arena()
+    segment, slots = arena.segment, arena.slots
     ring = Ring(Block(ring_bytes(4, 1, 1), zero=True), 4, 1, 1)
-    ring.arena = slots
     over = threading.Event()
 
     def post() -> None:
         try:
             for ticket in range(10 * scale):
-                while (slot := slots.acquire()) < 0:
-                    slots.extend(1)
-                slots.resize(slot, SLOT)
-                ring.post(ring.vacant(), ticket, 0, ticket, 1, slot=slot, capacity=SLOT)
-                while (taken := ring.take()) is None:
+                ring.post(ring.vacant(), ticket, 0, ticket, 1)
+                while not (published := ring.slots()):
                     ring.wait(ring.notices(), ns=1000)
-                slots.release(taken[2])
+                (slot,) = published
+                slots.adopt(slot, SLOT)
+                assert ring.take()
+                slots.release(slot)
         finally:
             ring.close()
             over.set()
 
     def work() -> None:
         runner = Runner(ring, 0, 1, last=True)
-        spare = slots.acquire()
-        slots.grant(spare, 1)
+        mine = Slots(segment.fd, segment.width, segment.slots, 1)
+        kept = -1
         while (claimed := runner.claim()) is not None:
-            if claimed and runner.batch % 2:
-                own, spare = spare, runner.slot
-                runner.publish(0, (8,), SLOT, own)
-            elif claimed:
-                runner.publish(0, (8,), SLOT)
+            if not claimed:
+                continue
+            slot = mine.take()
+            mine.resize(slot, SLOT)
+            if runner.batch % 3 == 0:
+                if kept >= 0:
+                    mine.release(kept)
+                kept, slot = slot, mine.take()
+            runner.publish(0, (8,), SLOT, slot)
 
     def supervise() -> None:
+        dead = Slots(segment.fd, segment.width, segment.slots, 2)
         while not over.is_set():
-            slots.extend(1)
-            assert ring.reclaim(2) == []
-            slot = slots.acquire()
-            slots.grant(slot, 2)
-            assert ring.reclaim(2) == [slot]
-            slots.release(slot)
-            slots.top = -1
+            dead.take()
+            arena.reclaim(2, [ring])
+            assert 2 not in slots.owners()
+            arena.tidy()
 
     live: dict[int, int] = {}
 
@@ -400,10 +403,9 @@ def owners(scale: int) -> None:
         me = threading.get_ident()
         while not over.is_set():
             held = Request(slots)
-            if held.slot >= 0:
-                assert live.setdefault(held.slot, me) == me
-                assert slots.is_taken(held.slot)
-                del live[held.slot]
+            assert live.setdefault(held.slot, me) == me
+            assert slots.owners()[held.slot] == TRAINER
+            del live[held.slot]
             del held
 
     together(post, work, supervise, request, request)

@@ -201,7 +201,7 @@ class Paced:
 
 
 TAKING = (
-    "feed.py", "transport.py", "arena.py", "slot_size.py", "codec.py", "pools/process.py",
+    "feed.py", "transport.py", "arena.py", "codec.py", "pools/process.py",
     "pools/thread.py",
 )  # fmt: skip
 

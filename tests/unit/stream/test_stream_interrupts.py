@@ -26,10 +26,10 @@ from counting import (
     streams,
 )
 from interrupting import first_hits, handled, interrupted
+from slots import shared
 from streaming import lost_slots
 
 from cseq import testing
-from cseq._slots import Slots
 from cseq._stream import Request
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "run.py", "transport.py", "arena.py", "writer.py", "slot_size.py", "codec.py",
+    "stream.py", "run.py", "transport.py", "arena.py", "writer.py", "codec.py",
     "failure.py", "pickling.py",
 )  # fmt: skip
 
@@ -322,30 +322,28 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
 
 
 def test_a_request_has_its_slot_for_life() -> None:
-    """It takes the lowest free slot, says so if there is none, and frees it when it is gone."""
-    slots = Slots(2)
+    """It takes the lowest free slot, and frees it when it is gone."""
+    _, slots = shared()
     requests = [Request(slots) for _ in range(3)]
-    assert [request.slot for request in requests] == [0, 1, -1]
+    assert [request.slot for request in requests] == [1, 2, 3]
     del requests[2], requests[0]
-    assert (slots.acquire(), slots.acquire()) == (0, -1)
+    assert (slots.take(), slots.take()) == (1, 3)
 
 
 def test_requests_of_threads_have_slots_of_their_own() -> None:
     """Where there is no GIL, a slot that one thread finds free may be taken by another."""
-    slots = Slots(3)
+    _, slots = shared()
     users: dict[int, int] = {}
-    shared: list[int] = []
+    twice: list[int] = []
 
     def take() -> None:
         me = threading.get_ident()
         for _ in range(300_000):
             request = Request(slots)
-            if request.slot < 0:
-                continue
             if users.setdefault(request.slot, me) == me:
                 users.pop(request.slot, None)
             else:
-                shared.append(request.slot)
+                twice.append(request.slot)
             del request
 
     threads = [threading.Thread(target=take) for _ in range(4)]
@@ -353,8 +351,8 @@ def test_requests_of_threads_have_slots_of_their_own() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not shared
-    assert slots.free() == [0, 1, 2]
+    assert not twice
+    assert slots.free() == ([], 0)
 
 
 class Pausing(Gated):
