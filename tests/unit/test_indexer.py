@@ -189,7 +189,7 @@ class Bench:
         """Post a ticket, work on it, take it: status and object."""
         self.post(*indices)
         assert self.runner.claim()
-        self.indexing.work(self.runner)
+        self.indexing.serve(self.runner)
         taken = self.ring.take()
         assert taken is not None
         cell, status, slot, capacity, record = taken

@@ -939,8 +939,8 @@ ordered = sys.argv[1] == "ordered"
 for point in sys.argv[2:]:
     # It notifies only where the trainer sleeps, which it does for an item that takes so long.
     Producer.seconds = 0.002 if point == "notify" else 0
-    # A ticket passes some points several times, and few are passed with slots that are exchanged.
-    with testing.dying(point, {"notify": 5, "move": 3, "moved": 3}.get(point, 23)):
+    # A ticket passes some points several times.
+    with testing.dying(point, 5 if point == "notify" else 23):
         s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
     whole = []
     for length in (160, 100):
@@ -958,7 +958,7 @@ def test_death_at_every_labelled_point(
     run_script: RunScript, debug_build: Path, order: str
 ) -> None:
     """A worker killed between any two steps of claim, encode, publish loses nothing."""
-    points = ["claim", "encode", "move", "moved", "publish", "notify"]
+    points = ["claim", "taken", "encode", "named", "publish", "notify"]
     done = run_script(FAULTY, order, *points, PYTHONPATH=str(debug_build))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{point} True True True" for point in points]

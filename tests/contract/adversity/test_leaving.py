@@ -216,7 +216,7 @@ def test_epochs_leave_nothing() -> None:
             for _ in m:
                 pass
         assert census()[:2] == before[:2]
-        assert testing.slots(m).total == slots
+        assert testing.slots(m).total <= slots
 
 
 # -- many at once

@@ -183,10 +183,9 @@ print(None in numbers, len(delivered))
     [  # workers of a server have what they map from it: it may be missing at the start, or later
         ("drop", "4k", True, "fork"),  # no room for the first slot, at the start
         ("drop", "4k", True, "forkserver"),
-        ("drop", "200k", True, "fork"),  # nor for the slots of all tickets, in the trainer
-        ("drop", "1m", True, "fork"),  # nor for all batches, in a worker
-        ("drop", "1m", True, "forkserver"),
-        ("keep", "4m", True, "fork"),  # nor for those that are kept
+        ("drop", "200k", True, "fork"),  # nor for a second one, in a worker
+        ("keep", "1m", True, "forkserver"),  # nor for batches that are kept
+        ("keep", "4m", True, "fork"),
         ("drop", "8m", False, "forkserver"),
     ],
 )
