@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-CASE, ALL = 0.2, 0.7
+CASE, ALL = 0.15, 0.5
 
 
 def main(file: str) -> None:

@@ -206,12 +206,7 @@ inline reclaim(who) {
     do
     :: atomic { c == SLOTS -> break }
     :: atomic { c < SLOTS && (named[c] || has[c] != who) -> c++ }
-#ifdef M_RECLAIM_NO_CAS
-    :: atomic { c < SLOTS && !named[c] && has[c] == who -> skip };
-        atomic { has[c] = FREE; c++ }
-#else
     :: atomic { c < SLOTS && !named[c] && has[c] == who -> assert(!IS_HELD(c)); has[c] = FREE; c++ }
-#endif
     od;
     atomic {
         c = 0;

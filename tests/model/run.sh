@@ -109,7 +109,6 @@ short   fails        commit  -DM_KEEP_NAME -DTICKETS=2 -DDEATHS=1
 short   fails        commit  -DM_CLEAR_BEFORE_ADOPT -DTICKETS=2 -DDEATHS=1
 short   fails        commit  -DM_REPOST_WITH_SLOT -DTICKETS=2 -DEPOCHS=2 -DDEATHS=1
 short   fails        commit  -DM_RECLAIM_NAMED -DTICKETS=2 -DDEATHS=1
-short   fails        commit  -DM_RECLAIM_NO_CAS -DTICKETS=2 -DDEATHS=1
 short   fails        commit  -DM_NO_RECLAIM -DTICKETS=2 -DDEATHS=1
 short   fails        commit  -DM_LAUNCH_FIRST -DTICKETS=2 -DDEATHS=1
 TABLE
