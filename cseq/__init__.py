@@ -61,7 +61,7 @@ The modules; imports point down::
     ├── _objects.pyx    where threads leave their batches
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _placement.pyx  arrays made in place, by numpy's allocator
-    ├── _slots.pyx      the table of slots: who has each
+    ├── _slots.pyx      the table of slots: the owner of each
     ├── _memory.pyx     memory that arrays are made on
     └── errors.py       every error, drawn as a tree
 """

@@ -649,7 +649,7 @@ cdef class Ring:
                 PyErr_CheckSignals()
                 return
         before = cseq_now_ns()
-        if self.unwoken:  # with the GIL, under which other threads write it
+        if self.unwoken:  # written with the run's lock held
             self.wake()
         with nogil:
             cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns)

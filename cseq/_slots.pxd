@@ -1,4 +1,4 @@
-"""Slots of shared memory: who has each, and how large it is."""
+"""Slots of shared memory: the owner of each, and how large it is."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -13,9 +13,9 @@ cdef enum:
     PAGE = 4096    # bytes
 
 cdef struct slot_chunk:
-    uint32_t owner[CHUNK]   # who has a slot: FREE, a worker's number, or TRAINER
+    uint32_t owner[CHUNK]   # FREE, a worker's number, or TRAINER
     uint32_t uses[CHUNK]    # of the trainer: its lease, and the forked workers that may read it
-    uint64_t nbytes[CHUNK]  # committed; written by who has the slot
+    uint64_t nbytes[CHUNK]  # committed; written by the owner
 
 cdef struct slot_table:
     uint64_t made  # slots; written once they are there
@@ -50,7 +50,7 @@ cdef class Slots:
         """Slots made so far."""
         return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)  # SYNC: entries of slots are there
     cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
-        """Bytes of a slot; exact for who has it, a hint for others."""
+        """Bytes of a slot; exact for the owner, a hint for others."""
         return cseq_load_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK])
     cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
         """Set how many bytes of a slot are committed; the caller has it."""

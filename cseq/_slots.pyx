@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Slots of shared memory: who has each, and how large it is."""
+"""Slots of shared memory: the owner of each, and how large it is."""
 
 from cpython.ref cimport Py_DECREF
 from libc.stdlib cimport free
@@ -25,10 +25,10 @@ TRAINER = 0xFFFFFFFF
 @cython.final
 @cython.no_gc
 cdef class Slots:
-    """The table of slots: one word a slot, which says who has it, in memory that all processes share.
+    """The table of slots: one word a slot, its owner, in memory that all processes share.
 
-    It lies in the first slot of the file, which therefore holds no data. Whoever writes a slot takes
-    it::
+    It lies in the first slot of the file, which therefore holds no data. The process that writes a
+    slot takes it::
 
         FREE ──► worker k ──► TRAINER ──► FREE
         FREE ──► TRAINER ──► FREE                     the trainer's own: requests, `shrink`
@@ -42,9 +42,9 @@ cdef class Slots:
     A slot of the trainer is leased while its `uses` are not 0: `vacate` sets it to 1 for the `Lease`,
     which any thread drops, also inside garbage collection; a fork of a worker adds 1 while the lease
     is in the list of what is in use (so that it has not ended), which the `Kept` of that worker ends.
-    Who makes it 0 frees the slot. A copy of this object in a forked process changes nothing.
+    The party that makes it 0 frees the slot. A copy of this object in a forked process changes nothing.
 
-    A search for the lowest free slot begins at the `hint`. Who frees a slot below lowers it; a search
+    A search for the lowest free slot begins at the `hint`. Freeing a slot below lowers it; a search
     over many slots raises it, then looks at these once more. A wrong hint costs memory only.
 
     Parameters
@@ -120,7 +120,7 @@ cdef class Slots:
         self.set_committed(slot, nbytes)
 
     def owners(self):
-        """Who has each slot: a list of 0 (free), a worker's number, or TRAINER."""
+        """The owner of each slot: a list of 0 (free), a worker's number, or TRAINER."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
     def free(self):
@@ -218,7 +218,7 @@ cdef class Slots:
         slot : int
         nbytes : int
         owner : int
-            Who has it now: no one, or a worker that is gone.
+            Its present owner: FREE, or a worker that is gone.
 
         Returns
         -------

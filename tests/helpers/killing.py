@@ -10,13 +10,12 @@ import select
 import time
 from typing import Any
 
-from cseq.launcher import base, describe_exit
-from cseq.launcher.base import KILL
+from cseq.launcher import describe_exit
+from cseq.launcher.base import KILL, KILLED
 from cseq.run import await_closings
 
 __all__ = ["CODE", "KILLED", "WORDS", "await_closings", "is_alive", "kill"]
 
-KILLED = base.KILLED
 
 # What becomes of a process that `kill` has ended; on Windows its exit code is the signal's number.
 CODE = KILL if os.name == "nt" else -KILL

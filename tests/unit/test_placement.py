@@ -126,7 +126,7 @@ def test_an_array_may_be_kept(bench: Bench) -> None:
 
     delivered = bench.batch(keep)
     assert bench.placement.retired == 1
-    assert bench.arena.slots.nbytes(bench.slot) == bench.capacity  # of a spare, by now
+    assert bench.arena.slots.nbytes(bench.slot) == bench.capacity  # of the slot with the copy
     delivered[:] = -1
     np.testing.assert_array_equal(kept[0], SOURCE + 1)
     kept[0][:] = 5
