@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
+import pytest
+from indexers import Indices1
 
 import cseq
 from cseq.launcher import start_methods
@@ -107,3 +109,11 @@ def assert_same(one: Any, other: Any) -> None:
         assert one.tobytes() == other.tobytes()
     else:
         assert one == other
+
+
+every_class = pytest.mark.parametrize("make", [cseq.MSequence, cseq.MPSequence, cseq.MTSequence])
+
+
+def make_small(**options: Any) -> Any:
+    """Make a manager that can be started at no cost."""
+    return cseq.MTSequence(Indices1, 10, **({"out_type": "null", "num_workers": 1} | options))

@@ -324,7 +324,7 @@ BUDGET = {
     "of these compiled: C, Cython": 8_200,
     "adapters": 5_850,
     "the longest file of cseq": 1_500,
-    "the longest file of tests": 1_400,
+    "the longest file of tests": 1_350,
     "extension modules": 11,
 }
 

@@ -3,115 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from interrupting import first_hits, interrupted
-from killing import kill
-from kinds import QUICKEST
+from keyed import (
+    PAUSE,
+    Broken,
+    Counting,
+    Makes,
+    Sized,
+    TwoArguments,
+    begin,
+    keys_of,
+    lists,
+    streams,
+)
 from streaming import lost_slots
 
 import cseq
 import cseq.deaths
 from cseq._slots import Lease
 from cseq.launcher import start_methods
-from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from conftest import RunScript
-
-SPAWNED = QUICKEST.start_method == "spawn"  # to replace a worker then takes a second or two
-PAUSE = 0.0005  # seconds between two looks at what nothing signals
-
-
-class Makes:
-    """An item is its worker's number, its key, and some data."""
-
-    def __init__(self, number: int, num_workers: int) -> None:
-        self.number = number
-        self.num_workers = num_workers
-        self.assignment: Any = None
-        self.made = 0
-
-    def begin(self, assignment: Any) -> Any:
-        self.assignment = assignment
-        self.made = 0
-        return assignment
-
-    def make(self, key: Any) -> Any:
-        self.made += 1
-        return self.number, key, np.full(3, self.number)
-
-    def items(self, start: int) -> Iterator[Any]:
-        for k in range(start, self.assignment):
-            yield self.make([k])
-
-    def add(self, a: int, b: int) -> tuple[int, int]:
-        return self.number, a + b
-
-    def assigned(self) -> Any:
-        return self.assignment
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def fail(self) -> None:
-        raise ZeroDivisionError("in a call")
-
-
-def streams(
-    producer: Callable[[int, int], Any] = Makes, num_workers: int = 2, **options: Any
-) -> Streams:
-    """Make streams of workers that are started in the quickest way."""
-    options = {"start_method": QUICKEST.start_method, "prefetch": 2} | options
-    return Streams(producer, num_workers, **options)
-
-
-def begin(s: Streams, keys: Any, **options: Any) -> None:
-    """Begin an epoch of keys; the assignments are of no account."""
-    assert s.begin([0] * s.num_workers, iter(keys), **options) == []
-
-
-def lists(count: int) -> list[list[int]]:
-    """Keys as a batch sampler's."""
-    return [[k, -k] for k in range(count)]
-
-
-def keys_of(items: Any) -> list[Any]:
-    """The keys of some items."""
-    return [item[1] for item in items]
-
-
-class Counting:
-    """An iterator that knows how many keys were drawn, and in which thread."""
-
-    def __init__(self, keys: Any) -> None:
-        self.keys = iter(keys)
-        self.drawn = 0
-        self.threads: set[int] = set()
-
-    def __iter__(self) -> Counting:
-        return self
-
-    def __next__(self) -> Any:
-        self.threads.add(threading.get_ident())
-        key = next(self.keys)
-        self.drawn += 1
-        return key
+    from cseq.stream import Streams
 
 
 # -- order and laziness
@@ -336,23 +263,6 @@ def test_a_key_that_cannot_be_pickled() -> None:
 
 
 # -- exceptions
-
-
-class Broken(Makes):
-    """Raises for some keys what they name."""
-
-    def make(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise {"stop": StopIteration, "exit": SystemExit, "two": TwoArguments}[key](key, 2)
-        return super().make(key)
-
-
-class TwoArguments(Exception):
-    """Has a second argument."""
-
-    def __init__(self, first: str, second: int) -> None:
-        super().__init__(first)
-        self.second = second
 
 
 def fail_to_unpickle(pid: int) -> str:
@@ -776,23 +686,6 @@ def test_epochs_with_and_without_keys() -> None:
 # -- data
 
 
-class Sized(Makes):
-    """Arrays of as many numbers as the key says, made in place if they are large."""
-
-    def __init__(self, number: int, num_workers: int) -> None:
-        super().__init__(number, num_workers)
-        self.kept: list[Any] = []
-
-    def make(self, key: Any) -> Any:
-        (size,) = key
-        array = cseq.empty(size, np.int64)
-        array[:] = size
-        if size % 3 == 0:
-            self.kept = [*self.kept[-2:], array]
-        assert all((kept == len(kept)).all() for kept in self.kept)
-        return array, np.full(size, size)
-
-
 def test_arrays_are_made_in_place_and_may_be_kept() -> None:
     """Large items come out where they lie, and stay intact, also if the producer keeps arrays."""
     sizes = random.Random(2).choices((0, 5, 999, 30_000, 90_001), k=120)
@@ -818,336 +711,3 @@ def test_encoded_items() -> None:
     with streams(Sized, encoded=True) as s:
         begin(s, [[5], [30_000], [6]])
         assert [len(item.decode()[0]) for item in s] == [5, 30_000, 6]
-
-
-# -- workers die
-
-
-class Fatal(Makes):
-    """Dies at some keys, as often as files can be made for it."""
-
-    def __init__(self, folder: str, number: int, num_workers: int) -> None:
-        super().__init__(number, num_workers)
-        self.folder = Path(folder)
-
-    def make(self, key: Any) -> Any:
-        if key[0] % 5 == 3:
-            with contextlib.suppress(FileExistsError):
-                (self.folder / str(key[0])).touch(exist_ok=False)
-                kill(os.getpid())
-        assert self.assignment == "assigned"
-        return super().make(key)
-
-
-@pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_a_dead_worker_s_keys_are_made_by_its_replacement(
-    tmp_path: Path, ordered: bool, assign: str, long: bool
-) -> None:
-    """The same keys, after it has begun with the epoch's assignment."""
-    keys = [[k, 2**70] if long else [k, 1] for k in range(40)]
-    with streams(partial(Fatal, str(tmp_path)), prefetch=3) as s:
-        s.begin(["assigned"] * 2, iter(keys), ordered=ordered, assign=assign)
-        got = keys_of(s)
-        assert (got if ordered else sorted(got)) == keys
-        assert s.stats().restarts == 8
-        assert not lost_slots(s)
-
-
-@pytest.mark.parametrize(
-    ("fatal", "shown", "indices"),
-    [([7, 8], r"\[7, 8\]", [7, 8]), (7, "7", [7]), (("a", 7), r"\('a', 7\)", [("a", 7)])],
-)
-def test_an_item_that_kills_again_and_again_is_named(
-    fatal: Any, shown: str, indices: list[Any]
-) -> None:
-    """WorkerDied has the key, and the process."""
-    with streams(partial(Killing, fatal)) as s:
-        begin(s, [[0], [1], fatal, [3]])
-        named = rf"item 2 \({shown}\) of worker 0, epoch 0; this item has"
-        with pytest.raises(cseq.WorkerDied, match=named) as caught:
-            list(s)
-        assert caught.value.indices == indices
-        assert caught.value.pid not in (None, os.getpid())
-
-
-def test_what_is_shown_of_a_key() -> None:
-    """Numbers that the keys were given, for example, are left out."""
-    with streams(partial(Killing, [7, 8]), show=lambda key: key[1:]) as s:
-        begin(s, [[0], [1], [7, 8], [3]])
-        with pytest.raises(cseq.WorkerDied, match=r"item 2 \(\[8\]\) of worker 0") as caught:
-            list(s)
-        assert caught.value.indices == [8]
-
-
-class Killing(Makes):
-    """Dies at a key."""
-
-    def __init__(self, fatal: Any, number: int, num_workers: int) -> None:
-        super().__init__(number, num_workers)
-        self.fatal = fatal
-
-    def make(self, key: Any) -> Any:
-        if key == self.fatal:
-            kill(os.getpid())
-        return super().make(key)
-
-
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_workers_killed_at_any_time(
-    monkeypatch: pytest.MonkeyPatch, ordered: bool, assign: str
-) -> None:
-    """Killed at random, again and again, with arrays that are kept: each item comes, once."""
-    monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may strike one thrice
-    rng = random.Random(5)
-    with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
-        for _ in range(1 if SPAWNED else 2):
-            sizes = rng.choices((3, 999, 9_000, 30_001), k=80 if SPAWNED else 150)
-            begin(s, ([size] for size in sizes), ordered=ordered, assign=assign)
-            got = []
-            for item in s:
-                assert all((array == len(array)).all() for array in item)
-                got.append(len(item[0]))
-                if rng.random() < 0.06:
-                    for pid in rng.sample(s.pids(), rng.randrange(1, 4)):
-                        if pid:
-                            kill(pid)
-            assert (got if ordered else sorted(got)) == (sizes if ordered else sorted(sizes))
-        assert s.stats().restarts > 3
-
-
-FAULTY = """
-import sys, time
-import cseq
-from cseq import _memory, testing
-from cseq.stream import Streams
-
-class Producer:
-    seconds = 0
-    def __init__(self, number, num_workers): self.kept = []
-    def begin(self, assignment): pass
-    def make(self, key):
-        time.sleep(self.seconds)
-        k = key[0]
-        array = cseq.empty((5000, 3)[k % 9 == 8], int)
-        array[:] = k
-        self.kept = [*self.kept[-1:], array]
-        return k, array
-
-assert _memory.DEBUG
-ordered = sys.argv[1] == "ordered"
-for point in sys.argv[2:]:
-    # It notifies only where the trainer sleeps, which it does for an item that takes so long.
-    Producer.seconds = 0.002 if point == "notify" else 0
-    # A ticket passes some points several times.
-    with testing.dying(point, 5 if point == "notify" else 23):
-        s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
-    whole = []
-    for length in (160, 100):
-        keys = iter([[k] if k % 4 else [k, None] for k in range(length)])
-        s.begin([0, 0], keys, ordered=ordered)
-        got = [(k, bool((a == k).all())) for k, a in s]
-        whole.append((got if ordered else sorted(got)) == [(k, True) for k in range(length)])
-    print(point, *whole, s.stats().restarts > 0)
-    s.close()
-"""
-
-
-@pytest.mark.parametrize("order", ["ordered", "unordered"])
-def test_death_at_every_labelled_point(
-    run_script: RunScript, debug_build: Path, order: str
-) -> None:
-    """A worker killed between any two steps of claim, encode, publish loses nothing."""
-    points = ["claim", "taken", "encode", "named", "publish", "notify"]
-    done = run_script(FAULTY, order, *points, PYTHONPATH=str(debug_build))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{point} True True True" for point in points]
-
-
-# -- signal handlers
-
-STEPS = ("stream.py", "run.py", "transport.py", "arena.py", "codec.py", "failure.py", "payload.py")
-MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
-
-
-@pytest.mark.parametrize("how", ["turn", "peek", "glance"])
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered: bool, assign: str, how: str) -> None:
-    """Wherever in it a signal handler raises: no key and no item is lost, doubled, misplaced."""
-    with streams(prefetch=2) as s:
-        hits = 0
-        for behind in (0, 2, len(MIXED)):
-
-            def step(countdown: int, behind: int = behind) -> bool:
-                keys = Counting(MIXED)
-                begin(s, keys, ordered=ordered, assign=assign)
-                got: list[Any] = []
-                for _ in range(behind):
-                    take(s, how, got)
-                with interrupted(countdown, *STEPS) as struck:
-                    take(s, how, got)
-                while take(s, how, got):
-                    assert keys.drawn == min(len(MIXED), 4 + len(got))
-                assert (got if ordered else sorted(map(str, got))) == (
-                    MIXED if ordered else sorted(map(str, MIXED))
-                )
-                assert not lost_slots(s)
-                return struck.is_set()
-
-            hits += first_hits(step)
-        assert hits > 5
-
-
-def take(s: Streams, how: str, got: list[Any]) -> bool:
-    """Take an item's key; return whether there was one."""
-    if how in ("turn", "glance"):
-        ahead = s.glance() if how == "glance" else None
-        items = list(itertools.islice(s, 1))
-        assert ahead is None or ahead is items[0]
-        got += keys_of(items)
-        return bool(items)
-    try:
-        number, item = s.peek()
-    except StopIteration:
-        return False
-    assert number == len(got)
-    s.commit(number)
-    got.append(item[1])
-    return True
-
-
-def test_ctrl_c_does_not_hide_an_exception() -> None:
-    """Wherever a signal handler raises: what the producer has raised comes out, once."""
-    with streams(Broken) as s:
-
-        def step(countdown: int) -> bool:
-            begin(s, [[0], "two", [2], [3]])
-            got: list[Any] = []
-
-            def take_one() -> bool:
-                try:
-                    return take(s, "turn", got)
-                except TwoArguments:
-                    got.append("two")
-                    return True
-
-            take_one()
-            with interrupted(countdown, *STEPS) as struck:
-                take_one()
-            while take_one():
-                pass
-            assert got == [[0], "two", [2], [3]]
-            return struck.is_set()
-
-        assert first_hits(step) > 8
-
-
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
-    """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
-    with streams(prefetch=3) as s:
-
-        def step(countdown: int) -> bool:
-            begin(s, lists(9))
-            next(iter(s))
-            with interrupted(countdown, *STEPS) as struck:
-                begin(s, MIXED)
-            try:
-                got = keys_of(s)
-            except InterruptedError:
-                assert struck.is_set()
-            else:
-                assert got == MIXED or (struck.is_set() and got == lists(9)[1:])
-            begin(s, [])
-            assert not lost_slots(s)
-            return struck.is_set()
-
-        assert first_hits(step) > 50
-
-
-@pytest.mark.needs("POSIX")
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_signals_at_random_times(ordered: bool, assign: str) -> None:
-    """A timer's handler raises again and again: every key's item comes, once, in its place."""
-
-    def strike(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    rng, strikes = random.Random(3), 0
-    keys: list[Any] = [[k] if k % 5 else str(k) for k in range(1500)]
-    before = signal.signal(signal.SIGALRM, strike)
-    gc.disable()  # hypothesis has a function that is called at collections: none may raise there
-    try:
-        with streams(prefetch=3) as s:
-            begin(s, keys, ordered=ordered, assign=assign)
-            got: list[Any] = []
-            items = iter(s)
-            while True:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-5, -3))
-                    got.extend(items)  # in C, so no handler comes between
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    break
-                except KeyboardInterrupt:
-                    strikes += 1
-            assert not lost_slots(s)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.enable()
-    found = keys_of(got)
-    assert (found if ordered else sorted(found, key=str)) == (
-        keys if ordered else sorted(keys, key=str)
-    )
-    assert strikes > 20
-
-
-def test_the_iterator_of_keys_takes_no_items() -> None:
-    """It is part of a call: there, that is an error."""
-
-    def sampler() -> Iterator[list[int]]:
-        for k in range(40):
-            if k == 10:
-                with pytest.raises(RuntimeError, match="in the middle of another call"):
-                    next(iter(s))
-            yield [k]
-
-    with streams() as s:
-        begin(s, sampler())
-        assert keys_of(s) == [[k] for k in range(40)]
-        assert not lost_slots(s)
-
-
-class Awkward:
-    """A key that ends the thread on which it is unpickled, in the trainer."""
-
-    def __reduce__(self) -> Any:
-        return end_thread, (os.getpid(),)
-
-
-def end_thread(trainer: int) -> int:
-    """Raise SystemExit in the trainer."""
-    if os.getpid() == trainer:
-        raise SystemExit("of the user's key")
-    return 7
-
-
-class Mortal(Makes):
-    """Dies with its first key, once."""
-
-    def __init__(self, folder: str, number: int, num_workers: int) -> None:
-        super().__init__(number, num_workers)
-        self.folder = Path(folder)
-
-    def make(self, key: Any) -> Any:
-        with contextlib.suppress(FileExistsError):
-            (self.folder / "died").touch(exist_ok=False)
-            kill(os.getpid())
-        return super().make(key)
-
-
-def test_a_key_that_raises_where_a_dead_worker_is_replaced(tmp_path: Path) -> None:
-    """Whatever the user's class does: the worker is replaced, and no item is missing."""
-    with streams(partial(Mortal, str(tmp_path)), 1) as s:
-        begin(s, [Awkward(), Awkward()])
-        assert keys_of(s) == [7, 7]
-        assert s.stats().restarts == 1

@@ -1,0 +1,362 @@
+"""The signature of the three classes, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import pytest
+from indexers import Indices1, Rows
+from kinds import PROCESSES, Kind, by_name, every_class, make_small
+
+import cseq
+from cseq import MPSequence, MSequence, MTSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunScript
+
+
+# -- the signature
+
+POSITIONS = {
+    "worker": inspect.Parameter.empty,
+    "dset_size": None,
+    "num_workers": 4,
+    "num_converters": None,
+    "batch_size": 32,
+    "buffer": 10,
+    "shuffle": True,
+    "thread_type": "proc",
+    "out_type": "cuda",
+    "seed": None,
+}
+KEYWORDS = {
+    "dtype": "auto",
+    "drop_last": False,
+    "ordered": True,
+    "start_method": None,
+    "shard": None,
+}
+
+
+def positions_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Give the positional parameters and their defaults."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+
+
+def test_positions_and_defaults() -> None:
+    """Names, positions and defaults are fixed; the other two lack `thread_type` alone."""
+    assert list(positions_of(MSequence).items()) == list(POSITIONS.items())
+    rest = {name: value for name, value in POSITIONS.items() if name != "thread_type"}
+    for cls in (MPSequence, MTSequence):
+        assert list(positions_of(cls).items()) == list(rest.items())
+    keywords = inspect.signature(MSequence).parameters
+    assert {name: keywords[name].default for name in KEYWORDS} == KEYWORDS
+    assert all(keywords[name].kind is inspect.Parameter.KEYWORD_ONLY for name in KEYWORDS)
+
+
+def test_methods_and_their_defaults() -> None:
+    """`start(compat=None)` and `start_test(test_mode='default')` can be given by position."""
+    manager = make_small()
+    assert positions_of(manager.start) == {"compat": None}
+    assert positions_of(manager.start_test) == {"test_mode": "default"}
+    manager.start(None).start_test("numpy").finish()
+
+
+def test_arguments_by_position() -> None:
+    """All arguments up to `seed` can be given by position."""
+    manager = MSequence(Rows, 100, 2, 1, 8, 3, False, "thread", "null", 5)
+    with manager.start_test() as m:
+        assert [len(labels) for _, labels in m][:2] == [8, 8]
+    assert (manager.batch_size, manager.seed) == (8, 5)
+    other = MTSequence(Rows, 100, 2, 1, 8, 3, False, "null", 5)
+    assert (other.batch_size, other.seed, other.length) == (8, 5, 13)
+
+
+@pytest.mark.parametrize("make", [MPSequence, MTSequence])
+@pytest.mark.parametrize("name", ["thread_type", "no_such_thing"])
+def test_unknown_arguments(make: Any, name: str) -> None:
+    """An argument that does not exist is a TypeError that names it."""
+    with pytest.raises(TypeError, match=name):
+        make(Indices1, 10, **{name: "thread"})
+    with pytest.raises(TypeError, match="there are worker, ") as caught:
+        make(Indices1, 10, zzz=1)
+    assert "thread_type" not in str(caught.value)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy, cloudpickle.dumps])
+@every_class
+def test_it_is_not_copied(make: Any, copied: Callable[[object], object]) -> None:
+    """A copy would share the order with its original: it is refused, with what to do instead."""
+    manager = make(Indices1, 10)
+    with pytest.raises(TypeError, match=rf"^{make.__name__} cannot be pickled .* make a manager"):
+        copied(manager)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("collate_fn", "collate there"),
+        ("sampler", "dset_size"),
+        ("batch_sampler", "batch_size"),
+        ("prefetch_factor", "`buffer`"),
+        ("pin_memory", "out_type='cuda'"),
+        ("pin_memory_device", "out_type='cuda:1'"),
+        ("persistent_workers", "leave it out"),
+        ("worker_init_fn", "__init__"),
+        ("generator", "seed"),
+        ("dataset", "`worker`"),
+        ("multiprocessing_context", "`start_method`"),
+        ("in_order", "`ordered`"),
+        ("num_worker", "did you mean 'num_workers'"),
+        ("batchsize", "did you mean 'batch_size'"),
+        ("zzz", "there are worker, dset_size, num_workers"),
+    ],
+)
+@every_class
+def test_what_to_write_instead(make: Any, keyword: str, hint: str) -> None:
+    """A keyword of DataLoader's, or a misspelled one, says what to use; the class is the user's."""
+    with pytest.raises(TypeError, match=re.escape(hint)) as caught:
+        make(Indices1, 10, **{keyword: 1})
+    assert str(caught.value).startswith(f"{make.__name__}() got an unexpected keyword")
+    assert keyword in str(caught.value)
+
+    class Mine(make):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(TypeError, match=r"^Mine\(\) got an unexpected"):
+        Mine(Indices1, 10, **{keyword: 1})
+
+
+def test_a_generator_for_a_seed() -> None:
+    """It says where the number is."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"seed=.*initial_seed\(\)"):
+        make_small(seed=torch.Generator())
+
+
+def test_no_batch_size() -> None:
+    """batch_size=None says what single samples are here."""
+    with pytest.raises(TypeError, match=r"batch_size=None.*give 1"):
+        make_small(batch_size=None)
+
+
+def test_no_workers() -> None:
+    """num_workers=0 makes every batch in the loop itself, whatever else is asked for."""
+
+    class Where:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot travel, and need not
+
+        def __getitem__(self, indices: Any) -> Any:
+            return indices, threading.get_ident(), cseq.worker_info()
+
+    before = threading.active_count()
+    for make in (MPSequence, MTSequence):
+        manager = make(
+            Where, 10, 0, num_converters=2, batch_size=4, out_type="null", seed=42, timeout=1.0
+        )
+        with manager.start(compat=True) as m:
+            got = list(m)
+            assert threading.active_count() == before
+            assert m.stats().batches == 3
+        assert {ident for _, ident, _ in got} == {threading.get_ident()}
+        assert [info.num_workers for *_, info in got] == [1, 1, 1]
+        indices = [int(i) for batch, *_ in got for i in batch]
+        assert indices == cseq.permutation(10, 42, 0).tolist()
+        assert manager.state_dict()["epoch"] == 1
+    with pytest.raises(ValueError, match="num_workers=-1 is below 0"):
+        make_small(num_workers=-1)
+
+
+def test_warnings_reach_everyone(run_script: RunScript) -> None:
+    """Where no logging is configured, warnings of 'cseq' go to stderr, and nothing below them."""
+    done = run_script("""
+import cseq, numpy as np
+class W:
+    def __getitem__(self, indices):
+        if 3 in indices:
+            raise OSError("unreadable")
+        return indices
+with cseq.MTSequence(W, 4, 1, batch_size=1, out_type="null", on_error="skip").start() as m:
+    print(len(list(m)))
+""")
+    assert (done.returncode, done.stdout) == (0, "3\n")
+    assert re.fullmatch(r"skipped .*unreadable.*\n", done.stderr)
+
+
+# -- bad input
+
+BAD = [
+    ("batch_size", None, TypeError),
+    ("num_workers", -2, ValueError),
+    ("num_workers", 2.0, TypeError),
+    ("num_workers", True, TypeError),
+    ("num_workers", "4", TypeError),
+    ("num_workers", 70_000, ValueError),
+    ("num_converters", 0, ValueError),
+    ("num_converters", 5, ValueError),
+    ("num_converters", 1.5, TypeError),
+    ("batch_size", 0, ValueError),
+    ("batch_size", -1, ValueError),
+    ("batch_size", 3.5, TypeError),
+    ("batch_size", 2**40, ValueError),
+    ("buffer", 0, ValueError),
+    ("buffer", None, TypeError),
+    ("buffer", 2**14 + 1, ValueError),
+    ("shuffle", 1, TypeError),
+    ("shuffle", "yes", TypeError),
+    ("thread_type", "process", TypeError),
+    ("thread_type", None, TypeError),
+    ("out_type", "gpu", ValueError),
+    ("out_type", "cuda:x", ValueError),
+    ("out_type", 3, TypeError),
+    ("seed", -1, ValueError),
+    ("seed", 2**64, ValueError),
+    ("seed", 0.5, TypeError),
+    ("seed", "abc", TypeError),
+    ("dtype", "floaty", ValueError),
+    ("dtype", "U5", ValueError),
+    ("dtype", object, ValueError),
+    ("drop_last", None, TypeError),
+    ("ordered", 0, TypeError),
+    ("start_method", "thread", ValueError),
+    ("shard", "all", ValueError),
+    ("shard", 3, TypeError),
+    ("shard", (1, 2, 3), TypeError),
+    ("on_error", "ignore", ValueError),
+    ("max_restarts", -1, ValueError),
+    ("timeout", 0, ValueError),
+    ("timeout", float("nan"), ValueError),
+    ("timeout", "1s", TypeError),
+    ("on_timeout", "kill", ValueError),
+    ("memory_limit", "much", ValueError),
+    ("dset_size", 0, ValueError),
+    ("dset_size", -5, ValueError),
+    ("dset_size", 10.0, TypeError),
+    ("dset_size", True, TypeError),
+    ("dset_size", "100", TypeError),
+    ("dset_size", [], ValueError),
+    ("dset_size", [1.5, 2], TypeError),
+    ("dset_size", [True, False], TypeError),
+    ("dset_size", [[1, 2]], ValueError),
+    ("dset_size", [[1], [2, 3]], TypeError),
+    ("dset_size", None, TypeError),
+    ("worker", 5, TypeError),
+    ("worker", None, TypeError),
+    ("worker", [1, 2, 3], TypeError),
+    ("worker", {"a": 1}, TypeError),
+    ("worker", "text", TypeError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), BAD, ids=[f"{n}={v!r}"[:40] for n, v, _ in BAD])
+def test_bad_arguments(name: str, value: Any, kind: type[Exception]) -> None:
+    """A wrong argument is refused where the manager is made; the message names it."""
+    arguments = {"worker": Indices1, "dset_size": 10, "out_type": "null"} | {name: value}
+    with pytest.raises(kind, match=name) as caught:
+        MSequence(**arguments)
+    assert type(caught.value) is kind
+    if name != "worker" and value is not None and not isinstance(value, list):
+        assert str(value)[:3] in str(caught.value)
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0.5, 2)])
+def test_bad_shards(shard: Any) -> None:
+    """A rank outside of its world is refused where the manager is made."""
+    with pytest.raises((ValueError, TypeError), match=r"shard\[[01]\]="):
+        make_small(shard=shard)
+
+
+class Handle:
+    """Holds something that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __getitem__(self, indices: Any) -> Any:
+        return indices
+
+
+@pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
+def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
+    """A worker that cannot travel is refused by `start`: which attribute, and why."""
+    manager = kind.make(Handle(), 10)
+    with pytest.raises(TypeError, match=r"worker.*lock") as caught:
+        manager.start()
+    assert "lock" in str(caught.value)
+
+
+@pytest.mark.needs("fork")
+def test_fork_pickles_nothing() -> None:
+    """With 'fork', a worker need not be picklable."""
+    fork = next(k for k in PROCESSES if k.name == "fork")
+    with fork.start(Handle(), 10) as manager:
+        assert sorted(np.concatenate(list(manager)).tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("value", ["inline", "", None, 1])
+def test_bad_test_mode(value: Any) -> None:
+    """An unknown `test_mode` is a ValueError that names the known ones; nothing is started."""
+    manager = make_small()
+    with pytest.raises(ValueError, match=r"test_mode.*'default'.*'cpu'.*'numpy'"):
+        manager.start_test(value)
+    with pytest.raises(OSError, match="with"), manager:
+        pass
+
+
+def test_bad_compat() -> None:
+    """`compat` is None, True or False."""
+    with pytest.raises(TypeError, match="compat"):
+        make_small().start("yes")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(-1, ValueError), (1.0, TypeError), (None, TypeError), (2**64, ValueError)]
+)
+def test_bad_epochs(value: Any, kind: type[Exception]) -> None:
+    """`set_epoch` refuses what is no epoch, and nothing has changed then."""
+    manager = make_small()
+    with pytest.raises(kind, match="epoch"):
+        manager.set_epoch(value)
+    assert manager.epoch == 0
+
+
+def test_numpys_numbers() -> None:
+    """Numpy's integers and booleans serve wherever Python's do."""
+    manager = MSequence(
+        Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
+        "thread", "null", np.uint64(2**64 - 1), drop_last=np.False_,
+    )  # fmt: skip
+    assert (len(manager), manager.batch_size, manager.seed) == (5, 4, 2**64 - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"threads": 0}, ValueError, "threads=0"),
+        ({"threads": "2"}, TypeError, "threads='2'"),
+        ({"preload": "torch"}, TypeError, "preload='torch'"),
+        ({"preload": True}, TypeError, "preload=True"),
+        ({"preload": ["a b"]}, TypeError, "'a b'"),
+        ({"preload": [1]}, TypeError, "preload has 1"),
+    ],
+)
+def test_bad_threads_and_preloads(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """They are refused where the manager is made."""
+    with pytest.raises(error, match=re.escape(text)):
+        make_small(**options)

@@ -1,0 +1,274 @@
+"""Batches that the codec carries, and what tells whether they came as they were."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from slots import writer_of
+
+from cseq import codec
+from cseq.arena import Arena
+from cseq.codec import decode, encode, used
+from cseq.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: Any
+    second: Any
+
+
+class Marked(collections.namedtuple("Marked", "x y")):  # noqa: PYI024 - has a __dict__
+    """A named tuple with room for more."""
+
+    note: str
+
+
+@dataclass
+class Sample:
+    """A dataclass, which counts how often it was made."""
+
+    image: Any
+    label: Any = None
+    made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.made += 1
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A dataclass that cannot be changed."""
+
+    image: Any
+    label: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """A dataclass without a dictionary."""
+
+    image: Any
+    label: Any = None
+
+
+@dataclass(slots=True)
+class Loose:
+    """A dataclass without a dictionary, and without defaults."""
+
+    image: Any
+    label: Any
+
+
+@dataclass
+class Keyed(dict[str, Any]):
+    """A dataclass that is a dict as well."""
+
+    image: Any = None
+
+
+@dataclass
+class Secretive:
+    """A dataclass that says itself how it is pickled."""
+
+    image: Any
+    secret: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"image": self.image, "secret": "hidden"}
+
+
+class Colour(Enum):
+    """An enumeration."""
+
+    RED = 1
+
+
+class StrKey(str):
+    """A text that is more than a text."""
+
+    __slots__ = ()
+
+
+class Plain:
+    """Any object with an array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+@pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test with structures that the writer knows, and with none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "surveyed":
+            patch.setattr(Writer, "remember", lambda *_: None)
+        yield request.param
+
+
+def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+    """Send a batch through a slot of its own: what a second one of this structure becomes."""
+    arena = Arena()
+    writer = writer_of(arena)
+    try:
+        encode(batch, writer, cast)
+        writer.used = 0
+        record = encode(batch, writer, cast)  # first: it may get the writer another memory
+        return decode(writer.memory, record)
+    finally:
+        writer.close()
+        arena.close()
+
+
+def sent(writer: Writer, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+    """Send a batch through the slot at hand, from its beginning."""
+    writer.used = 0
+    record = encode(batch, writer, cast)
+    assert used(record) == record.used == writer.used
+    assert len(record) <= 6
+    return decode(writer.memory, record)
+
+
+def reread(writer: Writer, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+    """Send a batch through the slot at hand, behind what lies there."""
+    record = encode(batch, writer, cast)
+    return decode(writer.memory, record)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Compare types, structure, order and bits."""
+    assert type(a) is type(b)
+    if isinstance(a, np.ndarray):
+        assert_same_arrays(a, b)
+    elif isinstance(a, np.generic):
+        assert a.dtype == b.dtype
+        assert repr(a) == repr(b)  # not the bytes: a long double has some that mean nothing
+    elif isinstance(a, dict):
+        assert_same(list(a), list(b))
+        assert_same(list(a.values()), list(b.values()))
+        assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif dataclasses.is_dataclass(a):
+        for name in [f.name for f in dataclasses.fields(a)]:
+            assert_same(getattr(a, name), getattr(b, name))
+    else:
+        assert repr(a) == repr(b)  # tells -0.0 from 0.0, and takes NaN for equal
+
+
+def assert_same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
+    """Compare type, shape, order and bits."""
+    assert a.dtype == b.dtype
+    assert a.dtype.str == b.dtype.str
+    assert a.shape == b.shape
+    if a.dtype.names:  # there may be anything in the gaps between fields
+        assert repr(a.tolist()) == repr(b.tolist())
+    else:
+        assert a.tobytes() == b.tobytes()
+    assert b.flags.writeable
+    assert b.flags.aligned
+    contiguous = a.flags.c_contiguous or a.flags.f_contiguous
+    assert b.flags.c_contiguous == (a.flags.c_contiguous or not contiguous) or not a.size
+    assert b.flags.f_contiguous == a.flags.f_contiguous or not contiguous or not a.size
+
+
+# -- what batches there are ---------------------------------------------------------------------
+
+dtypes = st.one_of(
+    npst.boolean_dtypes(),
+    npst.integer_dtypes(endianness="?"),
+    npst.unsigned_integer_dtypes(endianness="?"),
+    npst.floating_dtypes(endianness="?"),
+    npst.complex_number_dtypes(),
+    npst.datetime64_dtypes(),
+    npst.timedelta64_dtypes(),
+    npst.byte_string_dtypes(max_len=4),
+    npst.unicode_string_dtypes(max_len=4),
+    st.just(np.dtype([("a", ">i2"), ("b", "f4", (2,)), ("c", "S3")])),
+    st.just(np.dtype([("a", "u1"), ("b", "f8")], align=True)),
+)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """Arrays of all types, shapes and orders."""
+    shape = draw(npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    dtype = draw(dtypes)
+    data = os.urandom(dtype.itemsize * int(np.prod(shape)))
+    if dtype.kind in "bU":  # not all bytes are such values
+        data = b"\1" * len(data) if dtype.kind == "b" else bytes(len(data))
+    array = (
+        np.frombuffer(data, np.uint8).view(dtype).reshape(shape) if data else np.zeros(shape, dtype)
+    )
+    layout = draw(st.sampled_from(["C", "F", "strided", "transposed", "read-only"]))
+    if layout == "F":
+        array = np.asfortranarray(array)
+    elif layout == "strided":
+        array = array[..., ::2] if array.ndim else array
+    elif layout == "transposed":
+        array = array.T
+    elif layout == "C":
+        array = array.copy()
+    return array
+
+
+WIDE = np.dtype(np.longdouble).itemsize > 8  # elsewhere it becomes a float64, see below
+
+scalars = st.sampled_from(
+    [np.float32(1.5), np.float64("nan"), np.bool_(True), np.int8(-3), np.uint64(2**63),
+     np.complex64(1j), np.float16(-0.0), np.datetime64("2020-01-01", "D"),
+     np.timedelta64(3, "us"), np.str_("text"), np.bytes_(b"bytes"),
+     *([np.longdouble(1) / 3] if WIDE else [])]
+)  # fmt: skip
+leaves = st.one_of(
+    arrays(), scalars, st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5),
+    st.none(), st.booleans(), st.complex_numbers(), st.just(b"x" * codec.LONG),
+    st.just(Colour.RED), st.just(range(3)), st.just({1, 2}), st.just(slice(1, None)),
+)  # fmt: skip
+keys = st.one_of(
+    st.text(max_size=3),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([0.0, 1.0, (1, "a"), None]),
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers of batches."""
+    few = st.lists(inner, max_size=4)
+    mapping = st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    return st.one_of(
+        few,
+        few.map(tuple),
+        mapping,
+        mapping.map(OrderedDict),
+        mapping.map(lambda items: defaultdict(list, items)),
+        st.dictionaries(keys, inner, max_size=4),
+        *(st.builds(kind, inner, inner) for kind in (Pair, Sample, Frozen, Slotted)),
+    )
+
+
+batches = st.recursive(leaves, containers, max_leaves=12)
+
+
+class Feature(collections.UserDict[str, Any]):
+    """An object of a class, with anything in it."""

@@ -1,0 +1,379 @@
+"""Objects, dataclasses and pickles in a batch come as they were, or it is said why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import codec_batches
+import numpy as np
+import pytest
+from codec_batches import (
+    FLOAT32,
+    Feature,
+    Keyed,
+    Loose,
+    Marked,
+    Pair,
+    Plain,
+    Sample,
+    Secretive,
+    Slotted,
+    assert_same,
+    assert_same_arrays,
+    copied,
+    sent,
+)
+
+from cseq import codec
+from cseq.codec import decode, encode, map_leaves
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cseq.writer import Writer
+
+way = codec_batches.way
+
+
+# -- leaves -------------------------------------------------------------------------------------
+
+
+def test_large_batches_grow_the_slot(writer: Writer) -> None:
+    """A batch far larger than all before passes."""
+    for size in (10, 100_000, 3_000_000, 10):
+        batch = [np.arange(size, dtype="f8"), "x" * size, bytes(size)]
+        assert_same(batch, sent(writer, batch))
+    assert writer.capacity > 3_000_000 * 10
+
+
+def test_containers_keep_their_type_and_order() -> None:
+    """Dictionaries keep their order, their type and their default."""
+    a = np.arange(2)
+    assert_same({"b": a, "a": a}, copied({"b": a, "a": a}))
+    assert_same(OrderedDict(b=a, a=1), copied(OrderedDict(b=a, a=1)))
+    made = copied(defaultdict(list, {"b": a}))
+    assert made["new"] == []
+
+
+def test_dataclasses_are_not_made_again() -> None:
+    """Neither `__init__` nor `__post_init__` runs once more; fields and attributes are kept."""
+    sample = Sample(np.arange(3))
+    sample.extra = np.arange(4)  # type: ignore[attr-defined]
+    read = copied(sample)
+    assert read.made == 1
+    assert_same(np.arange(4), read.extra)
+
+
+def test_dataclasses_that_are_more_go_by_pickle() -> None:
+    """A dataclass that is a dict, or says how it is pickled, is pickled."""
+    keyed = Keyed(np.arange(3))
+    keyed["a"] = np.arange(2)
+    read = copied(keyed)
+    assert_same(dict(keyed), dict(read))
+    assert_same(keyed.image, read.image)
+    assert copied(Secretive(np.arange(3), "x")).secret == "hidden"
+
+
+def test_dataclasses_may_lack_fields() -> None:
+    """A field that was deleted, or never set, is not there after the journey either."""
+    sample = Sample(np.arange(3))
+    del sample.made
+    assert "made" not in vars(copied(sample))
+    empty = object.__new__(Loose)
+    empty.image = np.arange(3)
+    read = copied([empty, np.arange(2)])[0]
+    assert_same(empty.image, read.image)
+    assert not hasattr(read, "label")
+
+
+def test_named_tuples_with_attributes_go_by_pickle() -> None:
+    """Attributes of a named tuple besides its fields are kept."""
+    marked = Marked(np.arange(3), 1)
+    assert_same(marked, copied(marked))
+    marked.note = "kept"
+    assert copied(marked).note == "kept"
+
+
+def test_named_tuples_of_a_known_structure_keep_attributes(writer: Writer) -> None:
+    """Also where one without them came before."""
+    for _ in range(2):
+        marked = Marked(np.arange(3), 1)
+        assert vars(sent(writer, marked)) == {}
+        marked.note = "kept"
+        assert sent(writer, marked).note == "kept"
+
+
+def test_leaves_of_objects_are_cast_where_they_are_converted(writer: Writer) -> None:
+    """Those of dataclasses and of any dicts, in the worker; those of other classes are not."""
+    large, small = np.arange(9000).reshape(9, 1000), np.arange(4)[::2]
+    for make in (Sample, Slotted, lambda *pair: {0: pair}, lambda *pair: OrderedDict(a=pair)):
+        batch = make(large.T, [small, "text"])
+        read, leaves = sent(writer, batch, FLOAT32), []
+        map_leaves(leaves.append, read)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        assert type(read) is type(batch)
+        assert_same_arrays(large.T.astype("f4", order="A"), arrays[0])
+        assert_same_arrays(small.astype("f4"), arrays[1])
+    assert_same_arrays(large, sent(writer, Plain(large), FLOAT32).array)
+    assert_same_arrays(large, sent(writer, Feature(x=large), FLOAT32)["x"])
+
+
+def test_an_array_twice_in_an_object_is_one() -> None:
+    """As in any pickle."""
+    large = np.arange(1000)
+    read = copied(Sample(large, [large]))
+    assert read.image is read.label[0]
+
+
+def test_other_arrays_go_by_pickle() -> None:
+    """Arrays of objects and subclasses of array arrive as what they are."""
+    objects = np.array([1, "a", None], dtype=object)
+    assert copied([objects])[0].tolist() == [1, "a", None]
+    mixed = np.array([(1, "a")], dtype=[("n", "i4"), ("o", object)])
+    assert copied((mixed, np.zeros(3)))[0].tolist() == [(1, "a")]
+    masked = np.ma.masked_array(np.arange(3), [False, True, False])
+    assert copied({"m": masked})["m"].mask.tolist() == [False, True, False]
+    record = np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]).view(np.recarray)
+    read = copied([record, 1])[0]
+    assert type(read) is np.recarray
+    assert read.a.tolist() == [1]
+
+
+@pytest.mark.skipif(not hasattr(np, "dtypes"), reason="this numpy has no StringDType")
+def test_arrays_of_texts_without_a_length() -> None:
+    """Arrays of numpy's StringDType, whose elements lie elsewhere, arrive whole."""
+    if not hasattr(np.dtypes, "StringDType"):
+        pytest.skip("this numpy has no StringDType")
+    texts = np.array(["a", "b" * 100], dtype=np.dtypes.StringDType())
+    assert copied([texts, np.arange(2)])[0].tolist() == texts.tolist()
+
+
+def test_memory_mapped_files_arrive_as_arrays(tmp_path: Path) -> None:
+    """A piece of a memory-mapped file is an array like any other."""
+    mapped = np.memmap(tmp_path / "data", "i4", "w+", shape=(4, 3))
+    mapped[:] = 7
+    read = copied({"x": mapped[1:3]}, FLOAT32)["x"]
+    assert_same(np.full((2, 3), 7, FLOAT32), read)
+
+
+def test_buffers_of_pickles_lie_in_the_slot(writer: Writer) -> None:
+    """A large array inside an object is read where it lies, and a small one is not worth it."""
+    large, small = np.arange(1000), np.arange(5)
+    odd = np.arange(1001, dtype=np.uint32).view(np.uint8)[1:]
+    read = sent(writer, [Plain(odd), Plain(large), Plain(small), np.arange(3)])
+    start = writer.memory.address
+    for number, array in enumerate([odd, large]):
+        lies = read[number].array
+        assert_same(array, lies)
+        assert start <= lies.ctypes.data < start + writer.used
+        assert lies.ctypes.data % 64 == 0
+    assert_same(small, read[2].array)
+
+
+def test_read_only_buffers_stay_so() -> None:
+    """An array inside an object that could not be written to cannot be written to."""
+    array = np.arange(1000)
+    array.flags.writeable = False
+    assert not copied(Plain(array)).array.flags.writeable
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 10_000])
+def test_a_bytearray_alone_lies_as_it_is(writer: Writer, size: int) -> None:
+    """Its bytes are all that is laid down for it, and it comes out as what it was."""
+    writer.place(5)
+    data = bytearray(range(256)) * (size // 256 + 1)
+    del data[size:]
+    record = encode(data, writer)
+    assert record == (64, 0, 0, size)
+    read = decode(writer.memory, record)
+    assert type(read) is bytearray
+    assert read == data
+    read.append(1)
+
+
+def test_long_bytes_are_not_pickled(writer: Writer) -> None:
+    """Long bytes are copied once each way."""
+    data = os.urandom(codec.LONG)
+    record = encode([data], writer)
+    assert record.structure + record.layout + record.objects < 200
+    assert bytes(memoryview(writer.memory)[: len(data)]) == data
+
+
+def test_an_object_in_two_places_stays_one() -> None:
+    """Objects that go by pickle keep their identity within a batch; arrays become two."""
+    thing, array = Plain(1), np.arange(3)
+    read = copied([thing, (thing, array), array])
+    assert read[0] is read[1][0]
+    assert read[1][1] is not read[2]
+    assert not np.shares_memory(read[1][1], read[2])
+
+
+def test_not_one_more_reference_is_kept() -> None:
+    """The codec holds on to nothing of a batch."""
+    array = np.arange(3)
+    before = sys.getrefcount(array)
+    copied({"a": array, "b": [array, Plain(array)]})
+    assert sys.getrefcount(array) == before
+
+
+# -- what cannot be written ---------------------------------------------------------------------
+
+
+class Stubborn:
+    """Raises when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("bad", [threading.Lock(), (i for i in [1]), Stubborn()], ids=type)
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda bad: bad, "batch: "),
+        (lambda bad: {"meta": [1, bad]}, "batch['meta'][1]: "),
+        (lambda bad: {"x": (np.zeros(2), [1, {2: bad}])}, "batch['x'][1][1][2]: "),
+        (lambda bad: Pair(np.zeros(3), Sample(np.zeros(2), bad)), "batch.second.label: "),
+        (lambda bad: [Plain(bad)], "batch[0].array: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_pickled_is_named(bad: Any, make: Any, path: str) -> None:
+    """The error says where in the batch the culprit is."""
+    with pytest.raises(TypeError) as error:
+        copied(make(bad))
+    assert str(error.value).startswith(path)
+
+
+def test_a_batch_that_contains_itself() -> None:
+    """It arrives as it was; where leaves are to be cast or converted it is an error, no crash."""
+    endless: list[Any] = [np.zeros(3)]
+    endless.append({"again": endless, "number": 7})
+    read = copied(endless)
+    assert len(read) == 2
+    assert read[1]["again"] is read
+    assert read[1]["number"] == 7
+    assert_same(read[0], endless[0])
+    with pytest.raises(ValueError, match="contains itself"):
+        copied(endless, np.dtype("f4"))
+    with pytest.raises(ValueError, match="contains itself"):
+        map_leaves(lambda leaf: leaf, endless)
+
+
+def test_deep_batches() -> None:
+    """Containers can be inside one another more often than they are opened."""
+    batch: Any = np.zeros(3)
+    for _ in range(codec.MAX_DEPTH):
+        batch = [batch]
+    assert_same(batch, copied(batch))
+    assert_same(batch, copied(batch, np.dtype("f8")))
+    batch = [batch, (np.arange(4000), "a")]
+    assert_same(batch, copied(batch))
+    with pytest.raises(ValueError, match="contains itself"):
+        copied(batch, np.dtype("f4"))
+
+
+def test_what_is_twice_in_a_batch() -> None:
+    """Containers of arrays, and arrays, are then two; what is pickled stays one."""
+    arrays, texts = [np.zeros(3)], ["a"]
+    read = copied([arrays, arrays, arrays[0], texts, {"x": (np.ones(2), texts)}])
+    assert read[0] is not read[1]
+    assert not np.shares_memory(read[0][0], read[1][0])
+    assert not np.shares_memory(read[0][0], read[2])
+    assert read[3] is read[4]["x"][1]
+
+
+SCRIPT = """
+import os, subprocess, sys
+from dataclasses import dataclass
+from typing import NamedTuple
+import cloudpickle, numpy as np
+from cseq.arena import Arena
+from cseq.codec import decode
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+@dataclass
+class Sample:
+    image: object
+
+class Other:
+    pass
+
+def make():
+    class Local(Other):
+        pass
+    return Pair(np.arange(3), [Sample(np.arange(4)), Sample(5), Other(), lambda: 6]), Local()
+
+WORKER = '''
+import pickle, sys
+from cseq.writer import Writer
+from cseq.codec import encode
+fd, width, slot, capacity = map(int, sys.argv[1:])
+writer = Writer(fd, width)
+writer.select(slot, capacity)
+print(*encode(pickle.load(sys.stdin.buffer)(), writer), writer.capacity)
+'''
+
+arena = Arena()
+slot = arena.slots.take()
+arena.request(slot)
+fd = arena.segment.fd
+args = map(str, (fd, arena.segment.width, slot, arena.capacity(slot)))
+command = [sys.executable, "-c", WORKER, *args]
+done = subprocess.run(
+    command, input=cloudpickle.dumps(make), stdout=subprocess.PIPE, pass_fds=[fd], check=True
+)
+*record, capacity = map(int, done.stdout.split())
+(pair, local) = decode(arena.lend(slot, sum(record), capacity), record)
+assert type(pair) is Pair and type(pair.second[0]) is Sample and type(pair.second[1]) is Sample
+assert pair.first.tolist() == [0, 1, 2] and pair.second[0].image.tolist() == [0, 1, 2, 3]
+assert type(pair.second[2]) is Other and pair.second[3]() == 6
+assert isinstance(local, Other) and type(local).__name__ == "Local"
+arena.close()
+print("right")
+"""
+
+
+@pytest.mark.needs("POSIX")
+def test_classes_of_a_script_come_back_as_themselves(tmp_path: Path) -> None:
+    """A worker that got a script's classes by value sends instances that are the script's own."""
+    pytest.importorskip("cloudpickle")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert (done.stdout, done.stderr) == ("right\n", "")
+
+
+def environment() -> dict[str, str]:
+    """Let a script import this very package."""
+    paths = [path for path in sys.path if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_nothing_is_imported_for_arrays() -> None:
+    """Neither torch nor cloudpickle is imported for a batch that has no need of it."""
+    code = """
+import sys
+import numpy as np
+from cseq.arena import Arena
+from cseq.writer import Writer
+from cseq.codec import decode, encode
+arena = Arena()
+writer = Writer(arena.segment.fd, arena.segment.width)
+slot = arena.slots.take()
+writer.select(slot, arena.request(slot))
+record = encode({"a": np.zeros(3), "b": ["c", 1, np.float32(1)]}, writer)
+decode(writer.memory, record)
+print(*{"torch", "cloudpickle"} & set(sys.modules))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout == "\n"

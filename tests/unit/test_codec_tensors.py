@@ -1,0 +1,325 @@
+"""Tensors in a batch come as they were."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import codec_batches
+import numpy as np
+import pytest
+from codec_batches import FLOAT32, Feature, Sample, copied, reread, sent
+
+from cseq import codec
+from cseq.codec import Record, decode, encode, map_leaves
+
+if TYPE_CHECKING:
+    from cseq.writer import Writer
+
+way = codec_batches.way
+
+# -- tensors ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    """torch, if it is installed."""
+    return pytest.importorskip("torch")
+
+
+TYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+
+
+@pytest.mark.parametrize("name", TYPES.split())
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_tensors(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+    """CPU tensors of all types arrive as they were, also those that numpy lacks."""
+    tensor = torch.arange(6).to(getattr(torch, name))[: int(np.prod(shape))].reshape(shape)
+    for batch in (tensor, [tensor, np.zeros(2), "text"]):
+        read = copied(batch)
+        read = read[0] if isinstance(batch, list) else read
+        assert type(read) is torch.Tensor
+        assert read.dtype == tensor.dtype
+        assert read.shape == tensor.shape
+        assert torch.equal(read, tensor)
+
+
+def test_small_floats(torch: Any) -> None:
+    """Types of one byte arrive bit for bit."""
+    tensor = torch.arange(5).to(torch.float8_e4m3fn)
+    read = copied((tensor,))[0]
+    assert read.dtype == tensor.dtype
+    assert read.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12
+def test_tensors_of_other_layouts(torch: Any) -> None:
+    """Transposed, strided, conjugated and sparse tensors have the values they had."""
+    base = torch.arange(24.0).reshape(4, 6)
+    conjugated = torch.tensor([1 + 2j, 3j]).conj()
+    batch = [
+        base.T,
+        base[::2, ::3],
+        conjugated,
+        conjugated.imag,
+        base.to_sparse(),
+        base.expand(2, 4, 6),
+    ]
+    for tensor, read in zip(batch, copied(batch), strict=True):
+        assert read.layout == tensor.layout
+        assert torch.equal(read.to_dense(), tensor.to_dense())
+    assert copied(base.T).stride() == base.T.stride()
+
+
+def test_tensors_keep_whether_they_require_gradients(torch: Any) -> None:
+    """A tensor arrives as a leaf that requires gradients if it did; its graph stays behind."""
+    leaf = torch.ones(3, requires_grad=True)
+    read = copied([leaf, leaf * 2, leaf.detach()])
+    assert [tensor.requires_grad for tensor in read] == [True, True, False]
+    assert all(tensor.is_leaf for tensor in read)
+    read[0].sum().backward()
+    assert read[0].grad.tolist() == [1, 1, 1]
+    assert type(copied(torch.nn.Parameter(leaf.detach()))) is torch.nn.Parameter
+
+
+def test_tensors_lie_in_the_slot(torch: Any, writer: Writer) -> None:
+    """A tensor is read where it lies, and one on an array in the slot is not copied."""
+    x = writer.empty((100, 3), np.float32)
+    x[:] = 1
+    tensor = torch.from_numpy(x)
+    read = reread(writer, [tensor, torch.zeros(3)])
+    assert read[0].data_ptr() == x.ctypes.data
+    start = writer.memory.address
+    assert start <= read[1].data_ptr() < start + writer.used
+    read[1][0] = 5
+
+
+def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: Writer) -> None:
+    """Of any object, the bytes of arrays and tensors are not pickled, and are read in place."""
+    base = torch.arange(30_000.0)
+    sparse = torch.zeros(3000).index_fill(0, torch.arange(0, 3000, 2), 1.0).to_sparse()
+    feature = Feature(
+        base=base,
+        again=base,
+        part=base[100:200],
+        parameter=torch.nn.Parameter(base + 1),
+        half=base.to(torch.bfloat16),
+        turned=base.view(100, 300).T,
+        sparse=sparse,
+        array=np.arange(5000),
+        small=torch.ones(3),
+        none=torch.ones(0, 2),
+        text="text",
+    )
+    for batch in (feature, [feature, np.zeros(2)], {"x": torch.ones(2), "f": feature}):
+        writer.used = 0
+        record = encode(batch, writer)
+        assert record.objects < 5000
+        read: Any = decode(writer.memory, record)
+        got = read if batch is feature else read[0] if type(read) is list else read["f"]
+        assert type(got) is Feature
+        assert list(got) == list(feature)
+        start = writer.memory.address
+        for name in ("base", "parameter", "half", "turned", "part"):
+            value, sent = got[name], feature[name]
+            assert type(value) is type(sent)
+            assert (value.dtype, value.stride()) == (sent.dtype, sent.stride())
+            assert torch.equal(value, sent)
+            assert value.requires_grad == sent.requires_grad
+            assert start <= value.data_ptr() < start + writer.used
+        assert start <= got["array"].ctypes.data < start + writer.used
+        assert np.array_equal(got["array"], feature["array"])
+        assert torch.equal(got["sparse"].to_dense(), sparse.to_dense())
+        assert (got["small"].tolist(), got["none"].shape) == ([1, 1, 1], (0, 2))
+        # What is one stays one, and what shares memory shares it.
+        assert got["again"] is got["base"]
+        got["base"][150] = -1
+        assert got["part"][50] == -1
+        got["array"][0] = -1
+        got["small"][0] = -1
+        assert base[150] == 150
+
+
+def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch: Any, writer: Writer) -> None:
+    """Arrays, tensors, and parts of them that do not overlap."""
+    x = writer.empty((50, 30), np.float32)
+    x[:] = 7
+    y = writer.empty(500, np.int64)
+    feature = Feature(x=torch.from_numpy(x), first=y[:250], last=y[250:])
+    before = writer.used
+    read: Any = decode(writer.memory, encode(feature, writer))
+    assert writer.used - before < 1500
+    assert read["x"].data_ptr() == x.ctypes.data
+    assert read["last"].ctypes.data == y.ctypes.data + 2000
+    overlapping = decode(writer.memory, encode(Feature(all=y, part=y[10:300]), writer))
+    assert not np.shares_memory(overlapping["all"], overlapping["part"])
+
+
+def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: Writer) -> None:
+    """In what is opened; of any other object, the whole storage does."""
+    large = torch.arange(100_000.0)
+    for part in (large[5:9], large.to(torch.bfloat16)[5:9], large.requires_grad_()[5:9]):
+        for batch in (Sample(part), {0: part}, [part, "text"]):
+            record = encode(batch, writer)
+            assert record.structure + record.layout + record.objects < 2000
+            assert record.used - writer.used == 0
+            read, leaves = decode(writer.memory, record), []
+            map_leaves(leaves.append, read)
+            tensor = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            assert torch.equal(tensor, part)
+            assert (tensor.dtype, tensor.requires_grad) == (part.dtype, part.requires_grad)
+            assert tensor.untyped_storage().nbytes() == part.nbytes
+
+
+def test_tensors_of_types_that_numpy_lacks_are_recognised(
+    torch: Any, way: str, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of them is surveyed once, and told from one of their bits."""
+    half = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    bits = torch.arange(6, dtype=torch.int16).view(2, 3)
+    for batch in ([half], [bits], [half]):
+        assert torch.equal(sent(writer, batch)[0], batch[0])
+    surveyed: list[Any] = []
+    survey = codec.plan_for
+    monkeypatch.setattr(codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
+    for batch in ([half.T], [bits], [half]):
+        read = sent(writer, batch)[0]
+        assert read.dtype == batch[0].dtype
+        assert torch.equal(read, batch[0])
+    assert len(surveyed) == (3 if way == "surveyed" else 1)  # of the transposed one
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of quantised and nested tensors and of storages
+def test_odd_tensors_in_objects(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised, nested and conjugated tensors, and storages, arrive in objects as they were."""
+    # pickle looks for what names no module in all of them; RETURNN's lazy ones import more then.
+    lazy = [name for name, m in sys.modules.items() if type(m).__module__.startswith("returnn")]
+    for name in lazy:
+        monkeypatch.delitem(sys.modules, name)
+    base = torch.arange(2000.0)
+    feature = Feature(
+        quantised=torch.quantize_per_tensor(base, 8.0, 0, torch.quint8),
+        nested=torch.nested.nested_tensor([base[:500], base[:40]]),
+        conjugated=base.to(torch.complex64).conj(),
+        storage=base.untyped_storage(),
+        typed=torch.FloatStorage([1.0] * 500),
+    )
+    got = copied(feature)
+    assert torch.equal(got["quantised"].int_repr(), feature["quantised"].int_repr())
+    for one, other in zip(got["nested"].unbind(), feature["nested"].unbind(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(got["conjugated"], feature["conjugated"])
+    assert got["storage"].tolist() == feature["storage"].tolist()
+    assert type(got["typed"]) is type(feature["typed"])
+    assert got["typed"].tolist() == [1.0] * 500
+
+
+def test_tensors_in_objects_of_a_local_class(torch: Any, writer: Writer) -> None:
+    """Also where the class goes by value."""
+
+    class Local:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    record = encode(Local(torch.arange(20_000.0)), writer)
+    assert record.objects < 10_000
+    got: Any = decode(writer.memory, record)
+    assert torch.equal(got.x, torch.arange(20_000.0))
+
+
+def test_tensors_are_cast(torch: Any) -> None:
+    """Tensors of numbers are cast as torch does it; complex ones are not."""
+    batch = [
+        torch.arange(3),
+        torch.tensor([True]),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(1) * 1j,
+    ]
+    read = copied(batch, FLOAT32)
+    assert [tensor.dtype for tensor in read] == [torch.float32] * 3 + [torch.complex64]
+    assert [tensor.tolist() for tensor in read] == [tensor.tolist() for tensor in batch]
+
+
+def test_record_is_plain_integers(writer: Writer) -> None:
+    """A record is at most six unsigned 64-bit integers."""
+    record = encode([np.arange(4), "text"], writer)
+    assert isinstance(record, Record)
+    assert all(type(word) is int and 0 <= word < 2**64 for word in record)
+
+
+PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+
+
+def test_cuda_tensors_alone_travel_by_handle(
+    torch: Any, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in containers without arrays, which would be pickled whole: by way of the host."""
+    sent: list[Any] = []
+
+    def reduce_tensor(tensor: Any) -> Any:
+        sent.append(tensor)
+        return torch.full, ((2,), int(tensor[0]))
+
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor[0] > 0))
+    on_device, on_host = torch.arange(1, 4), torch.arange(3)
+    for batch in (
+        on_device,
+        {"x": on_device},
+        ["text", (on_device, {"y": on_device})],
+        (on_host, [on_device]),
+    ):
+        sent.clear()
+        got = decode(writer.memory, encode(batch, writer))
+        leaves: list[Any] = []
+        map_leaves(leaves.append, batch)
+        assert len(sent) == sum(leaf is on_device for leaf in leaves)
+        assert repr(got) == repr(batch).replace("tensor([1, 2, 3])", "tensor([1, 1])")
+
+
+@PROTOTYPE
+@pytest.mark.parametrize("grad", [False, True])
+def test_nested_tensors(torch: Any, grad: bool) -> None:
+    """Tensors of tensors of unequal size arrive as such, beside others."""
+    parts = [torch.ones(2), torch.arange(3.0)]
+    nested = torch.nested.nested_tensor(parts, requires_grad=grad)
+    for batch in (nested, {"x": torch.ones(2), "nested": nested}):
+        read = copied(batch)
+        got = read if batch is nested else read["nested"]
+        assert got.is_nested
+        assert got.layout == nested.layout
+        assert got.requires_grad == grad
+        assert all(map(torch.equal, got.unbind(), parts))
+
+
+@PROTOTYPE
+def test_a_nested_tensor_where_there_was_a_tensor(torch: Any, writer: Writer) -> None:
+    """A structure that the writer knows is told from it."""
+    assert torch.equal(sent(writer, [torch.ones(2)])[0], torch.ones(2))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert sent(writer, [nested])[0].is_nested
+    assert torch.equal(sent(writer, [torch.ones(2)])[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("nbytes", [0, 12, 100_000])
+def test_storages(torch: Any, nbytes: int) -> None:
+    """Those of torch arrive as such, and can be written to."""
+    storage = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).untyped_storage()
+    for batch in (storage, [storage], {"x": torch.ones(2), "s": storage, "text": "a"}):
+        read = copied(batch)
+        got = read["s"] if isinstance(read, dict) else read[0] if isinstance(read, list) else read
+        assert type(got) is torch.UntypedStorage
+        assert got.tolist() == storage.tolist()
+        got.fill_(3)
+        assert set(got.tolist()) <= {3}
+    assert 3 not in storage.tolist()[:3]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_storages_of_numbers(torch: Any) -> None:
+    """Those of a type, too."""
+    storage = torch.FloatStorage([1.0, 2.0])
+    read = copied([storage, torch.ones(2)])[0]
+    assert type(read) is type(storage)
+    assert read.dtype == storage.dtype
+    assert read.tolist() == storage.tolist()
