@@ -23,6 +23,7 @@ The modules; imports point down::
     ├── run.py          one start of a manager, up to its end
     ├── pools/          what runs the stages: inline (this is test mode), thread, process
     ├── supervisor.py   the worker processes of one pool: started, replaced, ended
+    ├── shared.py       the memory that a pool and its workers share: rings, slots
     ├── worker.py       one worker process: setup, messages, stacks, at both ends
     ├── deaths.py       how often workers die, and whether that is too often
     ├── feed.py         posts an epoch's tickets in a ring, takes its finished batches out

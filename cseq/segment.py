@@ -24,6 +24,7 @@ NARROWER = ((1 << 36, 1 << 16), (1 << 33, 1 << 10), (1 << 30, 1 << 9), (1 << 28,
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
 FIRST = SMALL  # bytes of a slot that are committed before it is used: the text of an error fits
+GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 
 
@@ -97,6 +98,11 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""
         self._file.close()
+
+
+def whole_grains(nbytes: int) -> int:
+    """Round a size up, so that a mapping can begin after it."""
+    return -(-nbytes // GRAIN) * GRAIN
 
 
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:

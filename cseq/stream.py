@@ -48,6 +48,7 @@ from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
 from cseq.producer import ENTRY, EncodedItem, KeyProducer, Producer, Task
 from cseq.run import Run, close_with
+from cseq.shared import Shared
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 from cseq.supervisor import Supervisor
@@ -464,22 +465,25 @@ class StreamPool:
         cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
         self.depth = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
-        self.supervisor = supervisor = Supervisor(
-            make_launcher(start_method, entry=ENTRY, threads=threads),
+        self._shared = shared = Shared(
             self.depth + besides,
             room,
             1,
             owners=num_workers,
-            readers=num_workers,
-            task=lambda _: Task(num_workers),
-            describe=self._describe,
-            deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it", lost),
             memory_limit=memory_limit,
             rings=num_workers,
             calls=CALLS,
             tickets=num_workers * (depth + besides),
         )
-        self._arena = arena = supervisor.arena
+        self.supervisor = Supervisor(
+            make_launcher(start_method, entry=ENTRY, threads=threads),
+            shared,
+            readers=num_workers,
+            task=lambda _: Task(num_workers),
+            describe=self._describe,
+            deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it", lost),
+        )
+        self._arena = arena = shared.arena
         self._slots = SlotReader(arena)
         self._writers: list[Writer] = []  # that nothing is written with
         self.consumers = [
@@ -492,14 +496,14 @@ class StreamPool:
                 depth=depth,
                 small=None if encoded else (arena.mapped, codec.reader, SMALL),
             )
-            for number, ring in enumerate(supervisor.rings)
+            for number, ring in enumerate(shared.rings)
         ]
-        for ring in supervisor.rings:
+        for ring in shared.rings:
             ring.wake_at = NEVER  # see `StreamConsumer.request`
         self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
         self.run = RunState()
         self._generation = -1  # of the present epoch
-        self.clock = Clock(*supervisor.rings)
+        self.clock = Clock(*shared.rings)
 
     @property
     def segment(self) -> Segment:
@@ -770,12 +774,12 @@ class StreamPool:
 
     def notify_all(self) -> None:
         """Have calls that wait in other threads look at the generation."""
-        self.supervisor.notify_all()
+        self._shared.notify_all()
 
     def stats(self) -> Stats:
         """Return counts and times of this pool so far."""
         times = self.clock.read()
-        deaths, consumers, rings = self.supervisor.deaths, self.consumers, self.supervisor.rings
+        deaths, consumers, rings = self.supervisor.deaths, self.consumers, self._shared.rings
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return Stats(
             batches=sum(consumer.items for consumer in consumers),
@@ -801,7 +805,7 @@ class StreamPool:
         self.supervisor.close()
         for writer in self._writers:
             writer.close()
-        self.supervisor.free()
+        self._shared.close()
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

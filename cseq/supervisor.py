@@ -7,8 +7,8 @@ worker process is ending; its tickets are posted again once its exit status is k
 
     trainer                                      worker process
       Supervisor ── handshake ──► socket ─────►  enter (`worker`)
-      rings, arena ─────────────► shared memory
                  ◄── states, end of file ── socket
+      Shared ◄──────── rings, slots ──────────►
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
-from cseq._core import Ring, ring_bytes
-from cseq._memory import Mapping, commit
-from cseq.arena import Arena
 from cseq.errors import WorkerTimeout
 from cseq.launcher import describe_exit
 from cseq.launcher.base import FOREVER, KILL, KILLED
 from cseq.launcher.forks import pair
 from cseq.pickling import dump
-from cseq.segment import Segment
-from cseq.stage import START_SHARE, overdue, spins
+from cseq.segment import GRAIN, Segment, whole_grains
+from cseq.stage import START_SHARE, overdue
 from cseq.threads import Latch, Threads, await_told, imported, tell
 from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
@@ -44,16 +41,15 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from cseq.arena import Locks
     from cseq.deaths import Deaths, Held
     from cseq.launcher import Child, Launcher
     from cseq.pickling import Pickled
+    from cseq.shared import Shared
 
 __all__ = ["Supervisor"]
 
 # One that has no descriptor, and so none that a closed standard stream's number could go to.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
 SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
 GRACE = 5.0  # seconds that workers get to end by themselves
 ENDING = 0.1  # for a process to end once its socket has
@@ -63,37 +59,22 @@ STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 _named_threads = False  # a start by fork beside other threads was logged in this process
 
 
-def whole_grains(nbytes: int) -> int:
-    """Round a size up, so that a mapping can begin behind it."""
-    return -(-nbytes // GRAIN) * GRAIN
-
-
 class Supervisor:
-    """Rings and slots in shared memory, and the worker processes that use them.
+    """The worker processes that use rings and slots in shared memory.
 
     The constructor starts nothing.
 
     Parameters
     ----------
-    capacity, room, runners : int
-        Of a ring: cells, indices in each, owners.
-    owners : int
-        How many processes, numbered from 1.
+    shared : Shared
+        Stays the caller's, who closes it after `close`.
     readers : int
-        The first so many of them get the user's object.
+        The first so many processes get the user's object.
     task : callable
         ``task(owner)`` is its ``Setup.task``; called on the supervisor's thread.
     describe : callable
         ``describe(owner, cell)``: the ticket that it holds there; called on the supervisor's
         thread.
-    memory_limit, locks
-        See `Arena`.
-    rings : int
-        1: all workers share one ring. Else each worker has a ring of its own, a queue (see `Ring`).
-    calls : int
-        See `Ring`.
-    tickets : int, optional
-        The most that are posted at a time, if fewer than there are cells.
 
     Attributes
     ----------
@@ -110,32 +91,14 @@ class Supervisor:
     def __init__(
         self,
         launcher: Launcher,
-        capacity: int,
-        room: int,
-        runners: int,
+        shared: Shared,
         *,
-        owners: int,
         readers: int,
         task: Callable[[int], Any],
         describe: Callable[[int, int], Held],
         deaths: Deaths,
-        memory_limit: int,
-        locks: Locks | None = None,
-        rings: int = 1,
-        calls: int = 0,
-        tickets: int | None = None,
     ) -> None:
-        self._ring_bytes = size = ring_bytes(capacity, room, runners)
-        self._segment = Segment.create(whole_grains(size), rings)
-        self.rings: list[Ring] = []
-        mapping = Mapping(self._segment.fd, 0, rings * self._segment.width)
-        for k in range(rings):
-            offset = k * self._segment.width
-            commit(self._segment.fd, offset, size)
-            self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
-            self.rings[k].spin = spins(owners)
-        self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
-        self.owners = owners
+        self.shared = shared
         self.deaths = deaths
         self.failure = failure.Failure()
         self.closed = False
@@ -281,7 +244,7 @@ class Supervisor:
             self._preload()
             if self.takes_objects:
                 self._name_threads()
-        for owner in range(1, self.owners + 1):
+        for owner in range(1, self.shared.owners + 1):
             self._launch(owner)
         self._launched.set()
         while not (self.closed and not self._workers):
@@ -342,19 +305,10 @@ class Supervisor:
         if self.closed:
             child.kill()
         reads = owner <= self._readers
-        ring, at_ring = self._locate(owner)
-        where = ring * self._segment.width, self._ring_bytes
-        segment, task = self.arena.segment, self._task(owner)
-        record = self._record if reads else None
-        slots = segment.slots if reads else 0
-        setup = Setup(owner - 1, at_ring, where, segment.width, slots, task, record)
+        place = self.shared.place(owner, has_slots=reads)
+        setup = Setup(owner - 1, *place, self._task(owner), self._record if reads else None)
         fds = [self._object.fd] if reads and self._object is not None else []
-        worker.handshake(setup, self._segment.fd, segment.fd, *fds)
-
-    def _locate(self, owner: int) -> tuple[int, int]:
-        """Return a worker's ring, and its number there."""
-        above, ring = divmod(owner - 1, len(self.rings))
-        return ring, above + 1
+        worker.handshake(setup, *self.shared.fds, *fds)
 
     def _receive(self, worker: WorkerProcess) -> None:
         """Handle what a worker has sent, or its end of file."""
@@ -388,11 +342,8 @@ class Supervisor:
             if exitcode not in (0, None, KILLED):
                 tell(logging.WARNING, "worker %d %s", owner - 1, describe_exit(exitcode))
             return
-        at, number = self._locate(owner)
-        ring = self.rings[at]
-        held = [self._describe(owner, cell) for cell in ring.held(number)]
-        ring.repost(number)
-        self.arena.reclaim(owner, self.rings)
+        held = [self._describe(owner, cell) for cell in self.shared.held(owner)]
+        self.shared.reclaim(owner)
         if self.failure:
             return
         was_ready = worker.state == READY
@@ -416,21 +367,16 @@ class Supervisor:
             # The loop's thread may be importing, or hold a lock, for which the copy would wait for
             # ever. So this process is forked only while that thread waits for it.
             self._dead.append(owner)
-            self.notify_all()
+            self.shared.notify_all()
         else:
             self._launch(owner)
 
     def _fail(self, error: BaseException) -> None:
         """Store the first exception, which `check` raises in the consumer."""
         self.failure.note(error)
-        self.notify_all()
+        self.shared.notify_all()
 
     # -- on any thread
-
-    def notify_all(self) -> None:
-        """Wake the trainer, whichever ring it waits for."""
-        for ring in self.rings:
-            ring.notify_all()
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.
@@ -546,8 +492,7 @@ class Supervisor:
             A process has not ended although it was killed.
         """
         self.closed = True
-        for ring in self.rings:
-            ring.close()
+        self.shared.end()
         self._wanted.set()
         self._launcher.cancel()
         self._wake()
@@ -566,10 +511,5 @@ class Supervisor:
         self._local = None  # a supervisor is part of a reference cycle, which would keep it
         for worker in self._snapshot():  # if the thread has failed, none was reaped
             worker.close()
-
-    def free(self) -> None:
-        """Release the shared memory; no process or thread may use it any more."""
-        self.arena.close()
-        self._segment.close()
         if self._object is not None:
             self._object.close()

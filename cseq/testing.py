@@ -114,10 +114,9 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
         There is no such worker.
     """
     supervisor = _supervisor(running)
-    if not 0 <= worker < supervisor.owners:
-        raise ValueError(
-            f"worker={worker} does not exist; give a number from 0 to {supervisor.owners - 1}"
-        )
+    owners = supervisor.shared.owners
+    if not 0 <= worker < owners:
+        raise ValueError(f"worker={worker} does not exist; give a number from 0 to {owners - 1}")
     return supervisor.kill(worker + 1, number)
 
 
@@ -128,13 +127,13 @@ def pids(running: Any) -> list[int | None]:
     `await_workers`.
     """
     supervisor = _supervisor(running)
-    return [supervisor.pid(owner) for owner in range(1, supervisor.owners + 1)]
+    return [supervisor.pid(owner) for owner in range(1, supervisor.shared.owners + 1)]
 
 
 def ready(running: Any) -> list[bool]:
     """Tell which workers are ready: their indexers are made."""
     supervisor = _supervisor(running)
-    return [supervisor.is_ready(owner) for owner in range(1, supervisor.owners + 1)]
+    return [supervisor.is_ready(owner) for owner in range(1, supervisor.shared.owners + 1)]
 
 
 def await_workers(running: Any, timeout: float = 60.0) -> None:
@@ -159,9 +158,9 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
 
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
-    supervisor = _supervisor(running)
-    arena, made = supervisor.arena, supervisor.arena.slots
-    published = set().union(*(ring.slots() for ring in supervisor.rings))
+    shared = _supervisor(running).shared
+    arena, made = shared.arena, shared.arena.slots
+    published = set().union(*(ring.slots() for ring in shared.rings))
     free = leased = taken = owned = committed = 0
     for slot, owner in enumerate(made.owners()):
         if slot == 0:  # that of the table

@@ -27,6 +27,7 @@ from cseq.launcher import make_launcher
 from cseq.launcher.forks import in_forked_children
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
+from cseq.shared import Shared
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
 from cseq.threads import imported
@@ -167,25 +168,24 @@ class ProcessPool(Feed):
         self._locks: PageLocks | None = None
         if on_cuda and not in_processes:
             self._locks = imported("cseq.converter.page_locks").PageLocks(job.output.device)
-        self.supervisor = supervisor = Supervisor(
-            make_launcher(job.start_method, entry=ENTRY, threads=job.threads),
+        self._shared = Shared(
             job.buffer,
             job.room,
             job.num_workers + job.num_converters,
             owners=job.num_workers + (job.num_converters if in_processes else 0),
-            readers=job.num_workers,
-            task=self._task,
-            describe=lambda _, cell: Held(*self.named(cell)),
-            deaths=Deaths(
-                job.max_restarts,
-                job.num_workers,
-                "batch",
-                "look at what the indexer does with these indices",
-            ),
             memory_limit=job.memory_limit,
             locks=self._locks,
         )
-        (ring,), self._arena = supervisor.rings, supervisor.arena
+        (ring,), self._arena = self._shared.rings, self._shared.arena
+        advice = "look at what the indexer does with these indices"
+        self.supervisor = Supervisor(
+            make_launcher(job.start_method, entry=ENTRY, threads=job.threads),
+            self._shared,
+            readers=job.num_workers,
+            task=self._task,
+            describe=lambda _, cell: Held(*self.named(cell)),
+            deaths=Deaths(job.max_restarts, job.num_workers, "batch", advice),
+        )
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         ring.apart = apart(job.buffer)
         self._group = ThreadGroup(ring)
@@ -258,7 +258,7 @@ class ProcessPool(Feed):
         self.supervisor.check()
         self._group.check()
         if self._job.timeout is not None:
-            working = [w for w in self.in_work() if w[0] <= self.supervisor.owners]
+            working = [w for w in self.in_work() if w[0] <= self._shared.owners]
             restart = self._job.on_timeout == "restart"
             self.supervisor.check_time(working, self._job.timeout, restart=restart)
 
@@ -288,5 +288,5 @@ class ProcessPool(Feed):
         self._group.join(time.monotonic() + 1.0)
         if self._locks is not None:
             self._locks.close()
-        self.supervisor.free()
+        self._shared.close()
         self._job = self._job.without_worker()

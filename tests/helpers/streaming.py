@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def lost_slots(s: Streams) -> set[int]:
     """Slots that are in use for nothing; all of them if any is leased."""
     pool: Any = s._run.pool
-    slots = pool.supervisor.arena.slots
+    slots = pool.supervisor.shared.arena.slots
     if slots.leased:
         return set(range(1, slots.capacity))
     in_use = set().union(*(consumer.taken_slots() for consumer in pool.consumers))

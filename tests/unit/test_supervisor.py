@@ -23,6 +23,7 @@ from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.launcher import make_launcher, start_methods
 from cseq.launcher.base import KILLED
 from cseq.segment import Segment
+from cseq.shared import Shared
 from cseq.stage import INDEXER
 from cseq.supervisor import Supervisor
 from cseq.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
@@ -139,17 +140,14 @@ class Pool:
         self.tasks = list(tasks)
         self.events = Events()
         self.launcher = make_launcher(method, entry=f"{__name__}:{entry}")
+        self.shared = Shared(2, 1, owners, owners=owners, memory_limit=1 << 20)
         self.supervisor = Supervisor(
             self.launcher,
-            2,
-            1,
-            owners,
-            owners=owners,
+            self.shared,
             readers=owners,
             task=task or self.task,
             describe=lambda owner, cell: Held(0, cell, [], f"{owner}"),
             deaths=Counted(self.events, replace=replace),
-            memory_limit=1 << 20,
         )
 
     def task(self, owner: int) -> bytes:
@@ -171,7 +169,7 @@ class Pool:
 
     def await_failure(self) -> None:
         """Sleep as the trainer does, until something has gone wrong."""
-        (ring,) = self.supervisor.rings
+        (ring,) = self.shared.rings
         while not self.supervisor.failure:
             seen = ring.notices()
             if not self.supervisor.failure:
@@ -180,7 +178,7 @@ class Pool:
     def close(self) -> None:
         """End them."""
         self.supervisor.close()
-        self.supervisor.free()
+        self.shared.close()
 
 
 @pytest.fixture

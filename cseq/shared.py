@@ -1,0 +1,108 @@
+"""The memory that the trainer and the workers of a pool share: rings, and slots.
+
+It lies in two anonymous files. A worker process maps them from the descriptors that it gets, beside
+the numbers of `Shared.place`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cseq._core import Ring, ring_bytes
+from cseq._memory import Mapping, commit
+from cseq.arena import Arena
+from cseq.segment import Segment, whole_grains
+from cseq.stage import spins
+
+if TYPE_CHECKING:
+    from cseq.arena import Locks
+
+__all__ = ["Shared"]
+
+
+class Shared:
+    """Rings and slots in shared memory.
+
+    Parameters
+    ----------
+    capacity, room, runners : int
+        Of a ring: cells, indices in each, owners.
+    owners : int
+        How many processes use it, numbered from 1.
+    memory_limit, locks
+        See `Arena`.
+    rings : int
+        1: all workers share one ring. Else each worker has a ring of its own, a queue (see `Ring`).
+    calls : int
+        See `Ring`.
+    tickets : int, optional
+        The most that are posted at a time, if fewer than there are cells.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        room: int,
+        runners: int,
+        *,
+        owners: int,
+        memory_limit: int,
+        locks: Locks | None = None,
+        rings: int = 1,
+        calls: int = 0,
+        tickets: int | None = None,
+    ) -> None:
+        self.owners = owners
+        self._ring_bytes = size = ring_bytes(capacity, room, runners)
+        self._segment = Segment.create(whole_grains(size), rings)
+        self.rings: list[Ring] = []
+        mapping = Mapping(self._segment.fd, 0, rings * self._segment.width)
+        for k in range(rings):
+            offset = k * self._segment.width
+            commit(self._segment.fd, offset, size)
+            self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
+            self.rings[k].spin = spins(owners)
+        self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Descriptors of the rings' file and of the slots'."""
+        return self._segment.fd, self.arena.segment.fd
+
+    def locate(self, owner: int) -> tuple[Ring, int]:
+        """Return a worker's ring, and its number there."""
+        above, ring = divmod(owner - 1, len(self.rings))
+        return self.rings[ring], above + 1
+
+    def place(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
+        """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
+        ring, number = self.locate(owner)
+        where = self.rings.index(ring) * self._segment.width, self._ring_bytes
+        slots = self.arena.segment
+        return number, where, slots.width, slots.slots if has_slots else 0
+
+    def held(self, owner: int) -> list[int]:
+        """Return the cells of the tickets that a worker works on."""
+        ring, number = self.locate(owner)
+        return ring.held(number)
+
+    def reclaim(self, owner: int) -> None:
+        """Post the tickets of a worker that has certainly ended again, and free its slots."""
+        ring, number = self.locate(owner)
+        ring.repost(number)
+        self.arena.reclaim(owner, self.rings)
+
+    def notify_all(self) -> None:
+        """Wake the trainer, whichever ring it waits for."""
+        for ring in self.rings:
+            ring.notify_all()
+
+    def end(self) -> None:
+        """Close the rings: workers end, and the trainer wakes up."""
+        for ring in self.rings:
+            ring.close()
+
+    def close(self) -> None:
+        """Release the memory; no process or thread may use it any more."""
+        self.arena.close()
+        self._segment.close()
