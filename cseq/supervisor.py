@@ -118,13 +118,14 @@ class Supervisor:
         self._unready = math.inf  # since when there should be a ready worker, and is none
         self._event = "the start"  # what was then
         self._patience = SHORT  # seconds after that, when the log says what is waited for
+        self._alone = False
         self._preload: Callable[[], None]  # set before workers are wanted
         self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
         self._launched = Latch()  # all workers have been started once
         self._ended = Latch()  # all workers are gone and no more will come
         self._is_broken = False  # the supervisor's thread has failed
-        self._gone: bool | None = None  # what `Launcher.close` has returned
+        self._gone = False  # what `Launcher.close` has returned
         self._selector: selectors.BaseSelector  # of the supervisor's thread alone
         self._waker: socket.socket | None = None  # wakes that thread
         self._thread = Threads()
@@ -159,6 +160,7 @@ class Supervisor:
             Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
+        self._alone = preload is False
         self._thread.start()
         self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
@@ -224,20 +226,20 @@ class Supervisor:
                 self._selector.register(woken, selectors.EVENT_READ, None)
                 self._waker = waker  # `close` sets `closed` before it looks for it
                 self._serve()
-            self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self._is_broken = True
             self._fail(error)
+        try:
+            self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
             self._prepared.set()
             self._launched.set()
             self._ended.set()  # first: `_await_forks` adds itself before it looks at it
-            while self._waiting:
-                self._waiting.popleft().set()
+            self._let_go()
 
     def _serve(self) -> None:
         """Start the workers, and watch them until all are gone and no more are wanted."""
-        self._launcher.prepare()
+        self._launcher.prepare(alone=self._alone)
         self._prepared.set()
         self._wanted.wait()
         if not self.closed:
@@ -275,11 +277,15 @@ class Supervisor:
 
     def _fork_dead(self) -> None:
         """Fork what replaces the dead, while a thread waits for that in `_await_forks`."""
-        while self._waiting:
-            while self._dead and self._waiting:
-                self._launch(self._dead[0])
-                self._dead.popleft()
-            with contextlib.suppress(IndexError):  # an exception of a handler has ended the wait
+        while self._dead and self._waiting:
+            self._launch(self._dead[0])
+            self._dead.popleft()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let the threads that wait in `_await_forks` go on."""
+        with contextlib.suppress(IndexError):  # a handler's exception has ended the wait
+            while self._waiting:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
@@ -400,10 +406,9 @@ class Supervisor:
             if not self._ended.wait(0):
                 self._wake()
                 forked.wait()
-        except BaseException:  # of a signal handler: this thread leaves the engine
-            with contextlib.suppress(ValueError):  # they are forked
+        finally:  # a signal handler may have raised: this thread leaves the engine
+            with contextlib.suppress(ValueError):
                 self._waiting.remove(forked)
-            raise
 
     def _wake(self) -> None:
         """Wake the supervisor's thread, if it has got so far."""
@@ -502,7 +507,7 @@ class Supervisor:
                 tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
                 worker.child.kill()
             self._ended.wait(LAST_GRACE)
-        if not self._gone:  # the thread has failed, or hangs; or processes lived on
+        if not self._gone:  # the thread was not started, or hangs; or processes lived on
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_told(time.monotonic() + LAST_GRACE)
         if not self._gone:

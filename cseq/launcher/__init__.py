@@ -36,7 +36,6 @@ from cseq.launcher.base import (
     start_methods,
 )
 from cseq.launcher.forks import close_in_forks
-from cseq.threads import imported
 
 __all__ = [
     "SHIELDED",
@@ -48,13 +47,6 @@ __all__ = [
     "reading",
     "start_methods",
 ]
-
-# Where the class of each start method is: a trainer imports one of the two modules.
-LAUNCHERS = {
-    "forkserver": ("cseq.launcher.server", "ForkServerLauncher"),
-    "spawn": ("cseq.launcher.direct", "SpawnLauncher"),
-    "fork": ("cseq.launcher.direct", "ForkLauncher"),
-}
 
 
 def make_launcher(method: str | None = None, *, entry: str, threads: int | None = None) -> Launcher:
@@ -82,6 +74,10 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
     if method not in there:
         names = ", ".join(map(repr, there))
         raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
-    module, name = LAUNCHERS[method]
-    launcher: Launcher = getattr(imported(module), name)(entry, threads)
-    return launcher
+    if method == "forkserver":
+        from cseq.launcher.server import ForkServerLauncher
+
+        return ForkServerLauncher(entry, threads)
+    from cseq.launcher import direct  # a trainer imports one of the two modules
+
+    return (direct.SpawnLauncher if method == "spawn" else direct.ForkLauncher)(entry, threads)

@@ -7,15 +7,14 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from cseq.threads import Latch, Threads
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from contextvars import Context
+
+    from cseq.threads import Latch
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 FOREVER = 1e6  # seconds
@@ -50,20 +49,17 @@ Identity: TypeAlias = tuple[str, int]  # of the trainer: its name for multiproce
 class Child(Protocol):
     """A worker process, as the trainer sees it.
 
-    Any thread may send it signals, and look at what is known of its end. `gone` and `status` find
-    out: they read what a fork server reports, or reap the process. An exception of a signal handler
-    in their middle would lose what they have found, so they are not for the main thread of a
-    program, but for those that watch workers; these set `ended`, at which the main thread looks.
+    `gone` and `status` find out how it ends: they read what a fork server reports, or reap the
+    process. An exception of a signal handler in their middle would lose what they have found, so
+    they are for the threads that watch workers. Any thread may look at `ended` and `code`, which
+    these set, and send signals.
     """
 
     pid: int
     sock: socket.socket
     handle: int | None  # of the process, on Windows
     ended: Latch  # set once the process is known to have ended
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code, once `ended` is set, if that is known."""
+    code: int | None  # its exit code, set before that; None: not known
 
     @property
     def gone(self) -> bool:
@@ -84,17 +80,38 @@ class Child(Protocol):
         """
 
 
-class Launcher(Protocol):
-    """One way to start workers. Any thread may call `cancel` and `close`.
+class Launcher:
+    """One way to start workers; the base of all of them.
 
-    The other methods are for threads in which no signal handler runs.
+    Its methods are for threads in which no signal handler runs, but `cancel` for any.
+
+    Parameters
+    ----------
+    entry, threads
+        See `make_launcher`.
+
+    Attributes
+    ----------
+    method : str
+        Its name.
+    takes_objects : bool
+        Whether workers inherit objects, and context variables.
     """
 
-    method: str
-    takes_objects: bool
+    method = ""
+    takes_objects = False
 
-    def prepare(self) -> None:
-        """Begin to start what `launch` needs (a fork server), without waiting for it."""
+    def __init__(self, entry: str, threads: int | None) -> None:
+        self._entry = entry
+        self._threads = threads
+        self._owner = os.getpid()
+        self._children: set[Child] = set()
+
+    def prepare(self, *, alone: bool = False) -> None:
+        """Begin to start what `launch` needs (a fork server), without waiting for it.
+
+        `alone`: not one that other launchers use.
+        """
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Import modules once for all workers that are launched from now on.
@@ -107,9 +124,10 @@ class Launcher(Protocol):
     @property
     def importing(self) -> str:
         """The module that is being imported for all workers now; "" if none is."""
+        return ""
 
     def cancel(self) -> None:
-        """Interrupt `preload`: no worker will be launched any more, unless it can be at once."""
+        """Interrupt `preload`; no worker is launched any more."""
 
     def launch(self, number: int, *, local: object = None, context: Context | None = None) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
@@ -126,12 +144,35 @@ class Launcher(Protocol):
         Raises
         ------
         OSError
-            When the process cannot be started, not in time (TimeoutError), or only by a new server
-            after `cancel` (InterruptedError).
+            When the process cannot be started, not in time (TimeoutError), or not any more, after
+            `cancel` (InterruptedError).
         """
+        if local is not None and not self.takes_objects:
+            raise TypeError(f"start method {self.method!r} cannot give a worker an object as it is")
+        self._check_owner()
+        return self._launch(number, local, context)
+
+    def _launch(self, number: int, local: object, context: Context | None) -> Child:
+        raise NotImplementedError
+
+    def _check_owner(self) -> None:
+        """Refuse to work in a process that the user forked."""
+        if os.getpid() != self._owner:
+            raise OSError(
+                f"this launcher belongs to process {self._owner}, and this one, {os.getpid()}, was "
+                "forked from it; make and start a manager here"
+            )
+
+    def _add(self, child: Child) -> None:
+        """Add a child, which `close` will end, and drop those that are known to have ended."""
+        self._children -= {other for other in set(self._children) if other.ended.wait(0)}
+        self._children.add(child)
 
     def close(self, deadline: float) -> bool:
         """End all processes that were started here: workers that are left are killed.
+
+        In a process that the user forked, nothing is done. If a process lives on, a second call
+        tries again.
 
         Parameters
         ----------
@@ -143,6 +184,19 @@ class Launcher(Protocol):
         bool
             Whether everything is gone and reaped.
         """
+        if os.getpid() != self._owner:
+            return True
+        children = set(self._children)
+        for child in children:
+            if not child.gone:
+                child.kill()
+        for child in children:
+            child.status(max(LAST, deadline - time.monotonic()))
+        return self._end_servers(deadline) and all(child.gone for child in children)
+
+    def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
+        """End what has started the workers; return whether it is gone."""
+        return True
 
 
 def start_methods(
@@ -181,66 +235,6 @@ def describe_exit(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
         return f"was killed by signal {-code}"
-
-
-class Children:
-    """The workers of one launcher that may still live; `Launcher.close` ends them."""
-
-    def __init__(self) -> None:
-        self._children: list[Child] = []
-        self._many = 16
-        self._lock = threading.Lock()
-
-    def add(self, child: Child) -> None:
-        """Add a child; once there are many, remove those that are gone."""
-        with self._lock:
-            if len(self._children) >= self._many:
-                self._children = [other for other in self._children if not other.gone]
-                self._many = 16 + 2 * len(self._children)
-            self._children.append(child)
-
-    def end(self, deadline: float) -> list[Child]:
-        """Kill and reap them all; return them. What is left, another call ends."""
-        with self._lock:
-            children = list(self._children)
-        for child in children:
-            if not child.gone:
-                child.kill()
-        for child in children:
-            child.status(max(LAST, deadline - time.monotonic()))
-        return children
-
-
-def apart(work: Callable[[], bool]) -> bool:
-    """Do something where no signal handler runs: the main thread has another one do it, and waits.
-
-    If a handler raises meanwhile, that thread goes on, and a second call does the work beside it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    done: list[bool] = []
-    raised: list[BaseException] = []
-    finished = Latch()
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            raised.append(error)
-        finally:
-            finished.set()
-
-    threads = Threads()
-    threads.add("cseq-apart", run)
-    try:
-        threads.start()
-    except RuntimeError:  # the system has no more threads, or the interpreter is ending
-        return work()
-    finished.wait()
-    threads.join(time.monotonic() + LAST)
-    if raised:
-        raise raised.pop()
-    return done.pop()
 
 
 def exit_code_of(value: object) -> int:
@@ -298,18 +292,3 @@ def check_reading() -> None:
             "a module that worker processes import starts worker processes when it is imported; "
             "start them in a function, or below: if __name__ == '__main__':"
         )
-
-
-def check_owner(owner: int) -> None:
-    """Refuse to work in a process that the user forked."""
-    if os.getpid() != owner:
-        raise OSError(
-            f"this launcher belongs to process {owner}, and this one, {os.getpid()}, was forked "
-            "from it; make and start a manager here"
-        )
-
-
-def no_objects(method: str, local: object) -> None:
-    """Refuse an object that would have to be pickled."""
-    if local is not None:
-        raise TypeError(f"start method {method!r} cannot give a Python object to a worker as it is")

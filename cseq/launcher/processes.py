@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import marshal
 import os
-import select
 import signal
 import sys
-import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cseq import compute
 from cseq._lock import Lock
 from cseq.descriptors import anonymous_file
 from cseq.launcher.base import KILL, KILLED, SHIELDED
-from cseq.launcher.waiting import PidFd, ended_kqueue, wait_for
-from cseq.threads import Latch
+from cseq.launcher.waiting import PidFd
+from cseq.threads import Latch, tell
 
 if TYPE_CHECKING:
     import socket
@@ -26,24 +26,7 @@ if TYPE_CHECKING:
 
     from cseq.launcher.base import Identity, Start
 
-
-class Process(Protocol):
-    """A child process of the trainer; for its methods, see `Child`."""
-
-    pid: int
-    handle: int | None  # on Windows
-    ended: Latch  # set once it is known to have ended
-    code: int | None  # its exit code, noted before that; None: not known
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has certainly ended."""
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is gone."""
-
-    def wait(self, timeout: float) -> int | None:
-        """Wait for its end, and return its exit code if that is known."""
+PAUSE = 0.005  # seconds between two looks at a process that cannot be waited for
 
 
 class PosixProcess:
@@ -52,14 +35,17 @@ class PosixProcess:
     Parameters
     ----------
     pid : int
+    sock : socket
+        The trainer's end of the connection to it.
     inherited : object
         Kept until the child has been found to have ended.
     """
 
     handle: int | None = None
 
-    def __init__(self, pid: int, inherited: object = None) -> None:
+    def __init__(self, pid: int, sock: socket.socket, inherited: object = None) -> None:
         self.pid = pid
+        self.sock = sock
         self.ended = Latch()
         self.code: int | None = None
         self._owner = os.getpid()
@@ -67,13 +53,20 @@ class PosixProcess:
         # send a signal while that thread is sending one.
         self._lock = Lock()
         self._pidfd = PidFd.open(pid)
-        self._waiter: threading.Thread | None = None
         self._inherited = inherited
 
     @property
     def gone(self) -> bool:
-        """Whether it has been found to have ended."""
+        """See `Child`."""
+        self.status(0)
         return self.ended.wait(0)
+
+    def kill(self) -> None:
+        """Kill it, unless it is gone."""
+        try:
+            self.send_signal(KILL)
+        except PermissionError:  # the rights that it was started with have been given up
+            tell(logging.WARNING, "process %d cannot be killed: no permission", self.pid)
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process is gone: another one may then have its id.
@@ -87,58 +80,43 @@ class PosixProcess:
             pidfd.send_signal(number)
             return
         with self._lock.hold():
-            if not self.gone:
+            if not self.ended.wait(0):
                 os.kill(self.pid, number)
 
-    def wait(self, timeout: float) -> int | None:
-        """Wait for its end, and reap it."""
-        if os.getpid() == self._owner:
-            self._reap(os.WNOHANG)
-            if not self.gone and timeout > 0 and self._has_ended(timeout):
-                self._reap(0)
+    def status(self, timeout: float) -> int | None:
+        """See `Child`."""
+        deadline = time.monotonic() + timeout
+        while os.getpid() == self._owner and not self._reap():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            pidfd = self._pidfd  # another thread may drop it meanwhile
+            if pidfd is None:  # macOS, old kernels
+                time.sleep(min(left, PAUSE))
+            else:
+                pidfd.ended(left)
         return self.code
 
-    def _has_ended(self, seconds: float) -> bool:
-        """Wait for the process to end, in the best way that the system has, without reaping it.
-
-        On macOS, True comes when the process is about to end: a moment before it can be reaped.
-        """
-        pidfd = self._pidfd  # another thread may drop it meanwhile
-        if pidfd is not None:
-            return pidfd.ended(seconds)
-        if hasattr(select, "kqueue"):
-            return ended_kqueue(self.pid, seconds)
-        return self._ended_thread(seconds)
-
-    def _ended_thread(self, seconds: float) -> bool:
-        """Wait for the process to end in a thread, whose `join` can have a time limit."""
+    def _reap(self) -> bool:
+        """Reap the process, if it has ended; return whether it has."""
         with self._lock.hold():
-            if self._waiter is None:
-                self._waiter = threading.Thread(
-                    target=wait_for, args=(self.pid,), daemon=True, name="cseq-wait"
-                )
-                self._waiter.start()
-        self._waiter.join(seconds)
-        return not self._waiter.is_alive()
-
-    def _reap(self, options: int) -> None:
-        with self._lock.hold():
-            if self.gone:
-                return
-            with contextlib.suppress(ChildProcessError):  # other code has reaped it: no status
-                pid, status = os.waitpid(self.pid, options)
-                if pid == 0:
-                    return
-                self.code = os.waitstatus_to_exitcode(status)
-            self.ended.set()
-            self._pidfd = self._inherited = None
+            if not self.ended.wait(0):
+                with contextlib.suppress(ChildProcessError):  # other code has reaped it: no status
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    if pid == 0:
+                        return False
+                    self.code = os.waitstatus_to_exitcode(status)
+                self.ended.set()
+                self._pidfd = self._inherited = None
+        return True
 
 
 class _WindowsProcess:
     """A child of this process on Windows, where a handle keeps its number from being used again."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self.pid = popen.pid
+        self.sock = sock
         self.ended = Latch()
         self.code: int | None = None
         self._lock = Lock()
@@ -147,7 +125,11 @@ class _WindowsProcess:
 
     @property
     def gone(self) -> bool:
-        return self._popen.poll() is not None
+        self.status(0)
+        return self.ended.wait(0)
+
+    def kill(self) -> None:
+        self.send_signal(KILL)
 
     def send_signal(self, number: int) -> None:
         if number != KILL:
@@ -156,7 +138,7 @@ class _WindowsProcess:
             with contextlib.suppress(PermissionError):  # it has ended just now
                 importlib.import_module("_winapi").TerminateProcess(self.handle, KILLED)
 
-    def wait(self, timeout: float) -> int | None:
+    def status(self, timeout: float) -> int | None:
         with contextlib.suppress(_subprocess().TimeoutExpired):
             self._popen.wait(max(0.0, timeout))
         with self._lock.hold():
@@ -220,7 +202,13 @@ def means_of(os_name: str) -> _Means:
     return _Means(shares=True, flags=0x200, streams=streams)  # CREATE_NEW_PROCESS_GROUP: no Ctrl-C
 
 
-def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None = None) -> Process:
+def spawn(
+    ours: socket.socket,
+    theirs: socket.socket,
+    start: Start,
+    title: str,
+    threads: int | None = None,
+) -> PosixProcess | _WindowsProcess:
     """Start a new interpreter that runs `begin(start)` with the socket `theirs`.
 
     `threads` is how many threads its libraries compute with, and those of its children.
@@ -244,9 +232,9 @@ def spawn(theirs: socket.socket, start: Start, title: str, threads: int | None =
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, stdin=given.fd, pass_fds=[theirs.fileno()], **options)
     if os.name == "nt":
-        return _WindowsProcess(popen)
+        return _WindowsProcess(popen, ours)
     popen.returncode = 0  # PosixProcess waits for it
-    return PosixProcess(popen.pid)
+    return PosixProcess(popen.pid, ours)
 
 
 def trainer_identity() -> Identity:

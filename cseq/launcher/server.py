@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._lock import Lock
 from cseq._memory import Descriptor
-from cseq.launcher.base import (
-    FOREVER,
-    KILL,
-    LAST,
-    START,
-    Children,
-    apart,
-    check_owner,
-    describe_exit,
-    no_objects,
-)
+from cseq.launcher.base import FOREVER, KILL, LAST, START, Launcher, describe_exit
 from cseq.launcher.forks import in_forked_children, pair
 from cseq.launcher.processes import describe_start, executable_of, signals_blocked, spawn
 from cseq.launcher.record import (
@@ -48,16 +38,13 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from cseq.launcher.base import Child
-    from cseq.launcher.processes import Process
     from cseq.launcher.record import Record
 
 
 LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it is cancelled
-MOST_TRIES = 4  # servers that are started to find the modules that a server must not import
 
 # Modules that a server must not import, as this process has found, and why.
 _unfit: dict[str, str] = {}
-
 
 # The servers of this process that workers may be forked from: by `_setting`.
 _servers: dict[str, ForkServer] = {}
@@ -97,70 +84,46 @@ def _stamp(module: str) -> int:
         return 0
 
 
-class _Cancelled(InterruptedError):
-    """A server would have to be started, and no worker will be launched any more."""
-
-
-class _Import:
-    """A module that a fork server imports."""
-
-    def __init__(self, server: ForkServer) -> None:
-        self.outcome: int | None = None  # of those in `record`
-        self.exited = False  # the server's last record about it has come
-        self.serial = server.enrol(self)
-
-    def learn(self, record: Record) -> None:
-        """Handle a record from the server."""
-        self.outcome, self.exited = record.value, True
-
-
 class _ServedChild:
     """A worker that a fork server has started and reaps."""
 
     handle: int | None = None
 
-    def __init__(self, number: int, sock: socket.socket, server: ForkServer) -> None:
-        self.number = number
-        self.pid = 0
+    def __init__(self, sock: socket.socket, server: ForkServer) -> None:
+        self.pid = 0  # until the server has started it
         self.sock = sock
         self.ended = Latch()
         self.code: int | None = None
         self.refusal = 0  # errno of the fork that failed
-        self._lock = threading.Lock()  # for `ended`: two threads may find the end
         self._server = server
         self._owner = os.getpid()
         self._pidfd: PidFd | None = None
-        self.exited = False  # the server has reported its exit code
-        self.serial = server.enrol(self)
+        self.serial = server.enrol(self._learn)
 
-    def learn(self, record: Record) -> None:
-        """Handle a record from the server."""
+    def _learn(self, record: Record) -> bool:
+        """Handle a record from the server; return whether it is the last one."""
         if record.what == BORN:
             self.pid = record.value
             self._pidfd = PidFd(Descriptor(int, record.fds[0])) if record.fds else None
-        elif record.what == FAIL:
+            return False
+        if record.what == FAIL:
             self.refusal = record.value
-            self.exited = True
-        elif record.what == EXIT:
-            self.exited = True
-            self._end(record.value)
-
-    @property
-    def answered(self) -> bool:
-        """Whether the server has started the process, or failed to."""
-        return bool(self.pid or self.refusal)
+        self._end(record.value if record.what == EXIT else None)
+        return True
 
     @property
     def gone(self) -> bool:
-        return self.exited or self.ended.wait(0) or self._has_ended(0)
+        return self.ended.wait(0) or self._has_ended(0)
 
     def _end(self, code: int | None) -> None:
-        """Note the process's end, once."""
-        with self._lock:
-            if not self.ended.wait(0):
-                self.code = code
-                self.ended.set()
-                self._pidfd = None
+        """Note the process's end, once.
+
+        A thread finds it without the server only once no record comes any more.
+        """
+        if not self.ended.wait(0):
+            self.code = code
+            self.ended.set()
+            self._pidfd = None
 
     def kill(self) -> None:
         try:
@@ -170,7 +133,7 @@ class _ServedChild:
 
     def send_signal(self, number: int) -> None:
         pidfd = self._pidfd
-        if self.exited or os.getpid() != self._owner:
+        if self.ended.wait(0) or os.getpid() != self._owner:
             return
         if pidfd is not None:
             pidfd.send_signal(number)
@@ -180,7 +143,7 @@ class _ServedChild:
     def status(self, timeout: float) -> int | None:
         if os.getpid() == self._owner:
             deadline = time.monotonic() + timeout
-            self._server.wait(lambda: self.exited, deadline)
+            self._server.wait(lambda: self.ended.wait(0), deadline)
             if self._server.lost:
                 self._has_ended(deadline - time.monotonic())
         return self.code
@@ -201,58 +164,71 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.has: dict[str, int] = {}  # modules that it has imported, and their `_stamp` then
+        self.importing = ""  # the one that it is importing
         self.lost = True  # it has died, was told to end, or was not started
-        self.is_open = True  # to more launchers
         self.is_retired = False  # no worker is to be forked from it any more
         self.users = 0  # launchers whose workers are its children; under `_guard`
-        self._children: dict[int, _ServedChild | _Import] = {}
+        # What handles the records about a child or an import, and returns whether one is the last.
+        self._learns: dict[int, Callable[[Record], bool]] = {}
         self._serials = itertools.count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._sending = Lock()  # the main thread sends signals, too
         self._reading = False  # a thread reads from the socket
-        self._process: Process | None = None
-        self._pid = 0
+        self._process: Child | None = None
         self._sock, self._theirs = pair()
 
     def start(self, entry: str, threads: int | None) -> None:
         """Start the process; if anything is raised, also by a signal handler, `close` ends it."""
         start = describe_start("server", entry)
         with self._theirs, signals_blocked():
-            self._process = spawn(self._theirs, start, "cseq-server", threads)
-            self._pid = self._process.pid
+            self._process = spawn(self._sock, self._theirs, start, "cseq-server", threads)
             self.lost = False
 
-    def import_(self, module: str, deadline: float, is_cancelled: Callable[[], bool]) -> int | None:
+    def is_usable(self) -> bool:
+        """Whether workers may be forked from it, as far as its socket tells."""
+        self.wait(lambda: False, time.monotonic())
+        return self.users > 0 and not (self.lost or self.is_retired)
+
+    def import_(self, module: str, seconds: float, is_cancelled: Callable[[], bool]) -> int | None:
         """Import a module in the server; return the outcome.
 
         None: it died, was too slow, or the caller does not want it any more.
         """
         name = module.encode()
-        made = _Import(self)
-        self.send(IMPORT, made.serial, len(name), data=name)
-        self.wait(lambda: made.exited or is_cancelled(), deadline)
-        return made.outcome
+        outcome: list[int] = []
 
-    def enrol(self, child: _ServedChild | _Import) -> int:
-        """Give a child, or an import, the number under which the server knows it."""
+        def learn(record: Record) -> bool:
+            outcome.append(record.value)
+            self.importing = ""
+            return True
+
+        self.importing = module
+        self.send(IMPORT, self.enrol(learn), len(name), data=name)
+        self.wait(lambda: bool(outcome) or is_cancelled(), time.monotonic() + seconds)
+        return outcome[0] if outcome else None
+
+    def enrol(self, learn: Callable[[Record], bool]) -> int:
+        """Return the number under which the server knows a child or an import."""
         serial = next(self._serials)
         with self._lock:
-            self._children[serial] = child
+            self._learns[serial] = learn
         return serial
 
-    def fork(self, child: _ServedChild, theirs: socket.socket, deadline: float) -> bool:
+    def fork(
+        self, child: _ServedChild, number: int, theirs: socket.socket, deadline: float
+    ) -> bool:
         """Make the server start a child; return False if the server is dead."""
-        self.send(FORK, child.serial, child.number, [theirs.fileno()])
-        self.wait(lambda: child.answered, deadline)
+        self.send(FORK, child.serial, number, [theirs.fileno()])
+        self.wait(lambda: bool(child.pid or child.refusal), deadline)
         if child.refusal:
             raise OSError(child.refusal, f"no worker process: {os.strerror(child.refusal)}")
-        if not child.answered and not self.lost:
+        if not child.pid and not self.lost:
             raise TimeoutError(
-                f"the fork server (process {self._pid}) did not start worker {child.number} in "
-                "time; does it import a module that is very slow?"
+                f"the fork server did not start worker {number} in time; does it import a module "
+                "that is very slow?"
             )
-        return child.answered
+        return bool(child.pid)
 
     def send(
         self, what: bytes, serial: int, value: int, fds: Sequence[int] = (), data: bytes = b""
@@ -287,27 +263,15 @@ class ForkServer:
             self._changed.acquire()
             self._reading = False
             self._changed.notify_all()
-        if record is not None:
-            self._take(record)
+        if record is not None and self._learns[record.serial](record):
+            del self._learns[record.serial]
         self.lost = self.lost or (news and record is None)
         return news
-
-    def _take(self, record: Record) -> None:
-        """Give a record to its child or import, which is removed after its last record."""
-        child = self._children[record.serial]
-        child.learn(record)
-        if child.exited:
-            del self._children[record.serial]
 
     def await_end(self) -> None:
         """Wait a moment for the process to end."""
         if self._process is not None:
-            self._process.wait(LAST)
-
-    def kill(self) -> None:
-        """Kill the process; `close` reaps it."""
-        if self._process is not None:
-            self._process.send_signal(KILL)
+            self._process.status(LAST)
 
     def close(self, deadline: float) -> tuple[bool, int | None]:
         """End the server and reap it; return whether it is gone, and its exit code."""
@@ -323,230 +287,138 @@ class ForkServer:
         process = self._process
         if process is None:
             return True, None
-        if any(isinstance(each, _Import) for each in self._children.values()):
-            process.send_signal(KILL)  # nothing else ends an import
-        code = process.wait(deadline - time.monotonic())
+        if self.importing:
+            process.kill()  # nothing else ends an import
+        code = process.status(deadline - time.monotonic())
         if not process.gone:
-            process.send_signal(KILL)
-            code = process.wait(LAST)
+            process.kill()
+            code = process.status(LAST)
         return process.gone, code
 
 
-class ForkServerLauncher:
+class ForkServerLauncher(Launcher):
     """Every worker is a copy of a small process that has imported what workers need."""
 
     method = "forkserver"
-    takes_objects = False
 
     def __init__(self, entry: str, threads: int | None) -> None:
-        self._entry = entry
-        self._threads = threads
+        super().__init__(entry, threads)
         self._modules: list[str] = []  # that a server imports before its first fork
+        self._seconds = FOREVER  # that each of these imports may take
         self._cancelled = False
-        self._alone = False  # shares no server
-        self._seconds = FOREVER  # that these imports may take
-        self._suspects: set[str] = set()  # modules during whose import a server has died
-        self.importing = ""
-        self._children = Children()
-        self._used: list[ForkServer] = []  # that have, or had, workers of this launcher
-        self._server: ForkServer | None = None
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._alone = False
+        self._servers: list[ForkServer] = []  # the present one is the last
 
-    def prepare(self) -> None:
+    @property
+    def importing(self) -> str:
+        """The module that is being imported for all workers now."""
+        return self._servers[-1].importing if self._servers else ""
+
+    def prepare(self, *, alone: bool = False) -> None:
         """Begin to start the server."""
-        with contextlib.suppress(_Cancelled):
-            self._serving()
+        self._alone = alone
+        self._present()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make the server import modules; start another one without those that it must not have."""
-        check_owner(self._owner)
-        self._modules = [name for name in dict.fromkeys(modules) if name not in _unfit]
-        self._seconds = seconds
-        with contextlib.suppress(_Cancelled):
-            server = self._start()
-            if any(server.has.get(name, 0) not in (0, _stamp(name)) for name in self._modules):
-                self._give_up()  # another manager's, with modules that were changed since
-            elif not self._modules:
-                self._be_alone(server)
-            self._serving()
-
-    def _be_alone(self, server: ForkServer) -> None:
-        """Share no server: these workers are to import everything by themselves."""
-        self._alone = True
-        with _guard:
-            is_own = server.users == 1 and not server.has
-            if is_own:
-                server.is_open = False
-        if not is_own:
-            self._drop()
+        self._modules, self._seconds = list(dict.fromkeys(modules)), seconds
+        server = self._present()
+        if any(server.has.get(name, 0) not in (0, _stamp(name)) for name in self._modules):
+            self._retire(server)  # another manager's, with modules that were changed since
+        self._serving()
 
     def cancel(self) -> None:
-        """Stop waiting for imports, and use no other server than the present one."""
+        """Stop waiting for imports, and launch no worker any more."""
         self._cancelled = True
 
-    def _serving(self) -> ForkServer:
-        """Return a server that has imported its modules and is not known to be dead.
-
-        Raises
-        ------
-        _Cancelled
-            There is none, and `cancel` was called, after which none is started.
-        """
-        for _ in range(MOST_TRIES):
-            server = self._start()
-            fault = self._preload_into(server)
-            if fault is None:
-                return self._start()  # the same one, unless it has ended
-            name, reason = fault
-            tell(
-                logging.INFO,
-                "module %s is imported by each worker, not by their server: %s",
-                name,
-                reason,
-            )
-            _unfit[name] = reason
-            self._modules.remove(name)
-            self._give_up()
-        tell(
-            logging.INFO,
-            "all modules are imported by each worker: too many are unfit for their server",
-        )
-        self._modules = []
-        return self._start()
-
-    def _give_up(self) -> None:
-        """Retire the present server, for all launchers: another one takes its place."""
-        server = self._server
-        if server is not None:
-            server.is_retired, server.is_open = True, False
-        self._drop()
-
-    def _drop(self) -> None:
-        """Use the present server no more; it has no worker of this launcher yet."""
-        with self._lock:
-            server, self._server = self._server, None
-            if server is not None:
-                self._used.remove(server)
-                self._leave(server, time.monotonic() + LAST)
-
-    def _preload_into(self, server: ForkServer) -> tuple[str, str] | None:
-        """Make a server import what it lacks; return a module that it must not import, and why.
-
-        If the server dies meanwhile, another one is started and imports all of it.
-        """
-        deadline = time.monotonic() + self._seconds
-        while lacking := [name for name in self._modules if name not in server.has]:
-            self.importing = name = lacking[0]
-            stamp = _stamp(name)
-            try:
-                outcome = server.import_(name, deadline, lambda: self._cancelled)
-            finally:
-                self.importing = ""
-            if outcome is None:
-                if self._cancelled:
-                    self._drop()
-                    return None
-                if not server.lost:
-                    return name, f"it takes more than {self._seconds:g} s"
-                if name in self._suspects:
-                    return name, "it has ended two servers"
-                self._suspects.add(name)  # the server may have ended for another reason
-                server = self._start()
-                continue
-            if outcome == FAILED:
-                tell(
-                    logging.WARNING,
-                    "module %s was to be imported for all workers: its import fails",
-                    name,
-                )
-            elif outcome != KEPT:
-                return name, REASONS[outcome]
-            server.has[name] = stamp
+    def _serving(self) -> ForkServer | None:
+        """Return a server that has imported what it can of the modules; None: after `cancel`."""
+        while not self._cancelled:
+            server = self._present()
+            known = server.has.keys() | _unfit.keys()
+            lacking = [name for name in self._modules if name not in known]
+            if not lacking:
+                return server
+            self._import(server, lacking[0])
         return None
 
-    def _start(self) -> ForkServer:
-        """Return a server that is not known to be dead; start one if there is none."""
-        check_owner(self._owner)
-        with self._lock:
-            server = self._server
+    def _import(self, server: ForkServer, name: str) -> None:
+        """Have a server import a module; retire it if it must not be forked then."""
+        stamp = _stamp(name)
+        outcome = server.import_(name, self._seconds, lambda: self._cancelled)
+        if outcome in (KEPT, FAILED):
+            server.has[name] = stamp
+            if outcome == FAILED:
+                text = "module %s was to be imported for all workers: its import fails"
+                tell(logging.WARNING, text, name)
+        elif outcome is not None or not self._cancelled:
+            reason = "it ends their server"
+            if outcome is not None:
+                reason = REASONS[outcome]
+            elif not server.lost:
+                reason = f"it takes more than {self._seconds:g} s"
+            _unfit[name] = reason
+            text = "module %s is imported by each worker, not by their server: %s"
+            tell(logging.INFO, text, name, reason)
+            self._retire(server)
+
+    def _present(self) -> ForkServer:
+        """Return the present server; one that is dead or retired is replaced."""
+        self._check_owner()
+        with _guard:
+            server = self._servers[-1] if self._servers else None
+            if server is not None and server.is_usable():
+                return server
             if server is not None and server.lost:
                 server.close(time.monotonic() + LAST)
-            if server is None or server.lost or server.is_retired:
-                if self._cancelled:
-                    raise _Cancelled("no worker processes: they are being ended")
-                self._server = server = self._share()
-            return server
-
-    def _share(self) -> ForkServer:
-        """Return the server of the present setting, which is started for its first launcher."""
-        setting = _setting(self._entry, self._threads)
-        with _guard:
+            setting = _setting(self._entry, self._threads)
             server = None if self._alone else _servers.get(setting)
-            if server is None or server.lost or not (server.is_open and server.users):
+            if server is None or not server.is_usable():
                 server = ForkServer()
-                server.is_open = not self._alone
-                if server.is_open:
+                if not self._alone:
                     _servers[setting] = server
             server.users += 1
-            self._used.append(server)
+            self._servers.append(server)
             if server.lost:
                 server.start(self._entry, self._threads)
             return server
 
-    def launch(
-        self,
-        number: int,
-        *,
-        local: object = None,
-        context: Context | None = None,  # noqa: ARG002
-    ) -> Child:
-        """Make the server fork a worker."""
-        no_objects(self.method, local)
+    def _retire(self, server: ForkServer) -> None:
+        """Fork no worker from a server any more; none of this launcher's is from there."""
+        server.is_retired = True
+        self._servers.remove(server)
+        self._leave(server, time.monotonic() + LAST)
+
+    def _launch(self, number: int, local: object, context: Context | None) -> Child:
+        del local, context
+        deadline = time.monotonic() + START
         for _ in range(2):  # a server may be found dead only when it is asked something
             server = self._serving()
-            child = self._launch(number, server, time.monotonic() + START)
-            if child is not None:
-                return child
+            if server is None:
+                raise InterruptedError("no worker processes: they are being ended")
+            ours, theirs = pair()
+            with theirs, contextlib.ExitStack() as undo:
+                undo.callback(ours.close)
+                child = _ServedChild(ours, server)
+                self._add(child)  # before it is started, so that `close` ends it in any case
+                if server.fork(child, number, theirs, deadline):
+                    undo.pop_all()
+                    return child
+        assert server is not None
         _, code = server.close(time.monotonic() + LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {number}; "
             "if it has printed an error, see above"
         )
 
-    def _launch(self, number: int, server: ForkServer, deadline: float) -> Child | None:
-        """Start a worker by this server; None when the server is dead."""
-        ours, theirs = pair()
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            child = _ServedChild(number, ours, server)
-            self._children.add(child)  # before it is started, so that `close` ends it in any case
-            if not server.fork(child, theirs, deadline):
-                return None
-            undo.pop_all()
-        return child
-
-    def close(self, deadline: float) -> bool:
-        """End the workers, then the server."""
-        if os.getpid() != self._owner:
-            return True  # a process that the user forked: these are not its children
-        return apart(lambda: self._close(deadline))
-
-    def _close(self, deadline: float) -> bool:
-        children = self._children.end(deadline)
-        if not self._lock.acquire(timeout=max(LAST, deadline - time.monotonic())):
-            return False  # the thread that starts a server hangs
-        try:
-            ends = [self._leave(server, deadline) for server in self._used]
-            self._used, self._server = [], None
-        finally:
-            self._lock.release()
-        return all(ends) and all(child.gone for child in children)
+    def _end_servers(self, deadline: float) -> bool:
+        self._servers = [each for each in self._servers if not self._leave(each, deadline)]
+        return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
         """End a server if no other launcher uses it; return whether it is gone, or used."""
-        with _guard:
-            server.users -= 1
-            if server.users:
-                return True
-        return server.close(deadline)[0]
+        if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
+            return False  # the thread that starts a server hangs
+        server.users -= 1
+        _guard.release()
+        return server.users > 0 or server.close(deadline)[0]

@@ -84,19 +84,3 @@ class PidFd:
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._descriptor.fd
-
-
-def wait_for(pid: int) -> None:
-    """Wait for a child to end, without reaping it."""
-    with contextlib.suppress(ChildProcessError):  # other code has reaped it
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-def ended_kqueue(pid: int, seconds: float) -> bool:
-    """Wait for a child to end, as BSD and macOS tell it; macOS before it can be reaped."""
-    kqueue = cast("Any", select)
-    with contextlib.closing(kqueue.kqueue()) as queue:
-        flags = kqueue.KQ_EV_ADD | kqueue.KQ_EV_ONESHOT
-        event = kqueue.kevent(pid, kqueue.KQ_FILTER_PROC, flags, kqueue.KQ_NOTE_EXIT)
-        # If it has begun to end already, that is the event: the error ESRCH.
-        return bool(queue.control([event], 1, max(0.0, seconds)))

@@ -378,44 +378,6 @@ def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
         child.sock.close()
 
 
-def test_ctrl_c_while_a_launcher_is_closed(method: str) -> None:
-    """Wherever a handler raises in `close`, calling it again ends everything, and says so.
-
-    The supervisor's thread closes its launcher; if it has failed, the user's thread does.
-    """
-
-    def close_interrupted(countdown: int) -> bool:
-        with closing() as make_any:
-            one = make_any(method)
-            child = one.launch(0)
-            with interrupted(countdown, "launcher/", "threads.py") as struck:
-                one.close(time.monotonic() + PATIENCE)
-            assert one.close(time.monotonic() + PATIENCE)
-            assert child.ended.wait(0)
-            assert child.code == -signal.SIGKILL
-            child.sock.close()
-        return struck.is_set()
-
-    # What the methods have in common is in `apart`; a worker is forked from the trainer soonest.
-    assert first_hits(close_interrupted, 1 if method == "fork" else 5) > 3
-
-
-def test_a_launcher_is_closed_where_there_can_be_no_more_threads(
-    make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The main thread does then what it would have another one do."""
-    one = make()
-    child = one.launch(0)
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("_thread.start_new_thread", refuse)
-    assert one.close(time.monotonic() + PATIENCE)
-    assert child.code == -signal.SIGKILL
-    child.sock.close()
-
-
 @linux
 def test_a_launcher_that_launched_nothing_has_nothing_to_close(method: str) -> None:
     """Making a launcher starts nothing."""

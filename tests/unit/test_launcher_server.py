@@ -231,22 +231,9 @@ def test_no_server_is_started_any_more_once_it_is_cancelled(
     one.cancel()
     importing.join(PATIENCE)
     assert not importing.is_alive()
-    one.prepare()
     with pytest.raises(InterruptedError):
         one.launch(0)
     assert len(starts) == 1
-
-
-def test_a_cancelled_launcher_still_launches_by_the_server_that_is_there(
-    served: Callable[..., Launcher],
-) -> None:
-    """A pool that is being ended ends that worker as the others, in good order."""
-    one = served()
-    one.prepare()
-    one.cancel()
-    child = one.launch(0)
-    assert ask(child, "1") == 1
-    child.sock.close()
 
 
 @linux

@@ -45,36 +45,6 @@ def test_hung_up_by_kqueue(monkeypatch: pytest.MonkeyPatch, flags: int, ended: b
         assert asked == [((ours.fileno(), -1, 33), 1, 0), "closed"]
 
 
-def test_an_end_that_kqueue_tells_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS it comes before a process can be reaped: `wait` reaps it nevertheless."""
-    read, write = os.pipe()
-    ending = threading.Timer(0.1, os.close, [write])
-
-    class Queue:
-        def control(self, events: list[Any], most: int, seconds: float) -> list[Any]:
-            ending.start()  # the process ends from now on
-            return events
-
-        def close(self) -> None:
-            pass
-
-    names = ("KQ_EV_ADD", "KQ_EV_ONESHOT", "KQ_FILTER_PROC", "KQ_NOTE_EXIT")
-    system = SimpleNamespace(kqueue=Queue, kevent=lambda *event: event, **dict.fromkeys(names, 1))
-    monkeypatch.setattr(waiting, "select", system)
-    monkeypatch.setattr(processes, "select", system)
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read(); sys.exit(7)"]
-    actions = [(os.POSIX_SPAWN_DUP2, read, 0)]
-    process = processes.PosixProcess(
-        os.posix_spawn(command[0], command, os.environ, file_actions=actions)
-    )
-    os.close(read)
-    assert process.wait(0) is None
-    assert process.wait(PATIENCE) == 7
-    assert process.gone
-    ending.join()
-
-
 def test_start_methods_of_other_systems() -> None:
     """A fork server where processes fork and send descriptors; on Windows, spawn alone."""
     assert start_methods("linux", ["fork", "send_fds"])[0] == "forkserver"
@@ -109,7 +79,7 @@ def test_a_socket_that_cannot_be_handed_over_is_the_end_of_the_new_process(
     means = processes.means_of("posix")._replace(shares=True)
     monkeypatch.setattr(processes, "means_of", lambda _: means)
     start = processes.describe_start("worker", "entries:answer", number=0)
-    assert processes.spawn(cast("Any", Socket()), start, "cseq-w0").wait(60.0) == 0
+    assert processes.spawn(*cast("Any", (None, Socket())), start, "cseq-w0").status(60.0) == 0
 
 
 def test_windows_workers_of_a_program_without_streams_write_nowhere(
