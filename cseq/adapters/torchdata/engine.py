@@ -41,7 +41,7 @@ class Engine:
         if dispatched is not None:
             make = partial(Dispatcher, dispatched)
             ahead = self._dispatched_ahead
-            streams = Streams(make, 1, prefetch=ahead, encoded=True, **self._options)
+            streams = Streams(make, 1, prefetch=ahead, **self._options)
             self._relay = Relay(streams, self._num_workers)
             address = self._relay.open()
         worker = partial(make_worker, address)

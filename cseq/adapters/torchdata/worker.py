@@ -24,6 +24,7 @@ from cseq.adapters.torchdata.library import (
     traverse_dps,
 )
 from cseq.adapters.torchdata.relay import DISPATCHING, Dispatched
+from cseq.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,12 +145,16 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph; its items are decoded by the workers."""
+    """The dispatching process's part of the graph; its items are unpickled by the workers."""
 
     where = DISPATCHING
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
+
+    def items(self, start: int) -> Iterator[bytes]:
+        """Make this epoch's items, pickled."""
+        return map(dumps, super().items(start))
 
     def _reset(self, epoch: Epoch) -> DataPipe:
         _seed_globals(epoch.seeds.generate_shared_seed)

@@ -8,7 +8,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
-from cseq.adapters.torchdata import MultiProcessingReadingService, engine, relay  # noqa: E402
+from cseq.adapters.torchdata import MultiProcessingReadingService, engine  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -591,16 +590,6 @@ def test_workers_use_one_thread() -> None:
     """In a worker torch uses one thread, so that many workers do not get in each other's way."""
     with loader(numbers(2).map(threads)) as loaded:
         assert list(loaded) == [1, 1]
-
-
-@pytest.mark.needs("Linux")  # elsewhere the socket lies in a folder of ours
-def test_nobody_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of another user that finds the relay's name is turned away."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert relay.is_ours(ours)
-        monkeypatch.setattr(os, "getuid", lambda: -1)
-        assert not relay.is_ours(ours)
 
 
 def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

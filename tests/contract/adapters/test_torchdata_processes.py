@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,14 +91,25 @@ def test_a_script_that_just_ends(run_script: RunScript) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_a_caller_that_does_not_know_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows, where any process can connect to the relay's port, it is turned away."""
-    monkeypatch.setattr(relay, "WINDOWS", True)
-    secret = os.urandom(16)
-    for said in (relay.HELLO.pack(os.urandom(16), os.getpid()), b"GET /"):
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(said)
-            theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(ConnectionRefusedError), relay.process_of(ours, secret):
-                pass
+class Idle:
+    """Streams that are never asked for anything."""
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_caller_that_does_not_know_the_secret() -> None:
+    """Any process of this user can call the relay: it is turned away, and the next one is not."""
+    made = relay.Relay(Idle(), 1)  # type: ignore[arg-type]
+    address, secret = made.open()
+    try:
+        with pytest.raises(AuthenticationError):
+            Client(address, authkey=b"a guess")
+        with Client(address, authkey=secret) as caller:
+            caller.send((0, 1, 0))  # there is no epoch
+            assert caller.recv() == ([], None)
+    finally:
+        made.close()
