@@ -52,7 +52,7 @@ The modules; imports point down::
     ├── memory_limit.py  the memory of this machine and of its control groups
     ├── descriptors.py  anonymous files, received descriptors: all close-on-exec
     ├── check.py        checks of arguments
-    ├── threads.py      threads and imports that a signal handler cannot break
+    ├── threads.py      threads that a signal handler cannot break
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
     ├── _work.pyx       the work of a runner: making batches, publishing them

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cseq.threads import imported
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -51,7 +49,9 @@ def unexpected(caller: str, name: str, known: Iterable[str]) -> TypeError:
     """Make the error for an unknown keyword; it says what to write instead."""
     instead = ELSEWHERE.get(name)
     if instead is None:
-        near = imported("difflib").get_close_matches(name, known, n=1)
+        import difflib
+
+        near = difflib.get_close_matches(name, known, n=1)
         instead = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     return TypeError(f"{caller}() got an unexpected keyword argument {name!r}: {instead}")
 

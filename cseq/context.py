@@ -15,7 +15,6 @@ import numpy as np
 from cseq._core import derive
 from cseq._work import BatchState
 from cseq.check import dimensions
-from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +137,7 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
     belongs to one batch of one rank, and to the same one after a resume with more or fewer ranks.
     """
     low, high = derive(seed, epoch, PURPOSE_RNG, 2)
-    random = imported("numpy.random")  # numpy itself imports it only when it is asked for
+    random = np.random  # which numpy imports when it is asked for
     philox = random.Philox(key=low | high << 64, counter=start << 128)
     made: np.random.Generator = random.Generator(philox)
     return made

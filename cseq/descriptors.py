@@ -12,13 +12,13 @@ library in C prints would get into shared memory or into a message. `Descriptor`
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import socket
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cseq._memory import Descriptor, lift
-from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,8 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
                     raise OSError(error.errno, text) from error
                 if error.errno not in REFUSALS:
                     raise
-    tempfile = imported("tempfile")  # slow to import, hardly ever needed
+    import tempfile  # slow, and hardly ever needed
+
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return Descriptor(os.dup, file.fileno()), False
 
@@ -92,7 +93,7 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
     if process is None:
         socket.send_fds(sock, [data], fds)
         return
-    winapi = imported("_winapi")
+    winapi: Any = importlib.import_module("_winapi")
     ours, same = winapi.GetCurrentProcess(), winapi.DUPLICATE_SAME_ACCESS
     try:
         theirs = [winapi.DuplicateHandle(ours, fd, process, 0, False, same) for fd in fds]  # noqa: FBT003

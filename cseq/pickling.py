@@ -29,7 +29,6 @@ import numpy as np
 
 from cseq._lock import Lock
 from cseq.importable import MAIN, Importable, named_here
-from cseq.threads import imported
 from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
@@ -319,7 +318,9 @@ _ByValue: TypeAlias = Any  # a subclass of cloudpickle.Pickler, which has no typ
 @functools.cache
 def by_value_pickler() -> _ByValue:
     """Make the class of picklers by value; cloudpickle is imported here."""
-    base = imported("cloudpickle").Pickler
+    import cloudpickle
+
+    base: Any = cloudpickle.Pickler
 
     def prepare(
         self: _ByValue,
@@ -342,7 +343,8 @@ def by_value_pickler() -> _ByValue:
 @contextlib.contextmanager
 def _modules_by_value() -> Iterator[Callable[[str], None]]:
     """In this context, give the function that makes cloudpickle pickle a module by value."""
-    cloudpickle = imported("cloudpickle")
+    import cloudpickle
+
     ours: list[types.ModuleType] = []
 
     def register(name: str) -> None:

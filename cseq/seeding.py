@@ -24,7 +24,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cseq import _work
-from cseq.threads import imported, is_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +79,7 @@ def _memory_of(instance: object) -> bytes:
     if sys.implementation.name != "cpython" or not has_gil:
         return b""
     try:
-        ctypes = imported("ctypes")
+        import ctypes
     except ImportError:  # an interpreter that was built without it
         return b""
     memory: bytes = ctypes.string_at(id(instance), type(instance).__basicsize__)
@@ -116,7 +115,9 @@ def _place_in_numpy() -> int | None:
     if place < 0:
         return None
     addresses = _addresses(probe, bit_generators[0], place)
-    if imported("ctypes").string_at(addresses[0], 2500) != key.tobytes() + struct.pack("=i", 5):
+    import ctypes
+
+    if ctypes.string_at(addresses[0], 2500) != key.tobytes() + struct.pack("=i", 5):
         return None
     for owner, bit_generator, where in zip(
         (probe, other), bit_generators, (addresses, ()), strict=True
@@ -140,6 +141,12 @@ def _addresses(state: object, bit_generator: Any, place: int) -> tuple[int, int,
 # -- seeding them
 
 
+def _is_imported(name: str) -> bool:
+    """Whether a module's import is finished."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
 class Imported(_work.Generators):
     """The generators whose modules are imported; `seed` looks for new ones."""
 
@@ -148,7 +155,7 @@ class Imported(_work.Generators):
 
     def look(self) -> list[Any]:
         """Find the modules whose import is over; return their generators."""
-        found = [name for name in self.missing if is_imported(name)]
+        found = [name for name in self.missing if _is_imported(name)]
         arrived = [self.missing.pop(name)() for name in found]
         self.present.extend(arrived)
         return arrived

@@ -13,7 +13,6 @@ import os
 from cseq._memory import SMALL, Descriptor, section
 from cseq.descriptors import anonymous_file
 from cseq.memory_limit import MIB
-from cseq.threads import imported
 
 WIDTH = 1 << 40  # bytes from one slot to the next
 SLOTS = 1 << 22  # so that the file stays below 2^63 bytes
@@ -127,7 +126,8 @@ def room_for(needed: int, capacity: int, width: int) -> int:
 
 def _seal(fd: int) -> None:
     """Fix the size, so that no process can cut the file under a mapping (that would be SIGBUS)."""
-    fcntl = imported("fcntl")
+    import fcntl
+
     with contextlib.suppress(OSError):  # a sandbox may refuse it; no process of ours cuts the file
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)

@@ -22,7 +22,6 @@ from cseq.pools import Job, pool_of
 from cseq.run import Run, close_with
 from cseq.sampler import Sampler
 from cseq.stats import Stats
-from cseq.threads import imported
 
 if TYPE_CHECKING:
     import weakref
@@ -358,7 +357,8 @@ class MSequence(Generic[B_co]):
 
     def _repr_html_(self) -> str:
         """Show in a notebook what `repr` shows, as a table."""
-        escape = imported("html").escape
+        from html import escape
+
         rows = [(type(self).__name__, ""), *self._facts()]
         cells = "".join(
             f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows

@@ -33,7 +33,7 @@ from cseq.launcher.forks import pair
 from cseq.pickling import dump
 from cseq.segment import GRAIN, Segment, whole_grains
 from cseq.stage import START_SHARE, overdue
-from cseq.threads import Latch, Threads, await_told, imported, tell
+from cseq.threads import Latch, Threads, await_told, tell
 from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.writer import Writer
 
@@ -168,7 +168,9 @@ class Supervisor:
             self._local = worker
         else:  # pickled once, into a file that every worker reads
             if "multiprocessing" in sys.modules:  # else there are no objects of it
-                with imported("cseq.spawning").spawning():
+                from cseq.spawning import spawning
+
+                with spawning():
                     pickled = dump(worker, name=name)
             else:
                 pickled = dump(worker, name=name)

@@ -2,37 +2,30 @@
 
 `threading` is written in Python: an exception of a handler (Ctrl-C) in the middle of
 ``Thread.start`` or of an event's ``wait`` can leave a lock acquired that no thread will release.
-Here the main thread calls only functions of C, which a handler runs before or after, never within,
-or (a latch's ``wait``) where nothing is taken;
-everything else runs in other threads, where no handler runs. The same holds for an import: an
-interrupted one can leave the interpreter's import lock acquired, and every fork and every other
-thread's import would then wait for ever.
+Here the main thread only calls functions of C: a handler runs before or after such a call, or
+inside `Latch.wait`, which holds no lock. The rest runs in other threads, where no handler runs.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
-import importlib
 import logging
 import os
-import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cseq._lock import Latch
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads", "await_told", "imported", "is_imported", "tell"]
+__all__ = ["Latch", "Threads", "await_told", "tell"]
 
 log = logging.getLogger("cseq")
 
 FOREVER = 1e6  # seconds
-LAST = 1.0  # seconds that a thread may take to end once its work is done
 
 
 class Threads:
@@ -135,54 +128,3 @@ def _forget_messages() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_messages)
-
-
-def imported(name: str) -> Any:
-    """Import a module; an exception of a signal handler does not interrupt the import.
-
-    Raises
-    ------
-    Exception
-        What the import raises.
-    """
-    if is_imported(name):
-        return sys.modules[name]
-    if _is_importing():
-        # The other thread could wait for ever for a lock that the caller's import holds. That
-        # import is the user's own, which Ctrl-C can interrupt anyway.
-        return importlib.import_module(name)
-    raised: list[BaseException] = []
-    done = Latch()
-
-    def work() -> None:
-        try:
-            importlib.import_module(name)
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            raised.append(error)
-        finally:
-            done.set()
-
-    threads = Threads()
-    threads.add("cseq-import", work, daemon=False)  # the interpreter must not end in its middle
-    threads.start()
-    done.wait()
-    threads.join(time.monotonic() + LAST)
-    if raised:
-        raise raised.pop()
-    return sys.modules[name]
-
-
-def _is_importing() -> bool:
-    """Whether an import is under way on this thread, further up its stack."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "importlib._bootstrap":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def is_imported(name: str) -> bool:
-    """Whether a module's import is finished."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)

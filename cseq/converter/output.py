@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from cseq.codec import map_leaves
-from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,7 +238,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
 def _find_torch() -> ModuleType | None:
     """Import torch; None where it is not installed (a broken one raises)."""
     try:
-        torch: ModuleType = imported("torch")
+        import torch
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq.place import Progress
-from cseq.threads import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
     from cseq.supervisor import Supervisor
 
 __all__ = ["Job", "Pool", "pool_of"]
-
-# Where the class of each kind is. Literals: some Pythons never free names made at run time.
-POOLS = {
-    "inline": ("cseq.pools.inline", "InlinePool"),
-    "thread": ("cseq.pools.thread", "ThreadPool"),
-    "process": ("cseq.pools.process", "ProcessPool"),
-}
 
 
 class Job(NamedTuple):
@@ -122,6 +114,14 @@ class Pool(Progress, Protocol):
 
 def pool_of(kind: str) -> Callable[[Job], Pool]:
     """Return the class of pools of a kind: 'inline', 'thread' or 'process'."""
-    module, name = POOLS[kind]
-    pool: Callable[[Job], Pool] = getattr(imported(module), name)
-    return pool
+    if kind == "inline":
+        from cseq.pools.inline import InlinePool
+
+        return InlinePool
+    if kind == "thread":
+        from cseq.pools.thread import ThreadPool
+
+        return ThreadPool
+    from cseq.pools.process import ProcessPool
+
+    return ProcessPool

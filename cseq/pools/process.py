@@ -30,7 +30,6 @@ from cseq.seeding import Seeds
 from cseq.shared import Shared
 from cseq.stage import CONVERTER, INDEXER, run
 from cseq.supervisor import Supervisor
-from cseq.threads import imported
 from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.worker import FAILED, NOTED, READY, enter, send_state
 
@@ -128,7 +127,9 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
 def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) -> None:
     """Convert until the ring is closed."""
     try:
-        converter = imported("cseq.converter.cuda").CudaConverter(task.output)
+        from cseq.converter.cuda import CudaConverter
+
+        converter = CudaConverter(task.output)
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return
@@ -167,7 +168,9 @@ class ProcessPool(Feed):
         on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
         self._locks: PageLocks | None = None
         if on_cuda and not in_processes:
-            self._locks = imported("cseq.converter.page_locks").PageLocks(job.output.device)
+            from cseq.converter.page_locks import PageLocks
+
+            self._locks = PageLocks(job.output.device)
         self._shared = Shared(
             job.buffer,
             job.room,
@@ -192,7 +195,9 @@ class ProcessPool(Feed):
         self._reader = SlotReader(self._arena)
         self._receiver: Receiver | None = None
         if in_processes:
-            self._receiver = imported("cseq.converter.export").Receiver(job.output)
+            from cseq.converter.export import Receiver
+
+            self._receiver = Receiver(job.output)
         self._imports: Imports | None = None
         batch_reader, convert, leaf_for = self._make_ends(ring)
         super().__init__(
@@ -232,7 +237,8 @@ class ProcessPool(Feed):
             self._imports = Imports(self._arena, ring, self._receiver, convert)
             return self._imports, None, None
         if job.num_converters:
-            receive = imported("cseq.converter.cuda").receive
+            from cseq.converter.cuda import receive
+
             return Objects(job.buffer, self._reader), receive, None
         if job.output.kind == "null":
             return self._reader, None, None

@@ -16,7 +16,7 @@ from cseq.converter.host import Converter
 from cseq.errors import WorkerTimeout
 from cseq.feed import Feed, apart, wake_at
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
-from cseq.threads import Latch, Threads, imported
+from cseq.threads import Latch, Threads
 from cseq.transport import Objects
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ def add_converters(
 
 def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
     """Convert until the ring is closed."""
-    converter = imported("cseq.converter.cuda").CudaConverter(job.output)
+    from cseq.converter.cuda import CudaConverter
+
+    converter = CudaConverter(job.output)
 
     def work(runner: Runner) -> None:
         try:
@@ -131,6 +133,11 @@ class ThreadPool(Feed):
         self._turns = [Latch() for _ in range(job.num_workers + 1)]  # each thread sets the next
         self._turns[0].set()
         self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
+        convert: Callable[[Any], Any] | None = None
+        if job.num_converters:
+            from cseq.converter.cuda import receive
+
+            convert = receive
         super().__init__(
             ring,
             job.sampler,
@@ -138,7 +145,7 @@ class ThreadPool(Feed):
             ordered=job.ordered,
             skip_errors=job.on_error == "skip",
             check=self._raise_failure,
-            convert=imported("cseq.converter.cuda").receive if job.num_converters else None,
+            convert=convert,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
             threads=HAS_GIL,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from interrupting import interrupted
 
-from cseq.threads import Latch, Threads, imported
+from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,35 +160,6 @@ def test_ctrl_c_anywhere_in_start_and_join() -> None:
         if not struck.is_set():
             break
     assert countdown > 10
-
-
-def test_an_import_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module is imported in another thread, once, and what it raises is raised here."""
-    monkeypatch.syspath_prepend(tmp_path)
-    where = "import threading\nname = threading.current_thread().name\n"
-    (tmp_path / "cseq_test_good.py").write_text(where)
-    (tmp_path / "cseq_test_bad.py").write_text("1 / 0\n")
-    good = imported("cseq_test_good")
-    assert good.name == "cseq-import"
-    assert imported("cseq_test_good") is good
-    with pytest.raises(ZeroDivisionError):
-        imported("cseq_test_bad")
-    with pytest.raises(ModuleNotFoundError, match="cseq_test_none"):
-        imported("cseq_test_none")
-
-
-def test_an_interrupted_import_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a signal handler raises meanwhile, the module is whole, and imports go on."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for countdown in itertools.count(1):
-        name = f"cseq_test_{countdown}"
-        (tmp_path / f"{name}.py").write_text("import threading\nwhole = True\n")
-        with interrupted(countdown, anywhere=True) as struck:
-            imported(name)
-        assert imported(name).whole
-        if not struck.is_set():
-            break
-    assert countdown > 5
 
 
 def test_an_import_from_within_an_import(run_script: RunScript, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from cseq.converter.output import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -231,13 +232,13 @@ def test_without_torch_none_keeps_arrays() -> None:
         assert Converter(resolve(parse("cpu", dtype))).convert(array) is array
 
 
-def test_a_broken_torch_is_no_missing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_torch_is_no_missing_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A torch that cannot be imported because of something else is an error."""
-
-    def fail(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named 'sympy', needed by {name}", name="sympy")
-
-    monkeypatch.setattr("cseq.converter.output.imported", fail)
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no sympy', name='sympy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(ModuleNotFoundError, match="sympy"):
         resolve(FLOAT)
 
