@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["BatchContext", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
+__all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
 # What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5
 # are in _work.pyx.
@@ -43,6 +43,14 @@ class Ticket(Protocol):
     @property
     def start(self) -> int:
         """Position of the batch's first sample in the order of the epoch."""
+
+
+class Numbers(NamedTuple):
+    """A `Ticket` of work that no ticket of a ring asks for by these numbers: an adapter's."""
+
+    epoch: int
+    batch: int
+    start: int
 
 
 class Allocator(Protocol):

@@ -21,7 +21,6 @@ shards, and workers that end first are left out of the round.
 from __future__ import annotations
 
 import contextlib
-import os
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,7 +42,6 @@ except ModuleNotFoundError as missing:
         name="returnn",
     ) from missing
 
-from cseq.adapters.returnn.packing import unpack
 from cseq.adapters.returnn.worker import Maker, Plan, Request
 
 if TYPE_CHECKING:
@@ -179,7 +177,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._memory_limit = memory_limit
         self._meta: dict[str, Any] = {}  # what the wrapped dataset has answered
         self._learn(_meta_info_cache or {})
-        self._home = os.getpid()  # the process that started `_streams`
         self._serial = 0
         self._asked: tuple[Any, Any, Any] | None = None  # arguments of the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
@@ -285,13 +282,12 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def _is_running(self) -> bool:
         """Whether there are workers that this process has started."""
-        return self._streams is not None and self._home == os.getpid()
+        return self._streams is not None and self._streams._run.is_ours
 
     def _workers(self) -> Streams:
         """Return the workers; start them at the first call, and again in a forked process."""
         if self._streams is None or not self._is_running():
             self._begun = False
-            self._home = os.getpid()
             self._streams = Streams(
                 Maker(Plan(self.dataset, self._sharding_method, self.name, _installed)),
                 self.num_workers,
@@ -323,8 +319,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """End the workers now rather than with this object; a later use starts new ones."""
         streams, self._streams = self._streams, None
         self._begun = False
-        if streams is not None and self._home == os.getpid():
-            streams.close()
+        if streams is not None:
+            streams.close()  # in a forked process, that does nothing
 
     def stats(self) -> Stats | None:
         """Return counts and times since the workers started; None without workers."""
@@ -459,7 +455,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         number.
         """
         streams = self._streams
-        if not self._begun or streams is None or self._home != os.getpid():
+        if not self._begun or streams is None or not streams._run.is_ours:
             raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
         try:
             number, item = streams.peek()
@@ -475,7 +471,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def _write(self, number: int, item: Any, start: int) -> None:
         """Record a sequence."""
-        tag, fraction, features = unpack(item)
+        tag, fraction, features = item
         complete, frames = self._record.complete, self._record.frames.copy()
         if fraction is not None:
             fraction = complete = max(fraction, complete)

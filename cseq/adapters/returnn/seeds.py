@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from returnn.datasets.basic import Dataset
 
 from cseq._core import derive
-from cseq.context import PURPOSE_ITEM
+from cseq.context import PURPOSE_ITEM, Numbers
 from cseq.seeding import Imported
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SequenceSeeds:
 
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
-        self._batch_context.set(_Place(self._epoch, number, place))
+        self._batch_context.set(Numbers(self._epoch, number, place))
         [self._word] = derive(self._key, place, PURPOSE_ITEM, 1)
         self._imported.seed(self._key, place)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):
@@ -87,14 +87,6 @@ class SequenceSeeds:
         if not any(generator is known for known in self._passed):
             self._passed.append(generator)
             generator.seed(self._word % 2**32)
-
-
-class _Place(NamedTuple):
-    """Which sequence is being loaded, for `cseq.rng` and `cseq.worker_info`."""
-
-    epoch: int
-    batch: int
-    start: int
 
 
 class _Seeded:

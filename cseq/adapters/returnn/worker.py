@@ -5,7 +5,7 @@
     Plan ── pickle: the configuration first ──► Maker(number, N) ──► Producer
                                                   │  begin, items      ▲
                                                   ▼                    │ ask: describe, answer, …
-                                                 pack(sequence) ── trainer: unpack
+                                                 tag, fraction, data ── trainer
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from returnn.datasets.basic import init_dataset
 from returnn.datasets.cached2 import CachedDataset2
 
 from cseq import context
-from cseq.adapters.returnn.packing import pack
 from cseq.adapters.returnn.seeds import SequenceSeeds
 from cseq.importable import promise
 from cseq.launcher.child import set_name
@@ -262,13 +261,13 @@ class Producer:
         return number * num_shards + shard_index
 
     def _loaded(self, number: int) -> Any:
-        """Return a loaded sequence: tag, completed part of the epoch, data; packed if small."""
+        """Return a loaded sequence: tag, completed part of the epoch, data."""
         dataset = self._dataset
         fraction = dataset.get_complete_frac(number, allow_only_lr_suitable=True)
         if self._keys is None:  # not every dataset knows them before it has loaded something
             self._keys = list(dataset.get_data_keys())
         data = {key: dataset.get_data(number, key) for key in self._keys}
-        return pack(dataset.get_tag(number), fraction, data)
+        return dataset.get_tag(number), fraction, data
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
