@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import weakref
-from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 
 from cseq import failure
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import leaves_no_trace, noted, order_of, states_before
+from cseq.adapters.torch.order import leaves_no_trace, order_of, states_before
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.state import Progress
@@ -102,11 +101,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         every = snapshot_every or 0
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        self._first = 0  # batches that were delivered before this epoch was resumed
-        self._drawn: deque[tuple[int, Any]] = deque()  # keys, by their numbers
-        self._unread: list[bytes | None] = [None] * self._num_workers  # see `Epoch.state`
-        self._number = 0  # of the epoch
-        self._left: list[list[tuple[int, Any]]] = [[] for _ in range(self._num_workers)]
         self._rng = rng
         self._skips_errors = on_error == "skip"
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
@@ -138,6 +132,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._shutdown = False
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
         self._items: Any
+        self._ended = False
         self._several = self._num_workers
         self._clear()  # `_received` has the next item, if it is there
         try:
@@ -153,8 +148,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         resume: Resume | None = None,
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
+        self._pinner.wait()  # no worker is forked in the middle of it
+        self._pinner.forget()
         if not first_iter:
-            self._note_left()
+            if self._rng == "worker" and not self._ended:
+                # As torch's: what was asked for is made, since it draws numbers.
+                self._streams.ask("get_ready", behind=True)
             generator = loader.generator
             self.progress.watch(generator, None if generator is None else generator.get_state())
         if self._rng == "worker" or not first_iter:  # torch asks a sampler for two iterators first
@@ -169,19 +168,11 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 self._base_seed = resume.base_seed
         self._ended = False
         self._received.clear()
-        self._pinner.wait()  # no worker is forked in the middle of it
-        self._pinner.forget()
         self._error = None
-        self._number += 1
-        if not first_iter:  # a worker that has sent a state has read its own
-            states = zip(self._unread, self.progress.states, strict=True)
-            self._unread = [sent if now in (None, sent) else None for sent, now in states]
         self.progress.begin(self._base_seed, resume)
-        if resume is not None:
-            self._unread = list(self.progress.states)
         epochs = self._epochs()
         if self._is_iterable:
-            self._begin(epochs, ordered=self._in_order)
+            self._streams.begin(epochs, ordered=self._in_order)
             if not self._in_order:
                 self._items = iter(self._streams)
             return
@@ -189,29 +180,18 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         ahead = self._prefetch_factor * self._num_workers if self._keeps_state else None
         progress.order = order_of(self._index_sampler, self._sampler_iter, ahead, self._begun)
         keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
-        assign = "turn"
-        self._first = progress.yielded
-        in_order = self._in_order or self._num_workers == 1
-        if self._persistent_workers and in_order and self._rng == "worker":
-            # Of the batch that is being taken, and of those ahead.
-            self._drawn = deque(maxlen=1 + self._prefetch_factor * self._num_workers)
-            keys = noted(keys, self._drawn)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
-            if not is_stateful(self._dataset):
-                assign = "free"
-        first = self._first % self._num_workers  # batch k is made by worker k mod N
-        self._begin(epochs, keys, ordered=self._in_order, assign=assign, first=first)
+        free = self._rng == "batch" and not is_stateful(self._dataset)
+        first = progress.yielded % self._num_workers  # batch k is made by worker k mod N
+        self._streams.begin(
+            epochs,
+            keys,
+            ordered=self._in_order,
+            assign="free" if free else "turn",
+            first=first,
+        )
         self._items = iter(self._streams)
-
-    def _begin(self, *args: Any, **options: Any) -> None:
-        """Begin an epoch in the workers.
-
-        Forked ones are all there then, and noted; others may still be started, beside the loop.
-        """
-        self._streams.begin(*args, **options)
-        for process in self._workers:
-            process.keep()
 
     def _epochs(self) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
@@ -222,33 +202,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 self._base_seed,
                 index=index,
                 made=progress.counts[number],
-                state=self._unread[number],
+                state=progress.states[number],
                 snapshot_every=self._snapshot_every,
                 tagged=self._is_iterable and not self._in_order,
-                number=self._number,
-                left=tuple(self._left[number]),
             )
             for number in range(self._num_workers)
         ]
-
-    def _note_left(self) -> None:
-        """Note what is left of the epoch that ends; see `Epoch`."""
-        if self._rng == "batch":  # nothing is drawn from what was drawn before
-            return
-        progress = self.progress
-        taken = progress.yielded - self._first
-        left: list[Any] = [[] for _ in range(self._num_workers)]
-        if self._is_iterable:
-            left = [self._prefetch_factor + count for count in progress.counts]
-        for at, key in self._drawn:
-            if at >= taken:
-                turn, chosen = divmod(at, self._num_workers)
-                left[(chosen + self._first) % self._num_workers].append((turn, key))
-        for number, before in enumerate(self._left):
-            first = (number - self._first) % self._num_workers  # of its keys
-            if progress.counts[number] if self._is_iterable else taken > first:
-                before.clear()  # it has begun this epoch, and so come to the end of those before
-            before.append((self._number, left[number]))
 
     # -- the next batch
 
@@ -377,8 +336,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             return
         self._ended = True
         self._pinner.close()
-        for process in self._workers:
-            process.keep()
         if self.progress.stats is None:  # if `close` was interrupted, they are there already
             self.progress.stats = self.stats()
         self._streams.close()

@@ -18,7 +18,6 @@ from cseq.adapters.torch.order import (
     inner_of,
 )
 from cseq.adapters.torch.state import Progress, Resume, read
-from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import choice, count
 
 if TYPE_CHECKING:
@@ -221,7 +220,6 @@ class DataLoader(Torchs[T_co]):
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers,
-            has_state=is_stateful(self.dataset),
             batching=self._batching(),
         )
 

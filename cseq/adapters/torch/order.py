@@ -51,7 +51,6 @@ __all__ = [
     "generator_of",
     "inner_of",
     "leaves_no_trace",
-    "noted",
     "order_of",
     "states_before",
 ]
@@ -478,13 +477,3 @@ class StatefulOrder(Order):
         while len(taken) > 1 and taken[0][0] < yielded:
             taken.popleft()
         return copy.deepcopy(taken[0][1])
-
-
-def noted(keys: Iterator[Any], drawn: deque[tuple[int, Any]]) -> Iterator[Any]:
-    """Yield keys, and note them with their numbers.
-
-    Not a method: a bound generator would close a reference cycle through the streams.
-    """
-    for numbered in enumerate(keys):
-        drawn.append(numbered)
-        yield numbered[1]

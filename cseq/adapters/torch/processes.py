@@ -36,55 +36,46 @@ class WorkerProcess:
         self._number = number
         self._streams = weakref.ref(streams)
         self._processes = streams.processes()
-        self._child: Child | None = None
-        self._is_killed = False  # another process takes its place, which is not this one
+        self._killed: Child | None = None  # another process takes its place, which is not this one
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.name!r} pid={self.pid}>"
 
-    def keep(self, *, wait: bool = False) -> None:
-        """Note the process; it may be another one than before, which has died.
-
-        `wait`: until there is one. Spawned workers are started beside the loop.
-        """
+    def _child(self) -> Child | None:
+        """Return the process, once it is started; another one than before, if that has died."""
         streams = self._streams()
-        if wait and self._number not in self._processes and streams is not None:
+        if self._number not in self._processes and streams is not None:
             streams.processes(wait=True)
-        if not self._is_killed:
-            self._child = self._processes.get(self._number)
+        return self._killed or self._processes.get(self._number)
 
     @property
     def pid(self) -> int | None:
         """Its process id."""
-        self.keep(wait=True)
-        return None if self._child is None else self._child.pid
+        child = self._child()
+        return None if child is None else child.pid
 
     @property
     def exitcode(self) -> int | None:
         """Its exit code, or minus the signal's number; None: it lives."""
-        self.keep(wait=True)
-        return None if self._child is None else self._child.code
+        child = self._child()
+        return None if child is None else child.code
 
     def is_alive(self) -> bool:
         """Whether it lives."""
-        self.keep(wait=True)
-        return self._child is not None and not self._child.ended.wait(0)
+        child = self._child()
+        return child is not None and not child.ended.wait(0)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, for so many seconds at most."""
-        self.keep(wait=True)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while self.is_alive() and (left := deadline - time.monotonic()) > 0:
-            if self._child is not None:
-                self._child.ended.wait(min(left, TIMEOUT_MAX))
-
-    def terminate(self) -> None:
-        """Kill it: workers ignore SIGTERM. Another one takes its place."""
-        self.kill()
+        child = self._child()
+        while child is not None and self.is_alive() and (left := deadline - time.monotonic()) > 0:
+            child.ended.wait(min(left, TIMEOUT_MAX))
 
     def kill(self) -> None:
         """Kill it. Another one takes its place."""
-        self.keep(wait=True)
-        if self._child is not None:
-            self._is_killed = True
-            self._child.kill()
+        child = self._killed = self._child()
+        if child is not None:
+            child.kill()
+
+    terminate = kill  # workers ignore SIGTERM

@@ -96,9 +96,7 @@ class Progress:
     turn : int
         The worker whose turn is next.
     states : list of (bytes or None)
-        Of the data set in each worker, pickled.
-    earlier : list of (bytes or None)
-        The same from the epochs before, of workers that persist.
+        Of the data set in each worker, pickled; also what an earlier epoch has left it in.
     inline : DatasetState, optional
         Of the data set, where the trainer makes the batches.
     skipped : deque of tuple
@@ -120,7 +118,6 @@ class Progress:
         self.iterator: Callable[[], Any] = _none
         self.stats: Stats | None = None
         self.states: list[bytes | None] = []
-        self.earlier: list[bytes | None] = []
         self.begin(0)
 
     def begin(self, base_seed: int, resume: Resume | None = None) -> None:
@@ -135,9 +132,8 @@ class Progress:
         self.counts = list(resume.counts) if resume and resume.counts else [0] * several
         self.ended = list(resume.ended) if resume and resume.ended else [False] * several
         self.turn = resume.turn if resume else 0
-        known = zip(self.states, self.earlier, strict=True) if resume is None else ()
-        self.earlier = [each or before for each, before in known] or [None] * several
-        states = resume.states if resume and resume.states else [None] * several
+        left = [each and left_by(pickle.loads(each)) for each in self.states]
+        states = (left if resume is None else resume.states) or [None] * several
         self.states = [None if each is None else dumps(each) for each in states]
 
     def skip(self, error: BaseException, place: str) -> bool:
@@ -197,14 +193,7 @@ class Progress:
         """Return the states of the data set."""
         if self.inline:
             return [self.inline.take(self.yielded)]
-        states: list[State | None] = []
-        for each, before in zip(self.states, self.earlier, strict=True):
-            if each is None and before is not None:
-                left = pickle.loads(before)
-                states.append(left_by(left, has_state=left.get("is_own", False)))
-            else:
-                states.append(None if each is None else pickle.loads(each))
-        return states
+        return [None if each is None else pickle.loads(each) for each in self.states]
 
     def __getstate__(self) -> State:
         """Return what is pickled, and copied, with a loader: no iterators, no generators."""
@@ -217,7 +206,6 @@ class Progress:
             "iterator": _none,
             "before": self._generator_state(),
             "states": [None if each is None else dumps(each) for each in states],
-            "earlier": [None] * len(states),
         }
 
 
@@ -242,7 +230,6 @@ def read(
     iterable: bool,
     num_workers: int,
     keeps: bool,
-    has_state: bool,
     batching: State,
 ) -> Resume | None:
     """Read a state; None: the next epoch begins anew.
@@ -251,8 +238,6 @@ def read(
     ----------
     keeps : bool
         The data set is the same object in all epochs.
-    has_state : bool
-        The data set itself has one; if the state has none of it, it is its own iterator.
     batching : dict
         What the batches of an epoch are numbered by; see `DataLoader.state_dict`.
 
@@ -307,7 +292,7 @@ def read(
             "has a share of its own"
         )
     if finished:
-        kept = [each and left_by(each, has_state=has_state) for each in states]
+        kept = [each and left_by(each) for each in states]
         return Resume(0, None, sampler, [], [], 0, kept, generator=generator)
     counts, ended, turn = state["counts"], state["ended"], state["turn"]
     if not iterable:

@@ -24,20 +24,9 @@ def is_stateful(thing: Any) -> bool:
     return True
 
 
-def left_by(state: State, *, has_state: bool) -> State:
-    """Return the state of a data set as an epoch has left it, whose iterator is over.
-
-    Parameters
-    ----------
-    state : dict
-        See `DatasetState`.
-    has_state : bool
-        The data set itself has one; if there is none in `state`, it is its own iterator.
-    """
-    dataset = state.get("dataset")
-    if dataset is None and has_state:
-        dataset = state.get("iterator")
-    return {"dataset": dataset, "made": 0}
+def left_by(state: State) -> State:
+    """Return the state of a data set as an epoch has left it, whose iterator is over."""
+    return {"dataset": state.get("iterator" if state.get("is_own") else "dataset"), "made": 0}
 
 
 class DatasetState:

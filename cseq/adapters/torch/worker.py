@@ -15,11 +15,11 @@ from cseq._memory import fork_depth
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots
 from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
-from cseq.adapters.torch.stateful import DatasetState, is_stateful, left_by
+from cseq.adapters.torch.stateful import DatasetState
 from cseq.pickling import dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered", "unnumbered"]
 
@@ -146,19 +146,11 @@ class Epoch(NamedTuple):
     made : int
         Batches of this worker that were made before, if that of an IterableDataset is.
     state : bytes or None
-        Where the data set is to begin in the first epoch, from `Stated`; the same in later ones
-        for a worker that may not have come to that.
+        Where the data set is to begin, from `Stated`, in a process that has just started.
     snapshot_every : int
         Send the data set's state behind every so many batches; 0: never.
     tagged : bool
         Send each batch as `Stated`: the trainer has to know the worker.
-    number : int
-        Of this epoch; they are counted from 1.
-    left : sequence of tuple
-        What torch's workers would have made in epochs before, though it was not taken: what is
-        drawn for it from generators is missing later. Of each epoch that this worker may not have
-        come to the end of, its number and what it was asked for: pairs of a key and how many keys
-        were before it; or how many batches of an IterableDataset.
     """
 
     base_seed: int
@@ -167,8 +159,6 @@ class Epoch(NamedTuple):
     state: bytes | None = None
     snapshot_every: int = 0
     tagged: bool = False
-    number: int = 1
-    left: Sequence[tuple[int, Any]] = ()
 
 
 class Batches:
@@ -185,10 +175,8 @@ class Batches:
         self._fetcher: Any = None
         self._broken: bytes | None = None  # the exception that kept it from getting ready
         self._is_set_up = False
-        self._opened = 0  # the epoch of the fetcher
+        self._is_open = False  # this epoch's fetcher is made, or something keeps it from that
         self._made = 0  # batches of the epoch
-        self._is_over = False  # its data set, if iterable, which is not asked again then
-        self._asked = 0  # keys of the epoch
         self._state: DatasetState | None = None
         self._has_begun = False  # and the data set with it, where it was to
         self._seeds: BatchSeeds | None = None
@@ -198,19 +186,19 @@ class Batches:
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
         self._epoch = epoch._replace(snapshot_every=1) if self._sends_states else epoch
+        self._is_open = False
 
     def send_states(self) -> None:
         """Send the data set's state with each batch of this epoch from now on."""
         self._sends_states = True
         if self._epoch is not None:
-            self.begin(self._epoch)
+            self._epoch = self._epoch._replace(snapshot_every=1)
             if self._fetcher is not None:
                 self._state = DatasetState(self._dataset, self._fetcher)
 
     def make(self, key: Any) -> Any:
         """Return the batch of a key, or `Raised`."""
-        self._get_ready()
-        self._asked += 1
+        self.get_ready()
         number = 0
         if self._worker.batch_seeds:
             number, key = (key[0], key[1:]) if type(key) is list else key
@@ -218,7 +206,7 @@ class Batches:
 
     def items(self, start: int) -> Iterator[Any]:
         """Return the batches of an iterable data set; an exception is one, too."""
-        self._get_ready()
+        self.get_ready()
         if self._broken is not None:
             yield self._raised()
             return
@@ -238,29 +226,19 @@ class Batches:
 
     # -- getting ready
 
-    def _get_ready(self) -> None:
+    def get_ready(self) -> None:
         """Make the fetcher of this epoch, unless it is there; in a new process, set that up."""
         epoch = self._epoch
         assert epoch is not None
-        if self._opened == epoch.number:
+        if self._is_open:
             return
-        for number, left in epoch.left:
-            if number > self._opened:
-                self._open(epoch._replace(number=number))
-            if number == self._opened:
-                self._drain(left)
-        self._open(epoch)
-
-    def _open(self, epoch: Epoch) -> None:
-        """Make the fetcher of an epoch."""
-        self._opened = epoch.number
+        self._is_open = True
         self._fetcher = self._broken = None
-        self._asked = 0
         try:
             if not self._is_set_up:
                 self._is_set_up = True
                 self._set_up(epoch)
-            self._begin(epoch)
+            self._open(epoch)
         except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
             self._broken = _packed(error)
 
@@ -277,18 +255,7 @@ class Batches:
         if worker.init_fn is not None:
             worker.init_fn(self._number)
 
-    def _drain(self, left: Any) -> None:
-        """Make, and drop, what is left of an epoch."""
-        if self._worker.fetching.kind != names.ITERABLE:
-            for number, key in left:
-                if number >= self._asked:
-                    self._next(key, 0)
-            return
-        assert self._epoch is not None
-        while self._made < left and not self._is_over:
-            self._next(self._epoch.index, 0)
-
-    def _begin(self, epoch: Epoch) -> None:
+    def _open(self, epoch: Epoch) -> None:
         """Make the fetcher, where the data set is to begin."""
         if self._worker.batch_seeds:
             batch_context = context.here.batch_context
@@ -300,11 +267,8 @@ class Batches:
         state: dict[str, Any] = {}
         if epoch.state is not None and not self._has_begun:
             state = pickle.loads(epoch.state)
-            if epoch.number > 1:  # no batch of the first one was left for this worker
-                state = left_by(state, has_state=is_stateful(self._dataset))
         self._has_begun = True
         self._made = state.get("made", 0)
-        self._is_over = False
         self._fetcher = self._fetching.open(state)
         self._state = DatasetState(self._dataset, self._fetcher) if epoch.snapshot_every else None
 
@@ -328,7 +292,6 @@ class Batches:
             if fork_depth() != self._depth:
                 raise  # this process is a copy, which the data set has forked
             if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
-                self._is_over = True
                 return END
             return Raised(self._number, _packed(error), self._place(key))
         epoch = self._epoch

@@ -410,7 +410,7 @@ class Slow(Plain):
 
 
 def test_an_epoch_that_is_left_is_not_waited_for() -> None:
-    made = loader(Slow(8), batch_size=None, persistent_workers=True)
+    made = loader(Slow(8), batch_size=None, persistent_workers=True, rng="batch")
     iterator = iter(made)
     assert next(iterator) == 0
     begun = time.monotonic()

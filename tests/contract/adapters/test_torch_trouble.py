@@ -118,27 +118,6 @@ def interrupt_anywhere(made: Any, *files: str) -> None:
     assert hits > 3 * len(expected)
 
 
-def test_ctrl_c_behind_a_key() -> None:
-    """Of persistent workers, the keys of all batches that were not taken are known."""
-    sampler = Counting([f"key {number}" for number in range(9)])  # written by Python code
-    made = loader(Plain(9), sampler=sampler, batch_size=None, persistent_workers=True)
-    for behind in range(3):
-
-        def step(countdown: int, behind: int = behind) -> bool:
-            sampler.count = 0
-            iterator = iter(made)
-            for _ in range(behind):
-                next(iterator)
-            with interrupted(countdown, "stream.py") as struck:
-                next(iterator)
-            taken = made.state_dict()["_num_yielded"]
-            known = [number for number, _ in iterator._drawn if number >= taken]
-            assert known == list(range(taken, sampler.count))
-            return struck.is_set()
-
-        assert first_hits(step) > 3
-
-
 def test_ctrl_c_in_shutdown() -> None:
     """Wherever it strikes, a second call ends the workers."""
     files = "adapters/torch/iterator.py", "stream.py", "run.py"
