@@ -117,11 +117,8 @@ def of_this_project(extensions: list[Extension]) -> list[Extension]:
 FAMILIES = [
     "_memory",
     "_slots",
-    "_placement",
     "_plan",
     "_lock",
-    "_run",
-    "_objects",
     "_core",
     "_work",
     "_stream",

@@ -57,13 +57,10 @@ The modules; imports point down::
     ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
     ├── _work.pyx       the work of a runner: making batches, publishing them
     ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
-    ├── _run.pyx        what the core reads of a run: its generation, its lock
-    ├── _lock.pyx       locks and latches that a signal handler cannot break
-    ├── _objects.pyx    where threads leave their batches
+    ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
-    ├── _placement.pyx  arrays made in place, by numpy's allocator
     ├── _slots.pyx      the table of slots: the owner of each
-    ├── _memory.pyx     memory that arrays are made on
+    ├── _memory.pyx     memory that arrays are made on, in place too
     └── errors.py       every error, drawn as a tree
 """
 

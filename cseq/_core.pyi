@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from cseq._lock import RunState
 from cseq._memory import Mapping, Memory
-from cseq._objects import ObjectTable
 from cseq._plan import Reader
-from cseq._run import RunState
 from cseq._slots import Slots
 
 FIELDS: Final[int]
@@ -195,3 +194,9 @@ class BatchIterator:
 def now_ns() -> int: ...
 def await_hangup(socket: int) -> None: ...
 def exit_on_hangup(socket: int, grace_ns: int = 0) -> None: ...
+
+@final
+class ObjectTable:
+    def __new__(cls, cells: int) -> Self: ...
+    def __getitem__(self, cell: int, /) -> Any: ...
+    def __setitem__(self, cell: int, value: Any, /) -> None: ...

@@ -20,9 +20,7 @@ from cseq._memory cimport (
 )
 from cseq._plan cimport MOST_KNOWN, Plan, Reader
 from cseq._references cimport cseq_given, cseq_is_unique
-from cseq._lock cimport Lock
-from cseq._run cimport RunState
-from cseq._objects cimport ObjectTable
+from cseq._lock cimport Lock, RunState
 from cseq._slots cimport Slots
 
 import os
@@ -1447,9 +1445,31 @@ cdef class BatchIterator:
             lock.leave()
 
 
-cdef void arm(long worker) noexcept:
-    """Arm the fault points of this module."""
-    cseq_fault_arm(worker)
+@cython.final
+cdef class ObjectTable:
+    """An object for each cell of a ring, or None: that of the party that may write the cell.
+
+    In a list of constant length, whose items the core exchanges without its lock and without counting
+    references to it: both sides would write these for every batch. Nor do two cells share a cache line.
+    """
+
+    def __cinit__(self, Py_ssize_t cells):
+        self.cells = cells
+        self.held = [None] * (STRIDE * cells)
+        self.items = cseq_items(self.held)
+
+    cdef int check(self, Py_ssize_t cell) except -1:
+        if cell < 0 or cell >= self.cells:
+            raise IndexError(f"cell {cell} is not one of {self.cells}")
+        return 0
+
+    def __getitem__(self, Py_ssize_t cell):
+        self.check(cell)
+        return self.get(cell)
+
+    def __setitem__(self, Py_ssize_t cell, value):
+        self.check(cell)
+        self.put(cell, value)
 
 
 def now_ns():

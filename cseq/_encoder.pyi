@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
 from cseq._core import Runner
-from cseq._memory import Mapping, Memory
-from cseq._placement import SlotAllocator
+from cseq._memory import Mapping, Memory, SlotAllocator
 from cseq._plan import Plan
 from cseq._slots import Slots
 from cseq._work import TicketWriter
@@ -42,5 +41,3 @@ class SlotEncoder(TicketWriter):
         arrays: list[NDArray[Any]],
         pickled: bytes | None = None,
     ) -> tuple[int, int, int, int]: ...
-
-def arm_fault(worker: int) -> None: ...

@@ -9,10 +9,8 @@ from libc.stdint cimport int64_t, uint64_t
 cimport numpy as cnp
 
 from cseq._core cimport Runner
-from cseq._core cimport arm as arm_core
 from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
-from cseq._memory cimport arm as arm_memory
 from cseq._plan cimport ARRAY, RECENT, Leaf, Plan, aligned, cseq_set_own
 from cseq._slots cimport Slots
 from cseq._work cimport TicketWriter
@@ -360,11 +358,3 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
     PyArray_CopyInto(
         array_at(memory, word[0], <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran), array)
     return 0
-
-
-def arm_fault(long worker):
-    """Make this process, of a worker, die where ``CSEQ_FAULT=point:n`` or ``point:n:worker`` says,
-    if this is a debug build."""
-    arm_memory(worker)
-    arm_core(worker)
-    cseq_fault_arm(worker)

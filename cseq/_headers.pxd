@@ -54,7 +54,6 @@ cdef extern from "cseq_lock.h" nogil:
 
 
 cdef extern from "cseq_fault.h" nogil:
-    void cseq_fault_arm(long worker) noexcept
     void CSEQ_POINT(const char* name) noexcept
 
 
@@ -174,7 +173,7 @@ cdef extern from "cseq_shuffle.h" nogil:
 
 cdef extern from "cseq_map.h" nogil:
     int cseq_section(uint64_t nbytes) noexcept
-    void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate, int own) noexcept
+    void* cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) noexcept
     uint64_t cseq_ram() noexcept
     void cseq_unmap(void* p, uint64_t nbytes) noexcept
     void cseq_close(int fd) noexcept
@@ -224,7 +223,6 @@ cdef extern from "cseq_place.h":
         uint64_t used        # bytes
         uint32_t count       # large allocations of this ticket
         uint64_t wanted      # bit k: number k was part of the last batch
-        uint32_t retired_count
 
     void* cseq_place_malloc(void* ctx, size_t size) noexcept
     void* cseq_place_calloc(void* ctx, size_t count, size_t size) noexcept

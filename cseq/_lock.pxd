@@ -45,3 +45,12 @@ cdef class Hold:
 @cython.no_gc
 cdef class Latch:
     cdef uint32_t word
+
+
+@cython.final
+cdef class RunState:
+    cdef uint64_t number
+    cdef readonly Lock lock
+    cdef inline bint is_at(self, uint64_t generation) noexcept:
+        """Whether this is the present generation."""
+        return cseq_load_acq_u64(&self.number) == generation

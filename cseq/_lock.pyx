@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Locks and latches for threads, which a signal handler cannot break."""
+"""Locks and latches for threads, which a signal handler cannot break, and a run's generation."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint32_t, uint64_t
@@ -108,10 +108,6 @@ cdef class Lock:
             raise RuntimeError("this thread does not have the lock")
         cseq_lock_leave(&self.lock)
 
-    def is_mine(self):
-        """Whether this thread has it."""
-        return bool(cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()))
-
     cdef bint sleep(self, uint64_t ns) except -1:
         """Sleep until it is free, but not for long; run signal handlers. Return whether it was taken."""
         cdef uint64_t me = PyThread_get_thread_ident()
@@ -186,3 +182,27 @@ cdef class Latch:
             PyErr_CheckSignals()
             waited = cseq_now_ns() - begun
         return bool(cseq_load_acq_u32(&self.word))
+
+
+@cython.final
+cdef class RunState:
+    """The part of a run that iterators need for every batch.
+
+    Attributes
+    ----------
+    generation : int
+        An iterator of another one is void, and a call for it takes nothing.
+    lock : Lock
+        Around every use of the pool but `interrupt`.
+    """
+
+    def __cinit__(self):
+        self.lock = Lock()
+
+    @property
+    def generation(self):
+        return cseq_load_acq_u64(&self.number)
+
+    def interrupt(self):
+        """Begin the next generation, on any thread or in a signal handler: return its number."""
+        return cseq_add_sc_u64(&self.number, 1) + 1

@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t
 cimport cython
 cimport numpy as cnp
 
-from cseq._headers cimport cseq_kept, cseq_list, cseq_place, cseq_span
+from cseq._headers cimport cseq_kept, cseq_list, cseq_span
 
 
 cdef enum:
@@ -16,7 +16,6 @@ cdef enum:
     MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
 
 cdef cseq_list* in_use   # leases and windows, which a fork copies
-cdef cseq_place* place_here  # where numpy allocates; one for the process: arrays outlive everything
 
 cdef long* forks_here    # see `fork_depth`
 
@@ -26,7 +25,6 @@ cdef void give_freed_back() noexcept
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran)
 cdef int fork_keeping(cseq_kept* kept) except -1
-cdef void arm(long worker) noexcept
 
 
 cdef class Memory:

@@ -3,10 +3,11 @@
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from cpython.ref cimport Py_INCREF
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport errno
 from libc.string cimport memcpy
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint8_t, uint64_t, uintptr_t
 
 cimport cython
 cimport numpy as cnp
@@ -23,6 +24,20 @@ cdef extern from "Python.h":
         pass
 
 cdef extern from "numpy/arrayobject.h":
+    ctypedef struct PyDataMemAllocator:
+        void* ctx
+        void* (*malloc)(void* ctx, size_t size) noexcept
+        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
+        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
+        void (*free)(void* ctx, void* p, size_t size) noexcept
+
+    ctypedef struct PyDataMem_Handler:
+        char name[127]
+        uint8_t version
+        PyDataMemAllocator allocator
+
+    object PyDataMem_SetHandler(object handler)
+    object PyDataMem_GetHandler()
     object PyArray_NewFromDescr(
         PyTypeObject* subtype, cnp.dtype descr, int nd, cnp.npy_intp* dims,
         cnp.npy_intp* strides, void* data, int flags, void* obj)
@@ -146,7 +161,6 @@ cdef extern from *:
 if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
 in_use = &cseq_in_use
-place_here = &cseq_placed
 forks_here = &cseq_forks
 freed_due = &cseq_freed_due
 
@@ -267,27 +281,10 @@ cdef class Memory:
                 memcpy(self.data + offset, source, nbytes)
         return 0
 
-    def store_bytes(self, Py_ssize_t offset, source not None):
-        """Copy bytes to `offset`."""
-        cdef const unsigned char[::1] view
-        if type(source) is bytes:  # no memoryview: every batch has such bytes
-            self.put(offset, <const char*><bytes>source, len(<bytes>source))
-            return
-        view = source
-        if view.shape[0]:
-            self.put(offset, <const char*>&view[0], view.shape[0])
-        else:
-            self.inside(offset, 0)
-
     def store_from(self, Py_ssize_t offset, Memory source not None, Py_ssize_t nbytes):
         """Copy the first `nbytes` of another memory to `offset`."""
         source.inside(0, nbytes)
         self.put(offset, source.data, nbytes)
-
-    def load_bytes(self, Py_ssize_t offset, Py_ssize_t nbytes):
-        """A copy of the bytes [offset, offset + nbytes)."""
-        self.inside(offset, nbytes)
-        return self.data[offset:offset + nbytes]
 
 
 @cython.final
@@ -376,19 +373,16 @@ cdef class Mapping(Memory):
         The file. May be closed afterwards.
     offset, nbytes : int
         The part, in bytes; `offset` a multiple of the page size.
-    populate : bool
-        Make the page tables now. The pages should be committed (`commit`).
     own : bool
         What is written to it is seen by this process alone.
     """
 
-    def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint populate=False,
-                  bint own=False):
+    def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
         cdef void* p
         if nbytes == 0 or nbytes > <uint64_t>PY_SSIZE_T_MAX:
             raise ValueError(f"nbytes={nbytes} cannot be mapped")
         with nogil:
-            p = cseq_map(fd, offset, nbytes, populate, own)
+            p = cseq_map(fd, offset, nbytes, own)
         if p == NULL:
             raise MemoryError(f"cannot map {nbytes} bytes: {os.strerror(errno)}")
         self.data = <char*>p
@@ -515,6 +509,93 @@ cdef void give_freed_back() noexcept:
         cseq_give_freed_back()
 
 
-cdef void arm(long worker) noexcept:
-    """Arm the fault points of this module."""
-    cseq_fault_arm(worker)
+# -- arrays made in place: numpy allocates them in the batch's slot (cseq_place.h)
+
+cdef PyDataMem_Handler place_handler
+cdef bint place_installed = False
+
+
+cdef void place_release(void* owner) noexcept:
+    """Called when no array is left in the region of this `Mapping`."""
+    Py_DECREF(<object>owner)
+
+
+@cython.final
+@cython.no_gc
+cdef class SlotAllocator:
+    """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_place.h.
+
+    Holds for the thread and `contextvars` context that make it, until the process ends; a worker
+    process has one.
+    """
+
+    def __cinit__(self):
+        global place_installed
+        cdef PyDataMem_Handler* before
+        if not place_installed:
+            before = <PyDataMem_Handler*>PyCapsule_GetPointer(PyDataMem_GetHandler(), "mem_handler")
+            cseq_placed.ctx = before.allocator.ctx
+            cseq_placed.malloc = before.allocator.malloc
+            cseq_placed.calloc = before.allocator.calloc
+            cseq_placed.realloc = before.allocator.realloc
+            cseq_placed.free = before.allocator.free
+            cseq_placed.release = place_release
+            memcpy(place_handler.name, b"cseq", 5)
+            place_handler.version = 1
+            place_handler.allocator.ctx = &cseq_placed
+            place_handler.allocator.malloc = cseq_place_malloc
+            place_handler.allocator.calloc = cseq_place_calloc
+            place_handler.allocator.realloc = cseq_place_realloc
+            place_handler.allocator.free = cseq_place_free
+            place_installed = True
+        PyDataMem_SetHandler(PyCapsule_New(&place_handler, "mem_handler", NULL))
+
+    @property
+    def count(self):
+        """Large allocations since `begin`."""
+        return cseq_placed.count
+
+    @property
+    def used(self):
+        """Bytes of the slot that are allocated."""
+        return cseq_placed.used
+
+    @used.setter
+    def used(self, uint64_t nbytes):
+        cseq_placed.used = nbytes
+
+    @property
+    def live(self):
+        """Arrays that lie in the slot."""
+        return cseq_placed.at.live
+
+    def begin(self, Mapping slot not None, uint64_t nbytes):
+        """Number large allocations from now on, and serve the wanted ones from this slot of
+        `nbytes` bytes."""
+        if cseq_placed.at.live:
+            raise RuntimeError(f"{cseq_placed.at.live} arrays lie in the slot before")
+        if nbytes > <uint64_t>slot.size:
+            raise ValueError(f"nbytes={nbytes} exceeds a mapping of {slot.size} bytes")
+        if cseq_place_begin(&cseq_placed, slot.data, nbytes, <void*>slot):
+            raise MemoryError("no memory for the table of slots in use")
+        Py_INCREF(slot)  # place_release gives it back
+
+    def pause(self):
+        """Serve no more allocations from the slot."""
+        cseq_placed.active = 0
+
+    def learn(self, list arrays not None):
+        """Serve the allocations that these arrays of the batch lie in from the slot next time."""
+        cdef uint64_t wanted = 0
+        cdef cnp.ndarray array
+        for array in arrays:
+            cseq_place_learn(&cseq_placed, cnp.PyArray_DATA(array), &wanted)
+        cseq_placed.wanted = wanted
+
+    def leave(self):
+        """Leave the slot; return how many arrays are alive in it."""
+        return cseq_place_leave(&cseq_placed)
+
+    def holds(self, Mapping slot not None):
+        """Whether arrays are alive in a slot that was left."""
+        return bool(cseq_place_holds(&cseq_placed, slot.data))

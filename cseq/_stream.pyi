@@ -4,9 +4,9 @@ from typing import Any, Final, final
 from typing_extensions import Self
 
 from cseq._core import Ring
+from cseq._lock import RunState
 from cseq._memory import Mapping
 from cseq._plan import Reader
-from cseq._run import RunState
 from cseq._slots import Slots
 
 ITEM: Final[int]

@@ -13,9 +13,9 @@ cimport cython
 
 from cseq._core cimport Ring
 from cseq._headers cimport *
+from cseq._lock cimport RunState
 from cseq._memory cimport MOST_KEPT, Block, Mapping
 from cseq._plan cimport Plan, Reader
-from cseq._run cimport RunState
 from cseq._slots cimport Slots
 
 import os

@@ -4,8 +4,7 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 cimport cython
 
-from cseq._core cimport Runner
-from cseq._objects cimport ObjectTable
+from cseq._core cimport ObjectTable, Runner
 
 
 cdef class BatchState:

@@ -3,8 +3,7 @@ from typing import Any, Final, final
 
 from typing_extensions import Self, disjoint_base
 
-from cseq._core import Runner
-from cseq._objects import ObjectTable
+from cseq._core import ObjectTable, Runner
 
 @disjoint_base
 class BatchState:
@@ -27,9 +26,7 @@ class Generator:
     def seed_with(self, words: Sequence[int]) -> None: ...
 
 @disjoint_base
-class Twister(Generator):
-    @property
-    def in_place(self) -> bool: ...
+class Twister(Generator): ...
 
 @final
 class PythonGenerator(Twister):

@@ -10,10 +10,9 @@ from libc.string cimport memcpy
 
 cimport cython
 
-from cseq._core cimport Runner
+from cseq._core cimport ObjectTable, Runner
 from cseq._headers cimport *
 from cseq._memory cimport forks_here
-from cseq._objects cimport ObjectTable
 
 cdef extern from "Python.h":
     PyObject* PyImport_GetModuleDict()  # borrowed
@@ -117,11 +116,6 @@ cdef class Twister(Generator):
     key, position : int
         Addresses: of the 624 words and of the position in them. 0: the methods are called.
     """
-
-    @property
-    def in_place(self):
-        """Whether states are written into the memory."""
-        return self.key is not NULL
 
     cdef void fill(self, const uint64_t* words) noexcept:
         """Write the state of four words into the memory."""

@@ -314,7 +314,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     """
     if type(batch) is bytearray:
         offset = writer.place(len(batch))
-        writer.memory.store_bytes(offset, batch)
+        memoryview(writer.memory)[offset : writer.used] = batch
         return Record(offset, 0, 0, len(batch))
     found = writer.match(batch, cast)
     plan, arrays, objects = plan_for(batch, writer, cast) if found is None else found

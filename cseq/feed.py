@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import failure
 from cseq._core import Consumer
-from cseq._run import RunState
+from cseq._lock import RunState
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 

@@ -21,7 +21,7 @@ from cseq.threads import Latch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._run import RunState
+    from cseq._lock import RunState
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cseq import codec, failure
 from cseq._core import now_ns, ring_bytes, wait_any
+from cseq._lock import RunState
 from cseq._memory import SMALL, Mapping
-from cseq._run import RunState
 from cseq._slots import Lease
 from cseq._stream import (
     CALLED,

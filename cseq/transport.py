@@ -12,8 +12,8 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq import codec, failure
+from cseq._core import ObjectTable
 from cseq._memory import SMALL
-from cseq._objects import ObjectTable
 from cseq._work import ObjectWriter, TicketWriter
 from cseq.stage import BATCH, CONVERTER, RAISED
 

@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq._encoder import SlotEncoder
-from cseq._memory import HAS_GIL, SMALL, Block, Mapping, Memory, Window, address_of, commit
-from cseq._placement import SlotAllocator
+from cseq._memory import (
+    HAS_GIL,
+    SMALL,
+    Block,
+    Mapping,
+    Memory,
+    SlotAllocator,
+    Window,
+    address_of,
+    commit,
+)
 from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
 from cseq.memory_limit import MIB, check_available

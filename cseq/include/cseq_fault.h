@@ -20,21 +20,24 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The trainer does not die at its own points: only processes that called cseq_fault_arm do. */
-static long cseq_fault_left = -1; /* passes until death; -1: not armed */
+/* The trainer does not die at its own points: only workers do, which have their number in CSEQ_WORKER. */
+static long cseq_fault_left = -1; /* passes until death; -1: not known yet */
 static char cseq_fault_name[32];
 
-static inline void cseq_fault_arm(long worker) {
+static inline void cseq_fault_read(const char *worker) {
     const char *spec = getenv("CSEQ_FAULT");
     const char *colon = spec ? strchr(spec, ':') : 0;
     const char *only = colon ? strchr(colon + 1, ':') : 0;
-    if (only && atol(only + 1) != worker) return;
+    cseq_fault_left = 0;
+    if (only && atol(only + 1) != atol(worker)) return;
     if (!colon || (size_t)(colon - spec) >= sizeof cseq_fault_name) return;
     memcpy(cseq_fault_name, spec, (size_t)(colon - spec));
     cseq_fault_left = atol(colon + 1);
 }
 
 static inline void cseq_fault_pass(const char *name) {
+    const char *worker = cseq_fault_left < 0 ? getenv("CSEQ_WORKER") : 0;
+    if (worker) cseq_fault_read(worker);
     if (cseq_fault_left > 0 && strcmp(name, cseq_fault_name) == 0 && --cseq_fault_left == 0)
         kill(getpid(), SIGKILL);
 }
@@ -43,7 +46,6 @@ static inline void cseq_fault_pass(const char *name) {
 
 #else
 
-static inline void cseq_fault_arm(long worker) { (void)worker; }
 #define CSEQ_POINT(name) ((void)0)
 
 #endif

@@ -54,24 +54,16 @@ CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 }
 
 /* Address of a mapping, or NULL with errno set. `own`: what is written is this process's alone. */
-CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int populate, int own) {
+CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #if defined(_WIN32)
     void *p = MapViewOfFile(CSEQ_HANDLE(fd), own ? FILE_MAP_COPY : FILE_MAP_ALL_ACCESS,
                             CSEQ_HIGH(offset), CSEQ_LOW(offset), (SIZE_T)nbytes);
-    (void)populate;
     if (p == NULL) errno = ENOMEM;
     return p;
 #else
     void *p = mmap(0, (size_t)nbytes, PROT_READ | PROT_WRITE, own ? MAP_PRIVATE : MAP_SHARED, fd,
                    (off_t)offset);
-    if (p == MAP_FAILED) return 0;
-#if defined(__linux__)
-    /* MADV_POPULATE_WRITE (5.14): page tables now, in one go. Without it, at first touch. */
-    if (populate) (void)!madvise(p, (size_t)nbytes, 23);
-#else
-    (void)populate;
-#endif
-    return p;
+    return p == MAP_FAILED ? 0 : p;
 #endif
 }
 

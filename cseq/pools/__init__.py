@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Consumer
-    from cseq._run import RunState
+    from cseq._lock import RunState
     from cseq.converter.output import Output
     from cseq.place import Place
     from cseq.sampler import Sampler

@@ -38,7 +38,7 @@ int main(int count, char **arguments) {
     /* a child has what is in use for itself */
     cseq_list spans = {0, 0};
     cseq_span span;
-    char *mine = cseq_map(fd, AT, SIZE, 1, 0), *other = cseq_map(fd, AT, SIZE, 0, 0);
+    char *mine = cseq_map(fd, AT, SIZE, 0), *other = cseq_map(fd, AT, SIZE, 0);
     REQUIRE(mine && other && mine[0] == 0);
     memset(mine, 1, SIZE);
     cseq_span_add(&spans, &span, mine, SIZE);

@@ -143,5 +143,5 @@ def decoded(s: Streams, item: Any) -> Any:
     if item.slot >= 0:
         (fd, width), size = s.segment, item.memory.nbytes
         there = Mapping(fd, width * item.slot, size)
-        assert there.load_bytes(0, size) == item.memory.load_bytes(0, size)
+        assert bytes(memoryview(there)[:size]) == bytes(memoryview(item.memory)[:size])
     return item.decode()

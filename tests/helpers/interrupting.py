@@ -18,9 +18,20 @@ import cseq
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq._lock import Lock
+
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")
 FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
+
+
+def is_mine(lock: Lock) -> bool:
+    """Whether this thread has a lock."""
+    try:
+        lock.refuse_mine()
+    except RuntimeError:
+        return True
+    return False
 
 
 class Signal(int):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from interrupting import is_mine
 from slots import Scratch
 
 from cseq import codec
-from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
+from cseq._core import BatchIterator, Consumer, ObjectTable, Order, Ring, Runner, ring_bytes
+from cseq._lock import RunState
 from cseq._memory import Block, Mapping, commit
-from cseq._objects import ObjectTable
-from cseq._run import RunState
 from cseq._slots import Lease, Slots
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
@@ -92,7 +92,15 @@ class Counter:
         """All that a step may change."""
         cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
         c = self.consumer
-        return c.ticket, c.posted, c.taken, c.done, self.ring.depths(), *self.held, cells
+        return (
+            c.ticket,
+            c.posted,
+            c.taken,
+            c.done,
+            self.ring.depths(),
+            *map(self.held.__getitem__, range(2)),
+            cells,
+        )
 
 
 def test_a_commit() -> None:
@@ -276,7 +284,7 @@ class Slotted:
         """Write the next ticket's batch to a slot, and publish it."""
         assert self.runner.claim() is True
         slot = self.worker.take()
-        self.mapped[slot].store_bytes(0, text)
+        memoryview(self.mapped[slot])[: len(text)] = text
         self.runner.publish(0, (0, 0, 0, len(text)), slot=slot)
         return slot
 
@@ -289,7 +297,7 @@ def test_leased() -> None:
     assert bench.slots.leased == 1
     assert bench.work(b"second") == 2
     second = bench.next()
-    assert (first.load_bytes(0, 5), second.load_bytes(0, 6)) == (b"first", b"second")
+    assert (bytes(memoryview(first)[:5]), bytes(memoryview(second)[:6])) == (b"first", b"second")
     del first
     assert bench.slots.leased == 1
     assert bench.work() == 1  # the lowest that is free
@@ -549,7 +557,7 @@ def test_the_iterator() -> None:
     locked = []
 
     def go() -> None:
-        locked.append(counter.run.lock.is_mine())
+        locked.append(is_mine(counter.run.lock))
         counter.work("second")
 
     batches = BatchIterator(counter.consumer, 0)
@@ -560,7 +568,7 @@ def test_the_iterator() -> None:
     with pytest.raises(StopIteration):
         next(batches)
     assert iter(batches) is batches
-    assert not counter.run.lock.is_mine()
+    assert not is_mine(counter.run.lock)
 
 
 def test_another_thread_has_the_lock() -> None:
@@ -586,7 +594,7 @@ def test_another_iterator() -> None:
     counter.run.interrupt()
     with pytest.raises(InterruptedError, match="newer iterator"):
         next(batches)
-    assert not counter.run.lock.is_mine()
+    assert not is_mine(counter.run.lock)
     assert counter.consumer.taken == 0
 
 

@@ -84,7 +84,7 @@ def test_a_view_is_no_copy_and_keeps_the_memory() -> None:
         False,
     )
     view[2, 4] = 7
-    assert block.load_bytes(64 + 14 * 4, 4) == b"\7\0\0\0"
+    assert bytes(memoryview(block)[120:124]) == b"\7\0\0\0"
     part = view[2:, 3:]
     del block, view
     gc.collect()
@@ -97,7 +97,7 @@ def test_a_view_in_fortran_order() -> None:
     view = block.view(0, np.dtype("u1"), (2, 3), True)
     view[1, 0] = 5
     assert view.flags.f_contiguous
-    assert block.load_bytes(0, 3) == b"\0\5\0"
+    assert bytes(memoryview(block)[:3]) == b"\0\5\0"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (4, 0, 2), (1,) * 64])
@@ -135,19 +135,16 @@ def test_bytes_in_and_out() -> None:
     """What is stored is loaded, small and large."""
     block = Block(200_000, zero=True)
     for data in (b"", b"abc", os.urandom(70_000)):
-        block.store_bytes(5, data)
-        block.store_bytes(100_000, bytearray(data))
-        assert block.load_bytes(5, len(data)) == block.load_bytes(100_000, len(data)) == data
+        memoryview(block)[5 : 5 + len(data)] = data
+        block.store_from(100_000, copy_of(block, len(data), 5), len(data))
+        assert bytes(copy_of(block, len(data), 100_000)) == data
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        lambda b: b.store_bytes(98, b"abc"),
-        lambda b: b.store_bytes(-1, b"abc"),
-        lambda b: b.load_bytes(0, 101),
-        lambda b: b.load_bytes(50, -1),
-        lambda b: b.load_bytes(-1, 1),
+        lambda b: b.store_from(98, b, 3),
+        lambda b: b.store_from(-1, b, 3),
         lambda b: copy_of(b, 101),
         lambda b: Block(101).copy_from(b),
     ],
@@ -165,7 +162,7 @@ def test_copies() -> None:
     view[:] = np.arange(100_000) % 251
     for n in (0, 10, 100_000):
         copy = copy_of(block, n)
-        assert (copy.nbytes, copy.load_bytes(0, n)) == (n, view[:n].tobytes())
+        assert (copy.nbytes, bytes(memoryview(copy)[:n])) == (n, view[:n].tobytes())
     with pytest.raises(TypeError):
         copy_of(None, 3)  # type: ignore[arg-type]
 
@@ -190,7 +187,7 @@ def test_a_window() -> None:
     gone = weakref.ref(window)
     view = window.view(0, np.dtype("u1"), (16,))
     view[0] = 3
-    assert block.load_bytes(0, 1) == b"\3"
+    assert bytes(memoryview(block)[:1]) == b"\3"
     assert (window.address, window.nbytes) == (block.address, 16)
     del window
     assert gone() is not None
@@ -206,9 +203,9 @@ def test_a_window() -> None:
 def test_mappings_share() -> None:
     """Two mappings of the same part of a file have the same bytes."""
     with file_of(3 * PAGE) as fd:
-        one, other = Mapping(fd, PAGE, PAGE), Mapping(fd, PAGE, 2 * PAGE, populate=True)
-    one.store_bytes(10, b"hello")
-    assert other.load_bytes(10, 5) == b"hello"
+        one, other = Mapping(fd, PAGE, PAGE), Mapping(fd, PAGE, 2 * PAGE)
+    memoryview(one)[10:15] = b"hello"
+    assert bytes(memoryview(other)[10:15]) == b"hello"
     assert (one.nbytes, other.nbytes) == (PAGE, 2 * PAGE)
     assert one.address % PAGE in range(PAGE)
 
@@ -247,7 +244,7 @@ def test_commit() -> None:
     """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
     segment = Segment.create(4 * PAGE)
     commit(segment.fd, PAGE, PAGE)
-    Mapping(segment.fd, PAGE, PAGE).store_bytes(PAGE - 1, b"!")
+    memoryview(Mapping(segment.fd, PAGE, PAGE))[-1] = 33
     if sys.platform == "linux":
         taken = os.fstat(segment.fd)
         assert (taken.st_size, taken.st_blocks * 512) == (4 * PAGE, PAGE)
@@ -336,7 +333,7 @@ def test_a_lease_frees_its_slot() -> None:
     _, slots = shared()
     with file_of(PAGE) as fd:
         mapping = Mapping(fd, 0, PAGE)
-    mapping.store_bytes(0, b"\7" * PAGE)
+    memoryview(mapping)[:] = b"\7" * PAGE
     held = lease(slots, slots.take(), mapping)
     assert isinstance(held, Lease)
     view = held.view(0, np.dtype("u1"), (PAGE,))
@@ -356,8 +353,8 @@ def test_leases_outlive_the_slots() -> None:
         held = lease(slots, slots.take(), Mapping(fd, 0, PAGE))
     del slots
     gc.collect()
-    held.store_bytes(0, b"x")
-    assert held.load_bytes(0, 1) == b"x"
+    memoryview(held)[0] = 120
+    assert bytes(memoryview(held)[:1]) == b"x"
 
 
 def test_the_lowest_free_slot_is_found_again_and_again() -> None:
@@ -1220,7 +1217,7 @@ def test_laying_an_array() -> None:
         assert slot.encode(plan, arrays) == (at + 64, 4, 16, 0)
         assert slot.used == at + 64 + 4 + 16
         assert slot.memory.view(at, F4, (shape,)).tolist() == [0, 1, 2][:shape]
-        assert slot.memory.load_bytes(at + 64, 4) == b"plan"
+        assert bytes(memoryview(slot.memory)[at + 64 : at + 68]) == b"plan"
         assert slot.memory.view(at + 68, np.dtype("i8"), (2,)).tolist() == [at, shape]
         assert not objects
 
@@ -1235,7 +1232,7 @@ def test_other_batches_do_not_match(other: Any) -> None:
     slot = make_slot()
     assert slot.match(other, None) is None
     assert slot.match(FLOATS, F8) is None
-    assert (slot.used, slot.memory.load_bytes(0, 70)) == (0, bytes(70))
+    assert (slot.used, bytes(memoryview(slot.memory)[:70])) == (0, bytes(70))
 
 
 def test_a_few_plans_are_remembered() -> None:
@@ -1259,7 +1256,7 @@ def test_laying_does_not_leave_the_slot() -> None:
     plan, arrays, _ = slot.match(FLOATS, None)  # type: ignore[misc]
     with pytest.raises(MemoryError, match="84"):
         slot.encode(plan, arrays)
-    assert slot.memory.load_bytes(0, 84) == bytes(84)
+    assert bytes(memoryview(slot.memory)[:84]) == bytes(84)
 
 
 @pytest.mark.parametrize("shape", [(3,), (6,)])

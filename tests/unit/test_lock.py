@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from interrupting import is_mine
 
-from cseq._lock import Lock
-from cseq._run import RunState
+from cseq._lock import Lock, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,16 +74,16 @@ def test_it_is_given_back_as_often_as_taken() -> None:
         thread.join()
         return got[-1]
 
-    assert not lock.is_mine()
+    assert not is_mine(lock)
     with lock.hold():
         assert lock.acquire()
         assert lock.acquire(timeout=0)
         for _ in range(2):
             assert not elsewhere()
             lock.release()
-        assert lock.is_mine()
+        assert is_mine(lock)
         assert not elsewhere()
-    assert not lock.is_mine()
+    assert not is_mine(lock)
     assert elsewhere()
 
 
@@ -106,7 +106,7 @@ def test_a_waiter_is_woken() -> None:
     with taken_elsewhere(lock) as leave:
         threading.Timer(0.05, leave.set).start()
         assert lock.acquire(timeout=60)
-    assert lock.is_mine()
+    assert is_mine(lock)
     lock.release()
 
 
@@ -130,7 +130,7 @@ def test_a_signal_handler_that_raises(timeout: float) -> None:
             timer.start()
             with pytest.raises(Struck):
                 lock.acquire(timeout=timeout)
-            assert not lock.is_mine()
+            assert not is_mine(lock)
             timer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -144,12 +144,12 @@ def test_an_exception_between_the_taking_and_the_body() -> None:
     assert not hasattr(lock, "__enter__")  # nothing would give it back
     with pytest.raises(Struck):
         strike_behind(lock.hold().__enter__())  # what `with` has done when the handler runs
-    assert not lock.is_mine()
+    assert not is_mine(lock)
     with lock.hold():
         with pytest.raises(Struck):
             strike_behind(lock.hold(timeout=60).__enter__())
-        assert lock.is_mine()
-    assert not lock.is_mine()
+        assert is_mine(lock)
+    assert not is_mine(lock)
 
 
 def strike_behind(taken: object) -> None:
@@ -161,10 +161,10 @@ def test_holding_with_a_time_limit() -> None:
     """The body is entered without the lock, and its end gives back nothing."""
     lock = Lock()
     with taken_elsewhere(lock), lock.hold(timeout=0.01):
-        assert not lock.is_mine()
+        assert not is_mine(lock)
     with lock.hold(timeout=0):
-        assert lock.is_mine()
-    assert not lock.is_mine()
+        assert is_mine(lock)
+    assert not is_mine(lock)
 
 
 @pytest.mark.needs("Linux")
@@ -188,7 +188,7 @@ def test_signals_while_it_is_taken() -> None:
             except Struck:
                 struck += 1
             signaller.join()
-            assert not lock.is_mine()
+            assert not is_mine(lock)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert struck == 200
@@ -210,11 +210,11 @@ def test_a_fork(mine: bool) -> None:
         child = os.fork()
         if not child:
             try:
-                good = lock.is_mine() == mine and lock.acquire(timeout=0)
+                good = is_mine(lock) == mine and lock.acquire(timeout=0)
                 lock.release()
                 if mine:
                     lock.release()
-                os._exit(not good or lock.is_mine())
+                os._exit(not good or is_mine(lock))
             finally:
                 os._exit(2)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -12,8 +12,8 @@ from slots import acquire
 import cseq
 from cseq import failure
 from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
+from cseq._lock import RunState
 from cseq._memory import SMALL, Block
-from cseq._run import RunState
 from cseq._slots import Slots
 from cseq.arena import Arena
 from cseq.segment import FIRST
