@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils import data
 
@@ -18,6 +16,7 @@ from cseq.adapters.torch import names
 from cseq.adapters.torch.inline import InlineIterator
 from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
 from cseq.adapters.torch.options import VALUES
+from cseq.adapters.torch.order import look, put
 from cseq.launcher import start_methods
 from cseq.unpicklable import UnpicklableError
 
@@ -139,7 +138,8 @@ def make_iterator(
         return inline
     loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
-    generators = None if is_forked else _save(loader.generator)
+    chosen = loader.generator or torch.default_generator
+    before = None if is_forked else (look(), chosen.get_state())
     try:
         iterator = WorkersIterator(
             loader,
@@ -150,9 +150,10 @@ def make_iterator(
             max_restarts=max_restarts,
         )
     except UnpicklableError as error:  # torch's own way may know what to do with it
-        if generators is None:
+        if before is None:
             raise
-        _restore(generators, loader.generator)
+        put(before[0])  # what the beginning of an iterator may have drawn from
+        chosen.set_state(before[1])
         return fall_back(str(error).replace("producer.fetching.", ""))
     _note(loader, None)
     return iterator
@@ -207,18 +208,3 @@ def _fall_back(
         _falling.loader = outer
     _note(loader, reason)
     return iterator
-
-
-def _save(generator: torch.Generator | None) -> tuple[Any, ...]:
-    """Save the generators that the beginning of an iterator may have drawn from."""
-    chosen = generator or torch.default_generator
-    numpy = np.random.get_state()  # noqa: NPY002 - the global one is meant
-    return random.getstate(), numpy, torch.default_generator.get_state(), chosen.get_state()
-
-
-def _restore(saved: tuple[Any, ...], generator: torch.Generator | None) -> None:
-    """Restore the generators that `_save` has saved."""
-    random.setstate(saved[0])
-    np.random.set_state(saved[1])  # noqa: NPY002
-    torch.default_generator.set_state(saved[2])
-    (generator or torch.default_generator).set_state(saved[3])

@@ -85,8 +85,15 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
                     continue
             return
         ahead = 0 if self._keeps_state else None
-        progress.order = order_of(self._index_sampler, self._sampler_iter, ahead, self._begun)
-        keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
+        state = resume.sampler if resume else {}
+        progress.order = order_of(
+            self._index_sampler,
+            self._sampler_iter,
+            ahead,
+            self._begun,
+            seeded=progress.yielded > 0 and "seed" in state,
+        )
+        keys = progress.order.keys(progress.yielded, state)
         self._sampler_iter = keys
 
     # -- the next batch

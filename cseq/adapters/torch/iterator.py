@@ -178,8 +178,15 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             return
         progress = self.progress
         ahead = self._prefetch_factor * self._num_workers if self._keeps_state else None
-        progress.order = order_of(self._index_sampler, self._sampler_iter, ahead, self._begun)
-        keys = progress.order.keys(progress.yielded, resume.sampler if resume else None)
+        state = resume.sampler if resume else {}
+        progress.order = order_of(
+            self._index_sampler,
+            self._sampler_iter,
+            ahead,
+            self._begun,
+            seeded=progress.yielded > 0 and "seed" in state,
+        )
+        keys = progress.order.keys(progress.yielded, state)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
         free = self._rng == "batch" and not is_stateful(self._dataset)

@@ -1,22 +1,13 @@
 """The order of an epoch: the keys of the index sampler, drawn one by one.
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. What has to be kept of one, so that its keys can be drawn again, depends on its type:
+not batch. One with ``state_dict``, or whose iterator has it, is asked for its state behind the key
+of the last batch delivered. The keys of any other are drawn again and dropped: what it draws from
+with ``iter`` or its first key is noted (`sources_of`) and set to what it was. Of torch's
+RandomSampler without a generator, that is the seed that it draws.
 
-============================================  =====================================================
-torch's RandomSampler                         the seed that it draws at the beginning of an epoch
-the same with a generator; torch's others     the generator's state at the beginning, or that of
-that draw (`DRAWING`), with one and without;  torch's global one
-any in a BatchSampler that has a generator
-a sampler, or iterator, with ``state_dict``   its state behind the key of the last batch delivered
-one with ``epoch`` and ``set_epoch``          that number (torch's DistributedSampler)
-any other                                     the states of the global generators that it draws
-                                              from with its first key, if any: its keys are drawn
-                                              again from there, and dropped
-============================================  =====================================================
-
-Behind the end of an epoch it is what the next one begins with: the sampler's state, or that of its
-generator. What is drawn from torch's global one is the trainer's.
+Behind the end of an epoch the state is what the next one begins with: the sampler's, or that of its
+generator. What is drawn from a global generator is the trainer's.
 """
 
 from __future__ import annotations
@@ -42,7 +33,9 @@ from torch.utils.data import (
 from cseq.adapters.torch.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
 
 __all__ = [
     "OWN",
@@ -51,7 +44,9 @@ __all__ = [
     "generator_of",
     "inner_of",
     "leaves_no_trace",
+    "look",
     "order_of",
+    "put",
     "states_before",
 ]
 
@@ -74,18 +69,6 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """Return a sampler as if it had been given this generator."""
-    sampler = copy.copy(sampler)
-    sampler.generator = generator
-    return sampler
-
-
-def _draw_seed(generator: torch.Generator) -> int:
-    """Draw a seed, as a RandomSampler does."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
 def behind(index_sampler: Any) -> State:
     """Return what is kept of a sampler between epochs: the state of its own generator, now."""
     generator = generator_of(index_sampler)
@@ -103,20 +86,12 @@ def leaves_no_trace(index_sampler: Any) -> bool:
     return type(inner) in OWN and getattr(inner, "generator", None) is None
 
 
-def global_states() -> State:
-    """Return the states of the global generators: numbers, texts, and a tensor."""
-    numbers = numpy.random.get_state()  # noqa: NPY002 - the global one is meant
-    return {
-        "random": random.getstate(),
-        "numpy": _as_lists(numbers),
-        "torch": torch.default_generator.get_state(),
-    }
+# -- what a sampler draws from
 
 
-def states_before(index_sampler: Any) -> State | None:
-    """Return the `global_states`, if `iter` of the sampler may draw: that of torch's does not."""
-    is_torchs = type(index_sampler) in (BatchSampler, SequentialSampler, *OWN)
-    return None if is_torchs else global_states()
+def _numpy_state() -> Any:
+    """Return the state of numpy's global generator, with lists for its arrays."""
+    return _as_lists(numpy.random.get_state())  # noqa: NPY002 - the global one is meant
 
 
 def _as_lists(value: Any) -> Any:
@@ -128,27 +103,81 @@ def _as_lists(value: Any) -> Any:
     return value.tolist() if isinstance(value, numpy.ndarray) else value
 
 
-def _set_global(states: State) -> None:
-    """Set those of the global generators of which there is a state."""
-    if "random" in states:
-        version, words, gauss = states["random"]
-        random.setstate((version, tuple(words), gauss))
-    if "numpy" in states:
-        numpy.random.set_state(states["numpy"])  # noqa: NPY002 - the global one is meant
-    if "torch" in states:
-        torch.default_generator.set_state(states["torch"])
+def _set_python(state: Any) -> None:
+    """Set the state of Python's global generator, which may have been saved with lists."""
+    version, words, gauss = state
+    random.setstate((version, tuple(words), gauss))
+
+
+GLOBAL: dict[str, Source] = {
+    "random": (random.getstate, _set_python),
+    "numpy": (_numpy_state, numpy.random.set_state),
+    "torch": (torch.default_generator.get_state, torch.default_generator.set_state),
+}
+
+
+def look(sources: dict[str, Source] = GLOBAL) -> State:
+    """Return the states of what is drawn from: numbers, texts, and tensors."""
+    return {name: source[0]() for name, source in sources.items()}
+
+
+def put(states: State, sources: dict[str, Source] = GLOBAL) -> None:
+    """Set those of these of which there is a state."""
+    for name in sources.keys() & states.keys():
+        sources[name][1](states[name])
+
+
+def sources_of(index_sampler: Any) -> dict[str, Source]:
+    """Return what determines the keys of a sampler, and is not its own.
+
+    ==============================  ===========================================================
+    a generator that it has         torch's samplers that draw (`DRAWING`) draw from that alone
+    its ``epoch``                   if it has ``set_epoch``; torch's DistributedSampler: alone
+    torch's global generator        torch's samplers that draw, without one of their own
+    all global generators           any other
+    ==============================  ===========================================================
+    """
+    inner, generator = inner_of(index_sampler), generator_of(index_sampler)
+    sources: dict[str, Source] = {}
+    if generator is not None:
+        sources["generator"] = generator.get_state, generator.set_state
+    elif type(inner) in DRAWING:
+        sources["torch"] = GLOBAL["torch"]
+    set_epoch = getattr(inner, "set_epoch", None)
+    if isinstance(getattr(inner, "epoch", None), int) and callable(set_epoch):
+        sources["epoch"] = (lambda: inner.epoch), set_epoch
+    return sources if type(inner) in OWN else {**GLOBAL, **sources}
+
+
+def states_before(index_sampler: Any) -> State | None:
+    """Return the states of `sources_of`, if `iter` of the sampler may draw: torch's does not."""
+    is_torchs = type(index_sampler) in (BatchSampler, SequentialSampler, *OWN)
+    return None if is_torchs else look(sources_of(index_sampler))
 
 
 def _drawn_from(before: State, after: State) -> State:
-    """Return the states before, of those global generators that were drawn from since."""
-    drawn = {name: before[name] for name in ("random", "numpy") if before[name] != after[name]}
-    if not torch.equal(before["torch"], after["torch"]):
-        drawn["torch"] = before["torch"]
-    return drawn
+    """Return the states before, of what was drawn from since."""
+    return {
+        name: state
+        for name, state in before.items()
+        if not (
+            torch.equal(state, after[name])
+            if isinstance(state, torch.Tensor)
+            else state == after[name]
+        )
+    }
+
+
+# -- orders
 
 
 def order_of(
-    index_sampler: Any, iterator: Any, ahead: int | None, begun: State | None = None
+    index_sampler: Any,
+    iterator: Any,
+    ahead: int | None,
+    begun: State | None = None,
+    *,
+    seeded: bool = False,
 ) -> Order:
     """Choose how the keys of a sampler are kept track of.
 
@@ -160,25 +189,18 @@ def order_of(
         The most keys that are drawn ahead of the batches delivered. None: no state is asked for.
     begun : dict, optional
         What `states_before` returned before that call.
+    seeded : bool
+        A seed is given for the epoch; it goes before a generator.
     """
-    if ahead is None:
-        return Order(index_sampler, iterator)
     inner = inner_of(index_sampler)
+    if ahead is None or type(inner) is SequentialSampler:
+        return Order(index_sampler, iterator)
     if is_stateful(iterator) or is_stateful(index_sampler) or is_stateful(inner):
         sampler = index_sampler if is_stateful(index_sampler) else inner
         stateful = sampler if is_stateful(sampler) else None
         return StatefulOrder(index_sampler, iterator, stateful, ahead)
-    if type(inner) in DRAWING:
-        return RandomOrder(index_sampler, iterator, inner)
-    if isinstance(getattr(inner, "epoch", None), int) and callable(
-        getattr(inner, "set_epoch", None)
-    ):
-        return EpochOrder(index_sampler, iterator, inner)
-    # The BatchSampler asks it for an iterator with the first key: it has drawn nothing before.
-    if inner is not index_sampler and generator_of(index_sampler) is not None:
-        return RandomOrder(index_sampler, iterator, inner)
-    if type(inner) is SequentialSampler:
-        return Order(index_sampler, iterator)
+    if type(inner) is RandomSampler and (seeded or inner.generator is None):
+        return SeededOrder(index_sampler, iterator)
     return ReplayedOrder(index_sampler, iterator, begun)
 
 
@@ -196,9 +218,9 @@ class Order:
         self._index_sampler = index_sampler
         self._iterator = iterator
 
-    def keys(self, yielded: int, state: State | None) -> Iterator[Any]:
+    def keys(self, yielded: int, state: State) -> Iterator[Any]:
         """Return the keys from the `yielded`-th on; `state` is that of the run that is resumed."""
-        keys: Iterator[Any] = self._begin(yielded, state or {})
+        keys: Iterator[Any] = self._begin(yielded, state)
         return keys
 
     def _begin(self, yielded: int, state: State) -> Any:  # noqa: ARG002
@@ -213,24 +235,32 @@ class Order:
 
 
 class ReplayedOrder(Order):
-    """An epoch's keys, of a sampler of which nothing is known; it may draw from global generators.
+    """An epoch's keys, which are drawn again for a resume.
 
-    Most that do draw all at once, in `iter` or with the first key: the states from before that are
-    kept. A resume draws the keys again from there, and sets the generators back to what they were,
-    since they are the trainer's. What is drawn with later keys cannot be drawn again: the trainer
-    may have drawn in between.
+    Samplers draw all at once, in `iter` or with the first key: the states from before that are
+    kept. A resume draws the keys again from there, and sets the global generators back to what they
+    were, since they are the trainer's. What a sampler draws from these with later keys cannot be
+    drawn again: the trainer may have drawn in between.
+
+    The epoch's number of a state goes before what the sampler was told: Lightning tells a loader
+    that goes on the epoch when its first keys are drawn.
     """
 
     def __init__(self, index_sampler: Any, iterator: Any, begun: State | None) -> None:
         super().__init__(index_sampler, iterator)
         self._begun = begun
-        self._state: State | None = None
+        self._sources = sources_of(index_sampler)
+        self._state: State = {}  # the states, before `iter` and before the first key
+        self._is_noted = False
         self._late: State = {}  # what was drawn from with a later key
         self._is_told = False
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        self._state = state.get("generators")
-        if self._state is not None:
+        first = {name: state[name] for name in ("epoch", "generator") if name in state}
+        generators = state.get("generators", {"iter": {}, "first": {}})
+        self._state = {**generators, "first": generators["first"] | first}
+        if first or generators["first"] or generators["iter"]:
+            self._is_noted = True
             return chain.from_iterable(self._parts_again(yielded, self._state))
         keys = chain.from_iterable(self._parts())
         return islice(keys, yielded, None) if yielded else keys
@@ -243,9 +273,9 @@ class ReplayedOrder(Order):
         for _ in range(2):
             key: list[Any] = []
             try:
-                before = global_states()
+                before = look(self._sources)
                 key.extend(islice(self._iterator, 1))
-                self._note(before, global_states())
+                self._note(before)
             except Exception as error:  # noqa: BLE001 - of any type
                 yield map(_raise, (error,))
             else:
@@ -254,29 +284,31 @@ class ReplayedOrder(Order):
             yield key
         yield self._iterator
 
-    def _note(self, before: State, after: State) -> None:
+    def _note(self, before: State) -> None:
         """Note what a key was drawn from."""
-        drawn = _drawn_from(before, after)
-        if self._state is not None:
-            self._late.update(drawn)
+        drawn = _drawn_from(before, look(self._sources))
+        if self._is_noted:
+            self._late.update((name, drawn[name]) for name in drawn.keys() & GLOBAL.keys())
             return
-        in_iter = {} if self._begun is None else _drawn_from(self._begun, before)
-        self._state = {"iter": in_iter, "first": drawn}
+        self._is_noted = True
+        own = {name: before[name] for name in before.keys() - GLOBAL.keys()}
+        self._state = {"iter": _drawn_from(self._begun or {}, before), "first": drawn | own}
 
     def _parts_again(self, yielded: int, state: State) -> Iterator[Iterable[Any]]:
         """Yield the key behind so many that begin from these states, and the iterator."""
-        own = global_states()
+        shared = {name: self._sources[name] for name in self._sources.keys() & GLOBAL.keys()}
+        trainers = look(shared)
         try:
-            _set_global(state["iter"])
+            put(state["first"] | state["iter"], self._sources)
             self._iterator = iter(self._index_sampler)
-            _set_global(state["first"])
+            put(state["first"], self._sources)
             key = list(islice(self._iterator, 1))
-            before = global_states()
+            before = look(self._sources)
             if yielded:
                 key = list(islice(self._iterator, yielded - 1, yielded))
-            self._note(before, global_states())
+            self._note(before)
         finally:
-            _set_global(own)
+            put(trainers, shared)
         self._tell()
         yield key
         yield self._iterator
@@ -291,7 +323,7 @@ class ReplayedOrder(Order):
                 "or not at all; have it draw all at once, or from a generator of its own, or give "
                 "it state_dict and load_state_dict",
                 type(inner_of(self._index_sampler)).__name__,
-                ", ".join(self._late),
+                ", ".join(sorted(self._late)),
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
@@ -300,109 +332,63 @@ class ReplayedOrder(Order):
             return super().state(yielded, finished=True)
         self._tell()
         state = self._state
-        if state is None:
-            now = global_states()
-            begun = {} if self._begun is None else _drawn_from(self._begun, now)
-            state = {"iter": begun, "first": now}
-        return {"generators": dict(state)} if state["iter"] or state["first"] else {}
+        if not self._is_noted:
+            now = look(self._sources)
+            state = {"iter": _drawn_from(self._begun or {}, now), "first": now}
+        first = dict(state["first"])
+        kept = {"epoch": first.pop("epoch")} if "epoch" in first else {}
+        if first or state["iter"]:
+            kept["generators"] = {"iter": state["iter"], "first": first}
+        return kept
 
 
 def _raise(error: Exception) -> None:
     raise error
 
 
-class RandomOrder(Order):
-    """An epoch's keys, of one of torch's own samplers that draw from a generator.
+class SeededOrder(Order):
+    """An epoch's keys, of a RandomSampler that draws a seed with its first key.
 
-    Without one of its own it draws from torch's global one with its first key: a RandomSampler a
-    seed, which is drawn here for it, at the same moment; the others all that they need.
+    That is drawn here for it, at the same moment.
     """
 
-    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
+    def __init__(self, index_sampler: Any, iterator: Any) -> None:
         super().__init__(index_sampler, iterator)
-        self._sampler = sampler
-        self._draws_seed = type(sampler) is RandomSampler and sampler.generator is None
-        self._given: State = {}
-        self._state: State = {}
+        self._sampler = inner_of(index_sampler)
+        self._seed: int | None = None
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        self._given = {name: state[name] for name in ("seed", "generator") if name in state}
-        keys = self._draw(yielded, self._given)
+        self._seed = state.get("seed")
+        keys = self._draw(yielded)
         return islice(keys, yielded, None) if yielded else keys
 
-    def _draw(self, yielded: int, state: State) -> Iterator[Any]:
-        """Yield the keys; with the first, the seed or the generator's state is noted."""
-        own, given = self._sampler.generator, state.get("generator")
-        if own is None and given is not None:
-            self._state = {"generator": given}
-            yield from self._with(torch.Generator().set_state(given))
-        elif self._draws_seed or (yielded and "seed" in state):
-            seed = state.get("seed")
-            if own is None and (seed is None or not yielded):  # drawn as ever, also if it is known
-                drawn = _draw_seed(torch.default_generator)
-                seed = drawn if seed is None else seed
-            assert seed is not None
-            self._state = {"seed": seed}
-            yield from self._with(torch.Generator().manual_seed(seed))
-        else:
-            generator = torch.default_generator if own is None else own
-            if given is not None:
-                generator.set_state(given)
-            self._state = {"generator": generator.get_state()}
-            yield from self._iterator
-
-    def _with(self, generator: torch.Generator) -> Iterator[Any]:
-        """Iterate over the sampler as if it had been given this generator."""
-        sampler = _with_generator(self._sampler, generator)
+    def _draw(self, yielded: int) -> Iterator[Any]:
+        """Yield the keys."""
+        if self._seed is None or not yielded:  # drawn as ever, also if it is known
+            drawn = _draw_seed(torch.default_generator)
+            self._seed = drawn if self._seed is None else self._seed
+        sampler = copy.copy(self._sampler)
+        sampler.generator = torch.Generator().manual_seed(self._seed)
         if self._sampler is self._index_sampler:
-            return iter(sampler)
+            yield from sampler
+            return
         batches = copy.copy(self._index_sampler)
         batches.sampler = sampler
-        return iter(batches)
+        yield from batches
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the seed, or the generator's state; as they would be if the first key came now."""
+        """Return the seed; as it would be if the first key came now."""
         if finished:
             return super().state(yielded, finished=True)
-        if self._state or self._given:
-            return dict(self._state or self._given)
-        now = (self._sampler.generator or torch.default_generator).get_state()
-        if not self._draws_seed:
-            return {"generator": now}
-        return {"seed": _draw_seed(torch.Generator().set_state(now))}
+        if self._seed is not None:
+            return {"seed": self._seed}
+        now = torch.Generator().set_state(torch.default_generator.get_state())
+        return {"seed": _draw_seed(now)}
 
 
-class EpochOrder(Order):
-    """An epoch's keys, of a sampler that is told the epoch's number.
-
-    The number of the state goes before what the sampler was told: Lightning tells a loader that
-    goes on the epoch when its first keys are drawn.
-    """
-
-    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
-        super().__init__(index_sampler, iterator)
-        self._sampler = sampler
-        self._given: int | None = None
-        self._epoch: int | None = None
-
-    def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        self._given = state.get("epoch")
-        keys = self._draw(self._given)
-        return islice(keys, yielded, None) if yielded else keys
-
-    def _draw(self, epoch: int | None) -> Iterator[Any]:
-        """Yield the keys; with the first, the epoch's number is noted."""
-        if epoch is not None:
-            self._sampler.set_epoch(epoch)
-            self._iterator = iter(self._index_sampler)
-        self._epoch = self._sampler.epoch
-        yield from self._iterator
-
-    def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the number; as it would be if the first key came now."""
-        epoch = self._given if self._epoch is None else self._epoch
-        number = {"epoch": self._sampler.epoch if epoch is None else epoch}
-        return {**super().state(yielded, finished=finished), **number}
+def _draw_seed(generator: torch.Generator) -> int:
+    """Draw a seed, as a RandomSampler does."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class StatefulOrder(Order):
