@@ -336,7 +336,7 @@ cdef class Plan:
                           bint copied):
         """Make the array, or the bytes, that the layout describes from `word` on.
 
-        `word` is then behind that. The array is a view of `home`, which `memory` has been copied to, or
+        `word` is then after that. The array is a view of `home`, which `memory` has been copied to, or
         a copy if `home` is still `memory`.
         """
         cdef Leaf* leaf = &self.leaf[k]

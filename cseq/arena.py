@@ -101,14 +101,6 @@ class Arena:
             self.slots.resize(slot, nbytes)
         return nbytes
 
-    def release(self, slot: int) -> None:
-        """Free a taken slot whose batch is not wanted."""
-        self.slots.release(slot)
-
-    def capacity(self, slot: int) -> int:
-        """Bytes that are committed in a slot."""
-        return self.slots.nbytes(slot)
-
     def reclaim(self, owner: int, rings: list[Ring]) -> None:
         """Free the slots of a worker that has certainly ended and whose tickets are reposted.
 
@@ -144,7 +136,8 @@ class Arena:
         lease: Memory | None = None
         with self._lock.hold():
             mapping = self._look(slot, capacity)
-            if self._may_lease(capacity):
+            may_be_held = self.slots.leased_bytes + capacity <= self.memory_limit
+            if may_be_held and self.slots.leased < self._most_leased():
                 lease = self.slots.lend(slot, mapping, used)
             else:
                 self._count_copy(capacity)
@@ -211,20 +204,8 @@ class Arena:
                 left -= size
                 if k >= spare + held or left < 0:
                     size = 0
-            if size < nbytes:
-                self._shrink(slot, size)
-
-    def _shrink(self, slot: int, nbytes: int) -> None:
-        """Give the pages of a free slot back but for the first `nbytes`, where the system can."""
-        if self.slots.shrink(slot, nbytes):
-            self._unmap(slot)
-
-    def _may_lease(self, nbytes: int) -> bool:
-        """Return whether one more slot may be leased."""
-        slots = self.slots
-        if slots.leased >= self._most_leased():
-            return False
-        return slots.leased_bytes + nbytes <= self.memory_limit
+            if size < nbytes and self.slots.shrink(slot, size):
+                self._unmap(slot)
 
     def _most_leased(self) -> int:
         """Return how many slots may be leased at a time."""

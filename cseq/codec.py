@@ -43,7 +43,7 @@ from numpy import ndarray
 
 from cseq._plan import LONG, Plan, Reader, is_plain
 from cseq.importable import named_here
-from cseq.pickling import dumps
+from cseq.pickling import dumps, import_torch
 from cseq.unpicklable import unpicklable
 
 if TYPE_CHECKING:
@@ -272,13 +272,13 @@ def _is_flat(dtype: Dtype) -> bool:
 @functools.cache
 def torch_type(dtype: Dtype) -> Any:
     """Return torch's dtype for one of numpy's; TypeError if there is none."""
-    return _torch().from_numpy(np.empty(0, dtype)).dtype
+    return import_torch().from_numpy(np.empty(0, dtype)).dtype
 
 
 @functools.cache
 def _bits(dtype: Any) -> tuple[Any, str | None]:
     """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
-    torch = _torch()
+    torch = import_torch()
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -429,7 +429,7 @@ def _small(shape: tuple[int, ...], dtype: Dtype, *, fortran: bool) -> Array:
 
 def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
     """Return a tensor, cast, with a storage that is not larger than it; odd ones as they are."""
-    if tensor.device.type != "cpu" or tensor.layout is not _torch().strided:
+    if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_quantized or tensor.is_nested:
         return tensor
@@ -478,7 +478,7 @@ def _parse(structure: bytes) -> Plan:
 
 
 def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
-    """Read the leaves that were pickled; behind the pickle lies the table of its buffers."""
+    """Read the leaves that were pickled; after the pickle lies the table of its buffers."""
     view = memoryview(memory)
     data = view[offset : offset + nbytes]
     count = int.from_bytes(data[-8:], sys.byteorder)
@@ -494,12 +494,6 @@ def decode_pickled(memory: Memory, record: Record) -> Any:
     """Read what `encode_pickled` has written, from a mapping that need not be shared."""
     offset = record.offset + record.structure + record.layout
     return _load_objects(memory, offset, record.objects)[0]
-
-
-@functools.cache
-def _torch() -> Any:
-    """Import torch, once a batch has a tensor."""
-    return importlib.import_module("torch")
 
 
 reader = Reader(_parse, _load_objects)

@@ -1,8 +1,8 @@
 """The cores there are, and the threads of numerical libraries in a worker.
 
 By default each of these libraries uses all cores, in every process, while several workers share the
-cores. Libraries that a process loads read the environment; for those that a forked process finds
-loaded, a function of theirs is called.
+cores. Libraries read the environment when they load. In a forked process they may be loaded
+already, so their functions are called.
 
 ::
 
@@ -117,7 +117,7 @@ _found: tuple[int, list[OpenBLAS]] = 0, []  # how many modules there were, and w
 def find_openblas() -> list[OpenBLAS]:
     """Find the loaded ones, on Linux: once, unless modules have been imported since.
 
-    Who forks calls this first: each of its children would copy the pages that this writes to.
+    Call it before a fork: otherwise each child copies the pages that this writes to.
     """
     global _found
     if _found[0] != len(sys.modules):

@@ -13,7 +13,6 @@ import copy
 import pickle
 import signal
 import traceback
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cseq.errors import RemoteTraceback, WorkerError
@@ -33,10 +32,7 @@ GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 # Attributes of every exception, also of one whose class forbids that they are set, or hides them.
-ARGS, CAUSE, CONTEXT, SUPPRESSED, TRACE = (
-    vars(BaseException)[name]
-    for name in ("args", "__cause__", "__context__", "__suppress_context__", "__traceback__")
-)
+ARGS, CAUSE, TRACE = (vars(BaseException)[name] for name in ("args", "__cause__", "__traceback__"))
 
 # How exceptions make their text of one argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
@@ -159,9 +155,8 @@ def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, A
 class Failure:
     """The first error of some workers, raised by each call that asks until they are gone.
 
-    An exception that is raised refers to the frames of its caller, and so to the user's objects
-    there. The workers have this object: would they keep that exception, they would keep their
-    manager, which could never be dropped. So each is raised once, and a copy is kept.
+    The traceback of a raised exception refers to the manager, which has the workers, which have
+    this object: a cycle, if the exception were kept. So each is raised once, and a copy is kept.
     """
 
     def __init__(self) -> None:
@@ -189,28 +184,11 @@ class Failure:
 
 def _copy_of(error: BaseException) -> BaseException:
     """Return an exception like this one; itself, if its class does not allow for that."""
-    rebuild = partial(_rebuild, type(error), error.args, vars(error))
-    for make in (partial(copy.copy, error), rebuild):
-        try:
-            made = make()
-        except (Exception, SystemExit) as broken:  # anything may go wrong in the user's class
-            if ends_program(broken):
-                raise
-            continue
-        if type(made) is type(error) and str_of(made) == str_of(error):
-            break
-    else:
+    data = _travelling(error)
+    if data is None:
         return error
-    return _linked(made, error)
-
-
-def _linked(made: BaseException, error: BaseException) -> BaseException:
-    """Give an exception the notes, cause, context and traceback of another one."""
-    notes = vars(error).get("__notes__")
-    if isinstance(notes, list):
-        vars(made)["__notes__"] = list(notes)
-    for descriptor in (CAUSE, CONTEXT, SUPPRESSED, TRACE):
-        descriptor.__set__(made, descriptor.__get__(error))
+    made: BaseException = pickle.loads(data)
+    CAUSE.__set__(made, CAUSE.__get__(error))
     return made
 
 

@@ -34,7 +34,7 @@ from cseq.unpicklable import unpicklable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Pickled", "dump", "dumps", "reducing"]
+__all__ = ["Pickled", "dump", "dumps", "import_torch", "reducing"]
 
 Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
@@ -214,13 +214,13 @@ def _reduce_tensor(tensor: Any) -> Reduced:
 
 def _tensor_on(storage: Any, dtype: Any, part: tuple[Any, ...], grad: bool) -> Any:  # noqa: FBT001
     """Make a tensor of a part of a storage."""
-    tensor = _torch().empty(0, dtype=dtype).set_(storage, *part)
+    tensor = import_torch().empty(0, dtype=dtype).set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
 def _sparse_tensor(layout: Any, data: tuple[Any, ...]) -> Any:
     """Make a sparse tensor; torch's own function would keep it, for `torch.load` to look at."""
-    torch = _torch()
+    torch = import_torch()
     if layout is torch.sparse_coo:
         *parts, coalesced = data
         return torch.sparse_coo_tensor(*parts, is_coalesced=coalesced, check_invariants=False)
@@ -240,7 +240,7 @@ def _reduce_storage(storage: Any) -> Reduced:
 
 def _storage_on(buffer: Any) -> Any:
     """Make a storage on a buffer, which is neither copied nor read."""
-    return _torch().from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
+    return import_torch().from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
 
 
 def _reduce_typed(storage: Any) -> Reduced:
@@ -253,11 +253,11 @@ def _reduce_typed(storage: Any) -> Reduced:
 
 def _typed(storage: Any, dtype: Any) -> Any:
     """Make a storage of a type."""
-    return _torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return import_torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 @functools.cache
-def _torch() -> Any:
+def import_torch() -> Any:
     """Import torch, once there is a tensor to be made."""
     return importlib.import_module("torch")
 

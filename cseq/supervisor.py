@@ -67,7 +67,7 @@ class Supervisor:
     Parameters
     ----------
     shared : Shared
-        Stays the caller's, who closes it after `close`.
+        Stays the caller's, to be closed after `close`.
     readers : int
         The first so many processes get the user's object.
     task : callable

@@ -159,13 +159,13 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
     shared = _supervisor(running).shared
-    arena, made = shared.arena, shared.arena.slots
+    made = shared.arena.slots
     published = set().union(*(ring.slots() for ring in shared.rings))
     free = leased = taken = owned = committed = 0
     for slot, owner in enumerate(made.owners()):
         if slot == 0:  # that of the table
             continue
-        nbytes = arena.capacity(slot)
+        nbytes = made.nbytes(slot)
         committed += nbytes
         if not owner:
             free += nbytes > 0
@@ -176,7 +176,7 @@ def slots(running: Any) -> Slots:
         else:
             owned += 1
     if os.name != "nt":  # no pages come back there
-        committed = os.fstat(arena.segment.fd).st_blocks * 512
+        committed = os.fstat(shared.arena.segment.fd).st_blocks * 512
     return Slots(free + leased + taken + owned, free, leased, taken, owned, committed)
 
 

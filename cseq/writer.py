@@ -168,7 +168,7 @@ class Writer(SlotEncoder):
             self.placement.learn(arrays)
 
     def resume(self, used: int) -> None:
-        """Write behind the `used` bytes that the stage before has written."""
+        """Write after the `used` bytes that the stage before has written."""
         self.used = used
         self.loaned = True
 

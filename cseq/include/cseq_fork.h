@@ -29,7 +29,7 @@
 
 /* A leased slot. */
 typedef struct {
-    void *slots;    /* the object that it belongs to; who counts a use has a reference */
+    void *slots;    /* the object that it belongs to; each counted use has a reference */
     uint64_t slot;
     uint32_t *uses; /* 0: it is not leased yet */
 } cseq_leased;

@@ -12,9 +12,9 @@
  * core has just written waits for that memory, or sleeps and is woken, for each batch. So it spins
  * until it has several batches or tickets to go through:
  *
- *   trainer    goes on once its batch is ready and the one `apart` - 1 behind it, or all runners are
+ *   trainer    goes on once its batch is ready and the one `apart` - 1 after it, or all runners are
  *              `parked`
- *   a runner   claims once there is a ticket `apart` - 1 behind the first, or one and the trainer `waits`
+ *   a runner   claims once there is a ticket `apart` - 1 after the first, or one and the trainer `waits`
  *
  * No result depends on it: a thread that has spun for `ns` sleeps as without this file
  * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
@@ -91,7 +91,7 @@ CSEQ_INLINE int cseq_gil_is_served(const cseq_gil *t, const cseq_ring *r) {
 }
 
 /* For the trainer that waits for a cell, without the GIL: spin; 1 if its batch is ready. `last`: the
- * cell `apart` - 1 behind it. */
+ * cell `apart` - 1 after it. */
 CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, uint32_t last,
                               uint32_t seen) {
     int ready = 0, worth = 0;

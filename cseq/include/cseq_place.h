@@ -120,8 +120,8 @@ CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
     if (!r) return p->realloc(p->ctx, address, size);
     void *made = p->malloc(p->ctx, size);
     if (!made) return 0;
-    uint64_t behind = (uint64_t)(r->base + r->size - (char *)address); /* at least its own size */
-    memcpy(made, address, size < behind ? size : (size_t)behind);
+    uint64_t rest = (uint64_t)(r->base + r->size - (char *)address); /* at least its own size */
+    memcpy(made, address, size < rest ? size : (size_t)rest);
     cseq_place_free(ctx, address, 0);
     return made;
 }

@@ -11,7 +11,7 @@
  * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open
  * cell from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps
  * the order: the trainer posts in one cell after the other, and the runner looks at one cell only,
- * the one behind the one that it claimed last. The last `calls` cells of a queue are not part of this
+ * the one after the one that it claimed last. The last `calls` cells of a queue are not part of this
  * *round*; the runner looks there first.
  *
  * Which party writes a cell's word, and when:
@@ -80,8 +80,8 @@ typedef struct {
                         which costs one needless wake-up */
     uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
     uint32_t shared; /* 1: parties are processes, 0: threads of one. Written before there are any */
-    uint64_t woken_ns; /* when sleepers were woken last; written by who wakes them */
-    uint64_t call_ns;  /* what that took, a running median; written by who wakes them */
+    uint64_t woken_ns; /* when sleepers were woken last; written by the waker */
+    uint64_t call_ns;  /* what that took, a running median; written by the waker */
     char pad[CSEQ_LINE / 2 - 32];
     uint64_t wake_ns;  /* from there to their being awake, a running median; written by those who sleep
                           here */
@@ -279,7 +279,7 @@ CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
 
 /* An open cell for a runner to claim, or CSEQ_NONE. The cell's word into `word`.
  * A look at several cells is no snapshot: of two tickets it may see the later one alone. So a queue's
- * runner looks at one cell of the round, and the trainer fills the cell before the one behind it. */
+ * runner looks at one cell of the round, and the trainer fills the cell before the one after it. */
 CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
     const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
@@ -378,7 +378,7 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
-/* Offer a FREE cell, all its fields written; in a queue, the one behind the last one posted.
+/* Offer a FREE cell, all its fields written; in a queue, the one after the last one posted.
  * Does not wake: see cseq_gate_notify(&r->gate[0]). SYNC: ticket visible to runner */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);

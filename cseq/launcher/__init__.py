@@ -1,4 +1,4 @@
-"""Starting worker processes: fork server, spawn and fork behind one protocol.
+"""Starting worker processes: fork server, spawn and fork with one interface.
 
 A worker process gets one end of a pair of connected sockets, and runs ``entry(sock)``. The trainer
 keeps the other end. End of file means, in the trainer, that the worker is dead or dying, and in the

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
 from cseq._memory import fork, fork_depth
+from cseq.descriptors import receive_exactly
 from cseq.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, reading
 from cseq.launcher.forks import close_in_forks, in_forked_children
 from cseq.launcher.record import (
@@ -33,7 +34,6 @@ from cseq.launcher.record import (
     SIGNAL,
     THREADS,
     receive,
-    receive_bytes,
 )
 from cseq.launcher.waiting import PidFd, hung_up
 
@@ -289,7 +289,7 @@ class _Forker:
         if record.what == FORK:
             self._fork(record)
         elif record.what == IMPORT:
-            name = receive_bytes(self._sock, record.value).decode()
+            name = receive_exactly(self._sock, record.value).decode()
             self._answer(DONE, record.serial, self._import(name))
         elif record.what == SIGNAL:
             for pid, serial in self._serials.items():

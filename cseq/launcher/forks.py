@@ -52,23 +52,14 @@ if hasattr(os, "register_at_fork"):
     in_forked_children(_close_private)
 
 
-def send_at_once(*sockets: socket.socket) -> None:
-    """On Windows, where these are of TCP: send messages without a wait for an answer to the last.
-
-    The other end may answer it after 200 ms.
-    """
-    if os.name == "nt":
-        for each in sockets:
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
 def pair() -> tuple[socket.socket, socket.socket]:
     """Connect two sockets."""
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
-        send_at_once(ours, theirs)
-        close_in_forks(ours)
-        close_in_forks(theirs)
+        for sock in (ours, theirs):
+            if os.name == "nt":  # of TCP: the next message would wait up to 200 ms for an answer
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            close_in_forks(sock)
         return ours, theirs
 
 

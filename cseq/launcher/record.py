@@ -52,20 +52,3 @@ def receive(sock: socket.socket) -> Record | None:
         return None
     what, serial, value = RECORD.unpack(data)
     return Record(what, serial, value, fds)
-
-
-def receive_bytes(sock: socket.socket, size: int) -> bytes:
-    """Receive what follows a record.
-
-    Raises
-    ------
-    ConnectionError
-        The other end is closed.
-    """
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("the trainer is gone")
-        data += more
-    return data

@@ -34,7 +34,7 @@ def writer_of(arena: Arena) -> Writer:
     """Make a writer that has begun with a new slot."""
     writer = Writer(arena.segment.fd, arena.segment.width)
     slot = acquire(arena)
-    writer.select(slot, arena.capacity(slot))
+    writer.select(slot, arena.slots.nbytes(slot))
     return writer
 
 
@@ -62,7 +62,7 @@ def lease(slots: Slots, slot: int, mapping: Mapping, used: int = -1) -> Lease:
 def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
     """Fill a slot with a value, and take it."""
     slot = acquire(arena)
-    writer.select(slot, arena.capacity(slot))
+    writer.select(slot, arena.slots.nbytes(slot))
     array = writer.empty(nbytes, np.uint8)
     array[:] = value
     del array

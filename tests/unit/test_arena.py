@@ -37,16 +37,16 @@ def test_the_lowest_free_slot_is_taken(arena: Arena) -> None:
     """Slots are used again, the lowest first; new ones are made when none is free."""
     assert [acquire(arena) for _ in range(40)] == list(range(1, 41))
     for slot in (30, 7, 12):
-        arena.release(slot)
+        arena.slots.release(slot)
     assert [acquire(arena) for _ in range(4)] == [7, 12, 30, 41]
-    assert all(arena.capacity(slot) == FIRST for slot in range(1, 42))
+    assert all(arena.slots.nbytes(slot) == FIRST for slot in range(1, 42))
 
 
 @pytest.mark.needs("POSIX")
 def test_an_error_report_always_fits(arena: Arena) -> None:
     """The first bytes of a slot are there before any worker sees it."""
     slot = acquire(arena)
-    assert arena.capacity(slot) >= FIRST
+    assert arena.slots.nbytes(slot) >= FIRST
     assert os.fstat(arena.segment.fd).st_blocks * 512 >= FIRST
 
 
@@ -65,7 +65,7 @@ def test_large_batches_are_leased(arena: Arena, writer: Writer) -> None:
     second = filled(arena, writer, 2, SMALL + 1)
     assert isinstance(first, Lease)
     assert arena.slots.leased == 2
-    assert arena.slots.leased_bytes == arena.capacity(2) + arena.capacity(3)
+    assert arena.slots.leased_bytes == arena.slots.nbytes(2) + arena.slots.nbytes(3)
     view = whole(first, SMALL)
     del first
     assert arena.slots.leased == 2
@@ -74,7 +74,7 @@ def test_large_batches_are_leased(arena: Arena, writer: Writer) -> None:
     assert acquire(arena) == 4
     assert (part == 1).all()
     del part
-    assert (arena.slots.leased, arena.slots.leased_bytes) == (1, arena.capacity(3))
+    assert (arena.slots.leased, arena.slots.leased_bytes) == (1, arena.slots.nbytes(3))
     assert acquire(arena) == 2
     assert (whole(second, SMALL) == 2).all()
 
@@ -261,7 +261,7 @@ def test_look_does_not_take(arena: Arena, writer: Writer) -> None:
     memory = arena.mapping_of(1, writer.capacity)
     assert whole(memory, MIB)[-1] == 4
     assert arena.slots.leased == 0
-    arena.release(1)
+    arena.slots.release(1)
 
 
 @given(data=st.data())
@@ -308,7 +308,7 @@ try:
     arena.lend(slot, writer.used, 256 * MIB)
 except MemoryError as error:
     print("in the trainer:", error)
-arena.release(slot)
+arena.slots.release(slot)
 arena.close()
 """
 
@@ -399,11 +399,11 @@ def test_the_limit_is_for_free_slots_too() -> None:
     writer = Writer(arena.segment.fd, arena.segment.width)
     slots = [acquire(arena) for _ in range(30)]
     for slot in slots:
-        writer.select(slot, arena.capacity(slot))
+        writer.select(slot, arena.slots.nbytes(slot))
         writer.place(2 * MIB)
         arena.mapping_of(slot, writer.capacity)
     for slot in slots:
-        arena.release(slot)
+        arena.slots.release(slot)
     assert 60 * MIB <= committed(arena) <= 61 * MIB
     through(arena, writer, 2 * MIB)
     arena.tidy()

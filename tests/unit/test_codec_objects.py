@@ -325,7 +325,7 @@ arena = Arena()
 slot = arena.slots.take()
 arena.request(slot)
 fd = arena.segment.fd
-args = map(str, (fd, arena.segment.width, slot, arena.capacity(slot)))
+args = map(str, (fd, arena.segment.width, slot, arena.slots.nbytes(slot)))
 command = [sys.executable, "-c", WORKER, *args]
 done = subprocess.run(
     command, input=cloudpickle.dumps(make), stdout=subprocess.PIPE, pass_fds=[fd], check=True

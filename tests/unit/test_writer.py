@@ -39,7 +39,7 @@ def test_a_slot_grows(sizes: list[int]) -> None:
     arena = Arena()
     writer = Writer(arena.segment.fd, arena.segment.width)
     slot = acquire(arena)
-    writer.select(slot, arena.capacity(slot))
+    writer.select(slot, arena.slots.nbytes(slot))
     arrays = [writer.empty(size, np.uint8) for size in sizes]
     for value, array in enumerate(arrays):
         array[:] = value
@@ -73,7 +73,7 @@ def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
     slot = acquire(arena)
     first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
     for writer in (first, second, first):
-        writer.select(slot, arena.capacity(slot))
+        writer.select(slot, arena.slots.nbytes(slot))
         writer.empty(MIB, np.uint8)[:] = 7
         writer.end()
     memory = take(arena, slot, first.used, first.capacity)

@@ -144,7 +144,7 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     arena = Arena()
     slot = acquire(arena)
     writer = Writer(arena.segment.fd, arena.segment.width)
-    writer.select(slot, arena.capacity(slot))
+    writer.select(slot, arena.slots.nbytes(slot))
     record = codec.encode(batch, writer, cast)
     memory = arena.lend(slot, record.used, writer.capacity)
     writer.close()
