@@ -57,15 +57,14 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         self._keeps_state = snapshot_every is not None
         self._skips_errors = on_error == "skip"
         self._batch_context = context.BatchContext(0, 0, 0)
-        self._seeds = BatchSeeds(self._batch_context) if rng == "batch" else None
         if resume is not None:
             self._num_yielded = resume.yielded
             if resume.base_seed is not None:
                 self._base_seed = resume.base_seed
         self.progress = Progress(iterable=self._is_iterable, num_workers=0, rng=rng)
         self.progress.begin(self._base_seed, resume)
-        if self._seeds is not None:
-            self._seeds.begin(self._base_seed)
+        is_seeded = rng == "batch"
+        self._seeds = BatchSeeds(self._batch_context, self._base_seed) if is_seeded else None
         self._open(resume, state)
 
     def _open(self, resume: Resume | None, state: dict[str, Any]) -> None:
@@ -181,7 +180,8 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         left = here.batch_context
         try:
             here.batch_context = self._batch_context
-            seeds.borrow(number)
+            seeds.lend()  # they are the trainer's
+            seeds.seed_for(number)
             return make()
         finally:
             here.batch_context = left

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy.random  # here, and not in every worker that is forked
 import torch
 
 from cseq.adapters.torch import names
+from cseq.context import Numbers
 from cseq.seeding import Seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from typing_extensions import Self
 
     from cseq.context import BatchContext
 
@@ -54,47 +57,28 @@ def _without_stacks() -> Iterator[None]:
             sys.tracebacklimit = limit
 
 
-class Place(NamedTuple):
-    """The present batch, for `cseq.rng` and the seeds."""
-
-    epoch: int
-    batch: int
-    start: int  # the same as `batch`: the loader knows nothing of samples
-
-
-class BatchSeeds:
-    """Seeds the generators for one batch after another.
+class BatchSeeds(Seeds):
+    """Seeds the generators for one batch after another of an epoch.
 
     Parameters
     ----------
     batch_context : BatchContext
-        Of this worker; or one for batches that the trainer makes, to be entered meanwhile.
+        Of this worker, or one to be entered for batches that the trainer makes; it gets the seed.
+    base_seed : int
+        What the seeds of the epoch's batches are derived from.
     """
 
-    def __init__(self, batch_context: BatchContext) -> None:
+    def __new__(cls, batch_context: BatchContext, base_seed: int) -> Self:
+        """Read the seed, which is in C."""
+        batch_context.seed = base_seed
+        return super().__new__(cls, batch_context)
+
+    def __init__(self, batch_context: BatchContext, base_seed: int) -> None:
+        super().__init__(batch_context, base_seed)
         self._batch_context = batch_context
-        self._seeds: Seeds | None = None
 
-    def begin(self, base_seed: int) -> None:
-        """Begin an epoch, whose batches are seeded from this seed; nothing is seeded yet."""
-        self._batch_context.seed = base_seed
-        self._seeds = Seeds(self._batch_context)
-
-    def seed(self, batch: int) -> int:
+    def seed_for(self, batch: int) -> int:
         """Seed for a batch; return torch's seed."""
-        assert self._seeds is not None
-        self._batch_context.set(Place(0, batch, batch))
-        self._seeds.seed_present()
+        self._batch_context.set(Numbers(0, batch, batch))  # nothing is known of samples
+        self.seed_present()
         return torch.default_generator.initial_seed()
-
-    def borrow(self, batch: int) -> None:
-        """Save the trainer's generators, and seed for a batch."""
-        assert self._seeds is not None
-        self._batch_context.set(Place(0, batch, batch))
-        self._seeds.lend()
-        self._seeds.seed_present()
-
-    def restore(self) -> None:
-        """Restore the trainer's generators; twice is fine."""
-        assert self._seeds is not None
-        self._seeds.restore()

@@ -260,10 +260,8 @@ class Batches:
         if self._worker.batch_seeds:
             batch_context = context.here.batch_context
             assert batch_context is not None
-            if self._seeds is None:
-                self._seeds = BatchSeeds(batch_context)
-            self._seeds.begin(epoch.base_seed)
-            self._seeds.seed(self._number)  # an IterableDataset may draw in `iter`
+            self._seeds = BatchSeeds(batch_context, epoch.base_seed)
+            self._seeds.seed_for(self._number)  # an IterableDataset may draw in `iter`
         state: dict[str, Any] = {}
         if epoch.state is not None and not self._has_begun:
             state = pickle.loads(epoch.state)
@@ -283,7 +281,7 @@ class Batches:
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
-            seed = self._seeds.seed(number)
+            seed = self._seeds.seed_for(number)
             names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
         self._made += 1
         try:
