@@ -22,24 +22,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cseq.adapters.torch.fallback import Engine, engines
-    from cseq.adapters.torch.iterator import LoaderTimeout
-    from cseq.adapters.torch.loader import DataLoader, StatefulDataLoader
-    from cseq.adapters.torch.options import defaults
-    from cseq.adapters.torch.patch import install, installed, is_installed, uninstall
-
-__all__ = [
-    "DataLoader",
-    "Engine",
-    "LoaderTimeout",
-    "StatefulDataLoader",
-    "defaults",
-    "engines",
-    "install",
-    "installed",
-    "is_installed",
-    "uninstall",
-]
+    from cseq.adapters.torch.fallback import Engine as Engine
+    from cseq.adapters.torch.fallback import engines as engines
+    from cseq.adapters.torch.iterator import LoaderTimeout as LoaderTimeout
+    from cseq.adapters.torch.loader import DataLoader as DataLoader
+    from cseq.adapters.torch.loader import StatefulDataLoader as StatefulDataLoader
+    from cseq.adapters.torch.options import defaults as defaults
+    from cseq.adapters.torch.patch import install as install
+    from cseq.adapters.torch.patch import installed as installed
+    from cseq.adapters.torch.patch import is_installed as is_installed
+    from cseq.adapters.torch.patch import uninstall as uninstall
 
 MISSING = "cseq.DataLoader needs torch; install it with: pip install 'cseq-loader[torch]'"
 
@@ -55,6 +47,8 @@ _HOMES = {
     "is_installed": "patch",
     "uninstall": "patch",
 }
+
+__all__ = [*_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ class Engine:
     def __init__(
         self, num_workers: int, worker_ahead: int, main_ahead: int, **options: Any
     ) -> None:
-        self._pid = os.getpid()
         self._num_workers = num_workers
         self._dispatched_ahead = num_workers * (1 + worker_ahead)
         self._ahead = 1 + worker_ahead - (-main_ahead // num_workers)
@@ -75,19 +73,16 @@ class Engine:
 
     def stop(self) -> None:
         """End the epoch: a call that waits for an item of it raises InterruptedError."""
-        if os.getpid() == self._pid:
-            if self._relay is not None:
-                self._relay.stop()
-            if self._streams is not None:
-                self._streams.interrupt()
+        if self._relay is not None:
+            self._relay.stop()
+        if self._streams is not None:
+            self._streams.interrupt()
 
     def close(self) -> None:
         """End all processes; in a forked process, there are none to end.
 
         Calling it twice is fine, also if the first call was interrupted.
         """
-        if os.getpid() != self._pid:
-            return
         self.stop()
         if self._streams is not None:
             self._streams.close()

@@ -199,6 +199,8 @@ class Relay:
         Calling it twice is fine, also if the first call was interrupted.
         """
         self.stop()
+        if not self._streams._run.is_ours:  # those of the process that forked this one
+            return
         self._is_closed = True
         deadline = time.monotonic() + ENDING
         if self._listener is not None:

@@ -28,6 +28,7 @@ from torchdata_graphs import (
 
 import cseq
 from cseq.adapters.torchdata import relay
+from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from conftest import RunScript
@@ -91,19 +92,9 @@ def test_a_script_that_just_ends(run_script: RunScript) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-class Idle:
-    """Streams that are never asked for anything."""
-
-    def interrupt(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_caller_that_does_not_know_the_secret() -> None:
     """Any process of this user can call the relay: it is turned away, and the next one is not."""
-    made = relay.Relay(Idle(), 1)  # type: ignore[arg-type]
+    made = relay.Relay(Streams(Nothing, 1, start_method=QUICK), 1)
     address, secret = made.open()
     try:
         with pytest.raises(AuthenticationError):
@@ -113,3 +104,10 @@ def test_a_caller_that_does_not_know_the_secret() -> None:
             assert caller.recv() == ([], None)
     finally:
         made.close()
+
+
+class Nothing:
+    """A producer that is asked for nothing."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        pass
