@@ -1,26 +1,21 @@
 """The functions and structs of the headers in `include/`, for every module of the core."""
 
 cimport cython
-from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 
 
 cdef extern from "cseq_atomic.h" nogil:
-    uint8_t cseq_load_acq_u8(const uint8_t* p) noexcept
     uint32_t cseq_swap_sc_u32(uint32_t* p, uint32_t v) noexcept
     int cseq_cas_sc_u32(uint32_t* p, uint32_t expected, uint32_t desired) noexcept
     int cseq_cas_sc_u64(uint64_t* p, uint64_t expected, uint64_t desired) noexcept
     void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
-    int cseq_cas_sc_u8(uint8_t* p, uint8_t expected, uint8_t desired) noexcept
     void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
-    void cseq_store_rel_u8(uint8_t* p, uint8_t v) noexcept
-    void cseq_store_rel_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
     uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
     uint32_t cseq_add_sc_u32(uint32_t* p, uint32_t v) noexcept
     uint32_t cseq_load_acq_u32(const uint32_t* p) noexcept
     uint32_t cseq_load_rlx_u32(const uint32_t* p) noexcept
-    void cseq_store_rlx_u32(uint32_t* p, uint32_t v) noexcept
     void cseq_count_u64(uint64_t* p, uint64_t more) noexcept
 
 
@@ -29,7 +24,6 @@ cdef extern from "cseq_wait.h" nogil:
     void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns, int shared) noexcept
     void cseq_wake(uint32_t* word, int shared) noexcept
     uint64_t cseq_now_ns() noexcept
-    void cseq_seize(uint32_t* word) noexcept
 
 
 cdef extern from "cseq_list.h" nogil:

@@ -40,7 +40,6 @@ cdef class Memory:
 @cython.no_gc
 cdef class Block(Memory):
     cdef void* raw
-    cpdef copy_from(self, Memory source, Py_ssize_t offset=*)
 
 
 @cython.final

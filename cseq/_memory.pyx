@@ -304,21 +304,12 @@ cdef class Block(Memory):
     def __dealloc__(self):
         PyMem_RawFree(self.raw)
 
-    cpdef copy_from(self, Memory source, Py_ssize_t offset=0):
-        """Copy as many bytes as this block holds from `source`, beginning at `offset`."""
-        cdef char* bytes_from = source.data + offset
-        source.inside(offset, self.size)
-        if self.size < LARGE:
-            memcpy(self.data, bytes_from, self.size)
-        else:
-            with nogil:
-                memcpy(self.data, bytes_from, self.size)
-
 
 def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
     """The bytes [offset, offset + nbytes) of a memory as a `Block` of their own."""
     cdef Block block = Block(nbytes)
-    block.copy_from(source, offset)
+    source.inside(offset, nbytes)
+    block.put(0, source.data + offset, nbytes)
     return block
 
 
@@ -470,17 +461,6 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
         error = cseq_commit(fd, offset, nbytes)
     if error:
         raise MemoryError(f"no room for {nbytes} bytes of shared memory: {os.strerror(error)}")
-
-
-def punch(int fd, uint64_t offset, uint64_t nbytes):
-    """Give the pages of a part of a file back; False: this system cannot do that.
-
-    They read as zeros, and must be committed before they are written again.
-    """
-    cdef int error
-    with nogil:
-        error = cseq_punch(fd, offset, nbytes)
-    return error == 0
 
 
 def ram():

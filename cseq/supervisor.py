@@ -124,7 +124,6 @@ class Supervisor:
         self._wanted = Latch()  # workers may be started
         self._launched = Latch()  # all workers have been started once
         self._ended = Latch()  # all workers are gone and no more will come
-        self._is_broken = False  # the supervisor's thread has failed
         self._gone = False  # what `Launcher.close` has returned
         self._selector: selectors.BaseSelector  # of the supervisor's thread alone
         self._waker: socket.socket | None = None  # wakes that thread
@@ -200,7 +199,7 @@ class Supervisor:
             # This process must not be forked while this thread is importing something, or holds a
             # lock: the child would wait for ever. `_reap` says the same of replacements.
             self._launched.wait()
-        if self._is_broken:  # what a worker raises is for the loop, however early it is
+        if self._ended.wait(0):  # what a worker raises is for the loop, however early it is
             self.check()
 
     def _write(self, pickled: Pickled, name: str) -> None:
@@ -229,14 +228,13 @@ class Supervisor:
                 self._waker = waker  # `close` sets `closed` before it looks for it
                 self._serve()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            self._is_broken = True
             self._fail(error)
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
+            self._ended.set()  # first: `_await_forks` adds itself before it looks at it
             self._prepared.set()
             self._launched.set()
-            self._ended.set()  # first: `_await_forks` adds itself before it looks at it
             self._let_go()
 
     def _serve(self) -> None:

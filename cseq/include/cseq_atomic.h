@@ -59,7 +59,6 @@
                                                       (I)expected) == expected;               \
     }
 #define CSEQ_ATOMIC_OF(T, S) CSEQ_ATOMIC_OF_##S(T)
-#define CSEQ_ATOMIC_OF_u8(T) CSEQ_MSVC_ATOMIC_OF(T, u8, char, 8)
 #define CSEQ_ATOMIC_OF_u32(T) CSEQ_MSVC_ATOMIC_OF(T, u32, long, )
 #define CSEQ_ATOMIC_OF_u64(T) CSEQ_MSVC_ATOMIC_OF(T, u64, __int64, 64)
 
@@ -67,7 +66,6 @@
 #error "cseq needs GCC, Clang or MSVC"
 #endif
 
-CSEQ_ATOMIC_OF(uint8_t, u8)
 CSEQ_ATOMIC_OF(uint32_t, u32)
 CSEQ_ATOMIC_OF(uint64_t, u64)
 

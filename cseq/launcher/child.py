@@ -165,11 +165,13 @@ def _work(
     sock: socket.socket, number: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
     """Run a worker's entry, and end the process; one that user code has forked off it, too."""
+    global _unknown
     depth = fork_depth()
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
-        _adopt(number, trainer)
+        _unknown = number, trainer
+        introduce(is_copy=True)
         set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
@@ -183,27 +185,19 @@ def _work(
     _leave(code, number)
 
 
-_unknown: tuple[int, Identity] | None = None  # to multiprocessing, which was not there yet
+_unknown: tuple[int, Identity] | None = None  # what multiprocessing is to be told once it is there
 
 
-def _adopt(number: int, trainer: Identity) -> None:
-    """Tell multiprocessing that this is a process of its own; if it comes later: `introduce`."""
-    global _unknown
-    if "multiprocessing.process" in sys.modules:
-        identity = importlib.import_module("cseq.launcher.identity")
-        identity.adopt(number, trainer, is_copy=True)
-    else:
-        _unknown = number, trainer
+def introduce(*, is_copy: bool = False) -> None:
+    """Tell multiprocessing, if it is imported by now, that this worker is a process of its own.
 
-
-def introduce() -> None:
-    """Tell multiprocessing, if it was imported since this worker began, what process this is."""
+    `is_copy`: what is imported came with the fork.
+    """
     global _unknown
     if _unknown is not None and "multiprocessing.process" in sys.modules:
-        number, trainer = _unknown
-        _unknown = None
         identity = importlib.import_module("cseq.launcher.identity")
-        identity.adopt(number, trainer, is_copy=False)
+        identity.adopt(*_unknown, is_copy=is_copy)
+        _unknown = None
 
 
 def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:

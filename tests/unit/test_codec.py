@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from slots import writer_of
 
 from cseq import codec
-from cseq._memory import Block
+from cseq._memory import Block, copy_of
 from cseq._plan import REMEMBERED
 from cseq.arena import Arena
 from cseq.codec import castable, decode, encode, map_leaves, used
@@ -236,8 +236,7 @@ def test_arrays_are_aligned(writer: Writer) -> None:
 def test_a_read_batch_keeps_the_memory(writer: Writer) -> None:
     """Arrays of a batch keep the memory they lie in alive."""
     record = encode({"a": np.arange(5), "b": np.arange(6)}, writer)
-    block = Block(record.used)
-    block.copy_from(writer.memory)
+    block = copy_of(writer.memory, record.used)
     batch = decode(block, record)
     del block
     assert batch["a"].tolist() == [0, 1, 2, 3, 4]
@@ -273,8 +272,7 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
     arena = Arena()
     writer = writer_of(arena)
     true = encode([np.arange(4), np.ones((2, 3)), np.ones(()).T], writer)
-    block = Block(true.used)
-    block.copy_from(writer.memory)
+    block = copy_of(writer.memory, true.used)
     writer.close()
     arena.close()
     numbers = block.view(true.offset + true.structure, np.dtype("i8"), (true.layout // 8,))

@@ -146,7 +146,7 @@ def test_bytes_in_and_out() -> None:
         lambda b: b.store_from(98, b, 3),
         lambda b: b.store_from(-1, b, 3),
         lambda b: copy_of(b, 101),
-        lambda b: Block(101).copy_from(b),
+        lambda b: copy_of(b, 50, 51),
     ],
 )
 def test_outside(use: Callable[[Block], Any]) -> None:
@@ -156,7 +156,7 @@ def test_outside(use: Callable[[Block], Any]) -> None:
 
 
 def test_copies() -> None:
-    """`copy_of` and `copy_from` copy the beginning of a memory, small or large."""
+    """`copy_of` copies the beginning of a memory, small or large."""
     block = Block(100_000)
     view = block.view(0, np.dtype("u1"), (100_000,))
     view[:] = np.arange(100_000) % 251

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cseq import codec
-from cseq._memory import Block
+from cseq._memory import copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,8 +114,7 @@ def test_bytes_of_a_tensor_are_freed(traced: Any, writer: Writer) -> None:
 def test_tensors_keep_the_memory(writer: Writer) -> None:
     """Those that are no copies keep the memory that they lie in."""
     record = codec.encode([torch.arange(5)], writer)
-    block = Block(record.used)
-    block.copy_from(writer.memory)
+    block = copy_of(writer.memory, record.used)
     tensor = codec.decode(block, record)[0]
     del block
     assert tensor.tolist() == [0, 1, 2, 3, 4]
