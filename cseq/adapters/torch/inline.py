@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq import context
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import order_of, states_before
 from cseq.adapters.torch.seeds import BatchSeeds
-from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.adapters.torch.taking import Taking
 
@@ -42,27 +40,17 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         if resume is not None and resume.base_seed is None and state.get("dataset") is not None:
             loader.dataset.load_state_dict(state["dataset"])
             state = {}
-        self._begun = states_before(loader._index_sampler)
-        names.Base.__init__(self, loader)
-        self._profile_name = names.profile_name(names.Inline)
-        self._base_seed: int
-        self._sampler_iter: Any
+        keeps_state = snapshot_every is not None
+        Taking.__init__(
+            self, loader, names.Inline, rng=rng, on_error=on_error, keeps_state=keeps_state
+        )
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._is_iterable = self._dataset_kind == names.ITERABLE
         self._in_order = True
-        self._several = 1
-        self._clear()  # `_received` has the next key, and behind it its batch, if that is made
+        # `_received` has the next key, and behind it its batch, if that is made.
         self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
-        self._keeps_state = snapshot_every is not None
-        self._skips_errors = on_error == "skip"
+        self._begin(resume)
         self._batch_context = context.BatchContext(0, 0, 0)
-        if resume is not None:
-            self._num_yielded = resume.yielded
-            if resume.base_seed is not None:
-                self._base_seed = resume.base_seed
-        self.progress = Progress(iterable=self._is_iterable, num_workers=0, rng=rng)
-        self.progress.begin(self._base_seed, resume)
         is_seeded = rng == "batch"
         self._seeds = BatchSeeds(self._batch_context, self._base_seed) if is_seeded else None
         self._open(resume, state)
@@ -83,17 +71,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
                 except Exception:  # noqa: BLE001 - it was raised in the loop then
                     continue
             return
-        ahead = 0 if self._keeps_state else None
-        state = resume.sampler if resume else {}
-        progress.order = order_of(
-            self._index_sampler,
-            self._sampler_iter,
-            ahead,
-            self._begun,
-            seeded=progress.yielded > 0 and "seed" in state,
-        )
-        keys = progress.order.keys(progress.yielded, state)
-        self._sampler_iter = keys
+        self._sampler_iter = self._keys(0, resume)
 
     # -- the next batch
 

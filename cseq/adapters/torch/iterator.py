@@ -12,10 +12,9 @@ import torch
 
 from cseq import failure
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import leaves_no_trace, order_of, states_before
+from cseq.adapters.torch.order import leaves_no_trace, states_before
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.processes import WorkerProcess
-from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.adapters.torch.taking import Taking
 from cseq.errors import WorkerDied, WorkerTimeout
@@ -81,11 +80,11 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         max_restarts: int = 100,
     ) -> None:
         self._shutdown = True
-        self._begun = states_before(loader._index_sampler)
-        names.Base.__init__(self, loader)
-        self._profile_name = names.profile_name(names.Workers)
+        keeps_state = snapshot_every is not None
+        Taking.__init__(
+            self, loader, names.Workers, rng=rng, on_error=on_error, keeps_state=keeps_state
+        )
         self._pinner = Pinner(self._pin_memory_device)
-        self._base_seed: Any
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = bool(getattr(loader, "in_order", True))  # before torch 2.6 there is none
         if self._num_workers <= 0:
@@ -96,14 +95,9 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        self._is_iterable = loader._dataset_kind == names.ITERABLE
-        self._keeps_state = snapshot_every is not None
         every = snapshot_every or 0
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        self._rng = rng
-        self._skips_errors = on_error == "skip"
-        self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         self.progress.iterator = weakref.ref(self)
         method = start_method_of(loader)
         is_forked = method == "fork"
@@ -133,8 +127,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
         self._items: Any
         self._ended = False
-        self._several = self._num_workers
-        self._clear()  # `_received` has the next item, if it is there
         try:
             self._reset(loader, first_iter=True, resume=resume)
         except BaseException:
@@ -162,14 +154,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         if self._rng == "batch" and not first_iter:  # as a new iterator does it
             drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             self._base_seed = drawn.item()
-        if resume is not None:
-            self._num_yielded = resume.yielded
-            if resume.base_seed is not None:
-                self._base_seed = resume.base_seed
         self._ended = False
         self._received.clear()
         self._error = None
-        self.progress.begin(self._base_seed, resume)
+        self._begin(resume)
         epochs = self._epochs()
         if self._is_iterable:
             self._streams.begin(epochs, ordered=self._in_order)
@@ -177,16 +165,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 self._items = iter(self._streams)
             return
         progress = self.progress
-        ahead = self._prefetch_factor * self._num_workers if self._keeps_state else None
-        state = resume.sampler if resume else {}
-        progress.order = order_of(
-            self._index_sampler,
-            self._sampler_iter,
-            ahead,
-            self._begun,
-            seeded=progress.yielded > 0 and "seed" in state,
-        )
-        keys = progress.order.keys(progress.yielded, state)
+        keys = self._keys(self._prefetch_factor * self._num_workers, resume)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
         free = self._rng == "batch" and not is_stateful(self._dataset)

@@ -6,9 +6,11 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from cseq.adapters.torch import names
+from cseq.adapters.torch.order import order_of, states_before
+from cseq.adapters.torch.state import Progress
 
 if TYPE_CHECKING:
-    from cseq.adapters.torch.state import Progress
+    from cseq.adapters.torch.state import Resume
 
 __all__ = ["Taking"]
 
@@ -16,26 +18,64 @@ __all__ = ["Taking"]
 class Taking(names.Base):  # type: ignore[misc]
     """The end of an iterator that the loop has: takes the batches that `_next_data` gets ready.
 
+    Parameters
+    ----------
+    loader : torch.utils.data.DataLoader
+    torchs : type
+        The class of torch's whose place it takes.
+    rng, on_error : str
+        See `DataLoader`.
+    keeps_state : bool
+        Whether states may be asked for.
+
     Attributes
     ----------
     progress : Progress
         The same object in all epochs of persistent workers.
     """
 
-    progress: Progress
     _num_yielded: int
-    _is_iterable: bool
     _in_order: bool
-    _skips_errors: bool
-    _several: int  # what makes the batches in turn: the workers, or the trainer alone
     _taker = 0  # the thread that is in `__next__`
 
-    def _clear(self) -> None:
-        """Nothing is ready."""
+    def __init__(
+        self, loader: Any, torchs: Any, *, rng: str, on_error: str, keeps_state: bool
+    ) -> None:
+        self._begun = states_before(loader._index_sampler)
+        names.Base.__init__(self, loader)
+        self._profile_name = names.profile_name(torchs)
+        self._base_seed: Any
+        self._sampler_iter: Any
+        self._is_iterable = self._dataset_kind == names.ITERABLE
+        self._rng = rng
+        self._skips_errors = on_error == "skip"
+        self._keeps_state = keeps_state
+        self._several = max(1, self._num_workers)  # what makes the batches in turn
+        self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         self._received: list[Any] = []  # what is taken out, as far as it is there
         self._behind: tuple[int, bytes | None] = (0, None)  # its worker, and the state behind it
         self._error: BaseException | None = None  # what is raised instead of its batch
         self._place: str | None = None  # that batch, if it can be left out
+
+    def _begin(self, resume: Resume | None) -> None:
+        """Begin an epoch, or go on with one."""
+        if resume is not None:
+            self._num_yielded = resume.yielded
+            if resume.base_seed is not None:
+                self._base_seed = resume.base_seed
+        self.progress.begin(self._base_seed, resume)
+
+    def _keys(self, ahead: int, resume: Resume | None) -> Any:
+        """Return the epoch's keys, of which so many are drawn ahead at most."""
+        progress, state = self.progress, resume.sampler if resume else {}
+        progress.order = order_of(
+            self._index_sampler,
+            self._sampler_iter,
+            ahead if self._keeps_state else None,
+            self._begun,
+            seeded=progress.yielded > 0 and "seed" in state,
+        )
+        return progress.order.keys(progress.yielded, state)
 
     def __next__(self) -> Any:
         """Return the next batch, or raise what was raised instead of it.
