@@ -55,22 +55,19 @@ cdef class TorchGenerator(Generator):
     cdef object generator, manual_seed
 
 
-cdef class Generators:
+cdef class BatchSeeds:
     cdef readonly list present
     cdef readonly dict missing
     cdef tuple names  # of `missing`, when `is_due` was asked last
-    cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1
-    cdef int set(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1
-    cdef int keep(self) except -1
-    cdef bint is_due(self) except -1
-
-
-cdef class BatchSeeds(Generators):
     cdef BatchState batch_state
     cdef uint64_t seed_word, epoch, key
     cdef bint has_key, lent
     cdef bint looked  # since the batch before: no module is there that was missing
     cdef list saved
+    cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1
+    cdef int set(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1
+    cdef int keep(self) except -1
+    cdef bint is_due(self) except -1
     cpdef void lend(self) noexcept
     cpdef restore(self)
     cdef int paste(self) except -1

@@ -274,18 +274,27 @@ cdef class TorchGenerator(Generator):
         return same.get_state().equal(self.generator.get_state())
 
 
-cdef class Generators:
-    """The global generators whose modules are imported: the part of `seeding.Imported` in C.
+cdef class BatchSeeds:
+    """Sets the generators for one batch after another: the part of `seeding.Seeds` that is in C.
+
+    Parameters
+    ----------
+    batch_context : BatchContext
+        Has the seed and the present batch.
 
     Attributes
     ----------
     present : list of Generator
+        Those whose modules are imported.
     missing : dict of str to callable
         By the name of a module that is not imported: what finds its generator then.
+    saved : list of tuple
+        What `restore` restores: the first of the generators in `present`, and their states.
     """
 
-    def __cinit__(self, *_):
-        self.present, self.missing, self.names = [], {}, ()
+    def __cinit__(self, batch_context):
+        self.batch_state, self.seed_word = batch_context, batch_context.seed
+        self.present, self.missing, self.names, self.saved = [], {}, (), []
 
     cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
         """Set the states that belong to (seed, epoch, purpose), also of generators that are new."""
@@ -304,10 +313,6 @@ cdef class Generators:
                 generator.seed(words)
         return 0
 
-    cdef int keep(self) except -1:
-        """Save states that are to be restored."""
-        return 0
-
     cdef bint is_due(self) except -1:
         """Whether the import of a missing module has begun. Each batch asks."""
         cdef Py_ssize_t k
@@ -322,25 +327,6 @@ cdef class Generators:
     def seed(self, uint64_t key, uint64_t place):
         """Set the states of the batch, or sequence, at this place in the epoch that has this key."""
         self.write(key, place, PURPOSE_BATCH)
-
-
-cdef class BatchSeeds(Generators):
-    """The seeds of one batch after another: the part of `seeding.Seeds` that is in C.
-
-    Parameters
-    ----------
-    batch_context : BatchContext
-        Has the seed and the present batch.
-
-    Attributes
-    ----------
-    saved : list of tuple
-        What `restore` restores: the first of the generators in `present`, and their states.
-    """
-
-    def __cinit__(self, batch_context):
-        self.batch_state, self.seed_word = batch_context, batch_context.seed
-        self.saved = []
 
     cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1:
         """Set the states of the batch that begins at this position of an epoch."""

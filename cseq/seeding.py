@@ -28,7 +28,7 @@ from cseq import _work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Imported", "Seeds"]
+__all__ = ["Seeds"]
 
 STATE = struct.Struct("=i624I")  # a position, and the words of a Mersenne Twister
 GAUSS = struct.Struct("@id")  # whether a number is kept, and that number
@@ -147,8 +147,14 @@ def _is_imported(name: str) -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-class Imported(_work.Generators):
-    """The generators whose modules are imported; `seed` looks for new ones."""
+class Seeds(_work.BatchSeeds):
+    """Sets those of the process's generators whose modules are imported, batch by batch.
+
+    Parameters
+    ----------
+    batch_context : BatchContext
+        Has the seed and the present batch; without a batch, the indexer is being made.
+    """
 
     def __init__(self, *_: object) -> None:
         self.missing.update(FINDERS)
@@ -159,16 +165,6 @@ class Imported(_work.Generators):
         arrived = [self.missing.pop(name)() for name in found]
         self.present.extend(arrived)
         return arrived
-
-
-class Seeds(_work.BatchSeeds, Imported):
-    """Sets the process's generators for one batch after another.
-
-    Parameters
-    ----------
-    batch_context : BatchContext
-        Has the seed and the present batch; without a batch, the indexer is being made.
-    """
 
     def has_drawn(self) -> bool:
         """Find new generators; whether one of them was drawn from since its module was imported."""

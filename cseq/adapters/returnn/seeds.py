@@ -10,7 +10,7 @@ from returnn.datasets.basic import Dataset
 
 from cseq._core import derive
 from cseq.context import PURPOSE_ITEM, Numbers
-from cseq.seeding import Imported
+from cseq.seeding import Seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ class SequenceSeeds:
         self._epoch = 0
         self._key = 0  # of the epoch
         self._word = 0  # of the sequence, for all but the global generators
-        self._imported = Imported()
+        self._seeds = Seeds(batch_context)
         self._setters: list[Callable[[int], object]] = []  # seed the dataset's own generators
         self._passed: list[Any] = []  # generators passed to the user's functions in this epoch
         self.in_order = False  # whether user functions must get all sequences, in order
@@ -78,7 +78,7 @@ class SequenceSeeds:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
         self._batch_context.set(Numbers(self._epoch, number, place))
         [self._word] = derive(self._key, place, PURPOSE_ITEM, 1)
-        self._imported.seed(self._key, place)
+        self._seeds.seed(self._key, place)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):
             set_seed(self._word % 2**32)
 
