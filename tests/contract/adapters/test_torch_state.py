@@ -102,7 +102,9 @@ def test_samplers(num_workers: int, sampling: Any) -> None:
 
 
 class Shuffler(data.Sampler[Any]):
-    """Draws its order from a global generator: all at once, in `iter` or later, or key by key."""
+    """Draws its order from a generator: all at once, in `iter` or later, or key by key."""
+
+    generator: Any = None
 
     def __init__(self, module: str, when: str, size: int = 0) -> None:
         self.module, self.when, self.size = module, when, size
@@ -112,7 +114,7 @@ class Shuffler(data.Sampler[Any]):
             return [random.randrange(1000) for _ in range(count)]
         if self.module == "numpy":
             return [int(np.random.random() * 1000) for _ in range(count)]
-        return torch.randint(1000, (count,)).tolist()
+        return torch.randint(1000, (count,), generator=self.generator).tolist()
 
     def __iter__(self) -> Iterator[Any]:
         if self.when == "each":
@@ -154,6 +156,21 @@ def test_a_sampler_that_draws_from_a_global_generator(
     theirs = random.random(), np.random.random()
     seed_all(5)
     assert theirs == (random.random(), np.random.random())  # the trainer's go on
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("when", ["iter", "first", "each"])
+def test_a_sampler_with_a_generator_and_without_batches(num_workers: int, when: str) -> None:
+    """Its keys are drawn from the same state again, also by a process with another generator."""
+
+    def make(seed: int = 11) -> Any:
+        sampler = Shuffler("torch", when)
+        sampler.generator = torch.Generator().manual_seed(seed)
+        return loader(Plain(1000), num_workers, sampler=sampler, batch_size=None)
+
+    rest, resumed, _ = left_and_resumed(make, 5, lambda: make(12))
+    assert len(rest) == 19
+    assert rest == resumed
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -16,6 +16,8 @@ from torch_data import (  # noqa: E402
 )
 from torch_states import Counted, Counting, Epochs, Rotated, left_and_resumed, loader, taken  # noqa: E402
 
+from cseq import testing  # noqa: E402
+
 pytestmark = [
     pytest.mark.needs("quick processes"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
@@ -50,6 +52,30 @@ def test_map_style_data_with_a_state(num_workers: int, every: int) -> None:
     assert len(batches) == 12
     with pytest.raises(ValueError, match=rf"num_workers={num_workers} .* num_workers=3"):
         loader(Drawing(12), 3, shuffle=True).load_state_dict(state)
+
+
+class Tally(Plain):
+    """Counts the samples that it was asked for, which is its state."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return self.count
+
+    def state_dict(self) -> Any:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def test_the_replacement_of_a_persistent_worker_has_the_state_of_the_epoch_before() -> None:
+    """The data set goes on from where the last epoch had left it."""
+    made = loader(Tally(4), 1, batch_size=None, persistent_workers=True)
+    assert list(made) == [1, 2, 3, 4]
+    testing.kill(made, 0)
+    assert list(made) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
