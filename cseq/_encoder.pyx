@@ -28,55 +28,23 @@ cdef class SlotEncoder(TicketWriter):
 
     `try_publish` writes and publishes a batch that has the structure of one of the last four, in one call.
     `writer.Writer` has the rest.
-
-    Attributes
-    ----------
-    memory : Memory
-        The slot, from its beginning to `capacity`; another object when it has grown.
-    used : int
-        Bytes of the slot that are given out.
-    capacity : int
-        Bytes of the slot that are committed; the trainer has to learn it.
-    loaned : bool
-        Whether arrays in this slot may have been given out: whether `find` can find anything.
-    watched : bool
-        Whether large arrays were made for this batch: whether `learn` can learn anything.
-    placement : SlotAllocator or None
-        Makes numpy allocate large arrays of the indexer in the slot.
-    target : Mapping or None
-        Where numpy may place arrays of this ticket. Not while the worker keeps many slots.
-    mapped : dict of int to Mapping
-        Slots' mappings. Every one made is kept for the slot's next ticket.
-    older : list of Memory
-        Mappings of the slot that were replaced during this ticket.
-    slots : Slots or None
-        The table. None: slots are named by the caller.
-    slot : int
-        The present slot, which this process has taken; -1: none.
-    kept : list
-        Slots in which arrays of earlier batches are alive; see `writer.Kept`.
-    cast : numpy.dtype or None
-        What `try_publish` casts numbers to.
-    dump : callable
-        ``dump(objects, writer, cast)`` → (bytes, list of numpy.ndarray): pickles what no plan opens; the
-        arrays are buffers beside the pickle.
-    plans : list of Plan
-        Those of the last batches, the latest first.
     """
 
-    cdef public Memory memory
-    cdef public Py_ssize_t used
-    cdef public Py_ssize_t capacity
-    cdef public bint loaned
-    cdef public bint watched
-    cdef public object placement
-    cdef public object target
-    cdef public dict mapped
-    cdef public list older
-    cdef public Slots slots
-    cdef public int64_t slot
-    cdef public list kept
-    cdef public object cast
+    cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
+    cdef public Py_ssize_t used  # bytes of the slot that are given out
+    cdef public Py_ssize_t capacity  # bytes that are committed; the trainer has to learn it
+    cdef public bint loaned  # arrays in this slot may have been given out: `find` can find something
+    cdef public bint watched  # large arrays were made for this batch: `learn` can learn something
+    cdef public object placement  # a SlotAllocator: numpy allocates the indexer's large arrays in the slot
+    cdef public object target  # the Mapping where it may do so; None while the worker keeps many slots
+    cdef public dict mapped  # by slot: its Mapping, kept for the slot's next ticket
+    cdef public list older  # mappings of the slot that were replaced during this ticket
+    cdef public Slots slots  # None: slots are named by the caller
+    cdef public int64_t slot  # the present one, which this process has taken; -1: none
+    cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
+    cdef public object cast  # the dtype that `try_publish` casts numbers to, or None
+    # dump(objects, writer, cast) -> (bytes, list of numpy.ndarray): pickles what no plan opens; the arrays
+    # are buffers beside the pickle.
     cdef public object dump
     cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
@@ -131,13 +99,9 @@ cdef class SlotEncoder(TicketWriter):
                 cseq_set_own(arrays, k, None)
 
     def match(self, batch, cast):
-        """Find the plan of a batch.
+        """Find the plan of a batch: (plan, arrays, objects), or None if no plan fits.
 
-        Returns
-        -------
-        tuple or None
-            (plan, arrays, objects): the leaves of the batch, `objects` None if there are none. Or None
-            if no plan fits.
+        `objects` is None if there are none.
         """
         cdef Plan plan
         try:
@@ -187,11 +151,6 @@ cdef class SlotEncoder(TicketWriter):
         -------
         tuple of int
             See `codec.Record`.
-
-        Raises
-        ------
-        MemoryError
-            There is no room for it.
         """
         cdef uint64_t* f = self.fields
         self.write_batch(plan, arrays, pickled)
@@ -291,15 +250,7 @@ cdef class SlotEncoder(TicketWriter):
         runner.deliver(c, status)
 
     def publish(self, Runner runner not None, uint32_t status, record):
-        """Publish the ticket with what was written to the slot.
-
-        Parameters
-        ----------
-        runner : Runner
-        status : int
-        record : tuple of int
-            See `codec.Record`.
-        """
+        """Publish the ticket with what was written to the slot: a `codec.Record`."""
         cdef cseq_cell* c = runner.held()
         cdef uint64_t* fields = c.converted if runner.stage else c.record
         fields[0], fields[1], fields[2], fields[3] = record

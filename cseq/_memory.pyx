@@ -420,12 +420,7 @@ cdef class Descriptor:
 
 cpdef int lift(int fd) except -1:
     """Return a descriptor above those of the standard streams: `fd`, or a copy, and `fd` is closed.
-
-    Raises
-    ------
-    OSError
-        There can be no more descriptors; `fd` is closed.
-    """
+    Also where there can be no more descriptors: OSError."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))
@@ -433,13 +428,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """Make a section of `nbytes` zeros, on Windows; return its handle, for a `Descriptor`.
-
-    Raises
-    ------
-    OSError
-        There can be none of that size, or none on this system.
-    """
+    """Make a section of `nbytes` zeros, on Windows; return its handle, for a `Descriptor`."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -449,13 +438,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages of a part of a file, so that writing to them cannot fail.
-
-    Raises
-    ------
-    MemoryError
-        There is no room for them.
-    """
+    """Allocate the pages of a part of a file, so that writing to them cannot fail; else MemoryError."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)

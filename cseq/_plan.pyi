@@ -8,7 +8,6 @@ from cseq._memory import Memory
 
 ALIGNMENT: Final[int]
 LONG: Final[int]
-REMEMBERED: Final[int]
 
 @final
 class Plan:

@@ -35,7 +35,6 @@ cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 
 ALIGNMENT = LINE
 LONG = MOST_PICKLED
-REMEMBERED = MOST_KNOWN
 cdef object MEMMAP = numpy.memmap
 cdef object UINT8 = numpy.uint8
 cdef object frombuffer = numpy.frombuffer

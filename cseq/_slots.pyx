@@ -169,13 +169,7 @@ cdef class Slots:
         return -1
 
     cpdef Py_ssize_t take(self) except -1:
-        """Take the lowest free slot: its number. More are made if none is free.
-
-        Raises
-        ------
-        MemoryError
-            There can be no more.
-        """
+        """Take the lowest free slot: its number. More are made if none is free; else MemoryError."""
         cdef Py_ssize_t slot
         if self.table == NULL:
             raise RuntimeError("the slots are closed")

@@ -119,17 +119,8 @@ class Arena:
         again when the last view of the memory is gone. Or a copy, of a small batch or if too many
         batches are held.
 
-        Parameters
-        ----------
-        used : int
-            Bytes of the slot that the batch takes.
-        capacity : int
-            Bytes of the slot that are committed, as the worker says.
-
-        Raises
-        ------
-        MemoryError
-            If there is no room for the copy, or for a mapping.
+        `capacity`: bytes of the slot that are committed, as the worker says. MemoryError if there
+        is no room for the copy, or for a mapping.
         """
         if used <= SMALL:
             return copy_of(self.mapping_of(slot, capacity), used)

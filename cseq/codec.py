@@ -458,13 +458,7 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT, []), protocol=5), OBJECT, [])
 
 
 def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
-    """Write an object that is pickled already into a slot; `decode` returns it.
-
-    Raises
-    ------
-    MemoryError
-        If there is no room for it.
-    """
+    """Write an object that is pickled already into a slot; `decode` returns it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
     return _record(writer.encode(ONE_OBJECT, buffers, pickled.data))
 

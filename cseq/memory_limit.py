@@ -19,7 +19,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-ROOT = "/"
+ROOT = "/"  # where ``proc`` and ``sys`` are
 # Files of a control group: the limit of its memory, and the memory that it uses.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 # And the number of its processes that were killed for lack of memory.
@@ -76,25 +76,13 @@ def _parse_size(text: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Return a quarter of the memory that this process may use, in bytes.
-
-    Parameters
-    ----------
-    root : str or path
-        Where ``proc`` and ``sys`` are.
-    """
+    """Return a quarter of the memory that this process may use, in bytes."""
     groups = [_number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in groups if limit is not None)]) // 4
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return how many bytes this process may still use; None where the system does not say.
-
-    Parameters
-    ----------
-    root : str or path
-        Where ``proc`` and ``sys`` are.
-    """
+    """Return how many bytes this process may still use; None where the system does not say."""
     machine = _fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
@@ -103,13 +91,7 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
-    """Return how many processes of this control group were killed for lack of memory, or None.
-
-    Parameters
-    ----------
-    root : str or path
-        Where ``proc`` and ``sys`` are.
-    """
+    """Return how many processes of this control group were killed for lack of memory, or None."""
     # No generator is left in its middle: what a signal handler raises while it is closed is lost.
     counts = [_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]

@@ -52,10 +52,7 @@ class Segment:
     def create(cls, nbytes: int, slots: int = 1) -> Segment:
         """Make a file of `slots` times `nbytes` zeroes, of which none takes memory yet.
 
-        Raises
-        ------
-        OSError
-            If the file system cannot have a file of that size.
+        OSError if the file system cannot have a file of that size.
         """
         if os.name == "nt":
             return cls(Descriptor(section, nbytes * slots), nbytes, slots)
@@ -67,18 +64,10 @@ class Segment:
 
     @classmethod
     def for_slots(cls, tickets: int = 0) -> Segment:
-        """Make a file with as many and as wide slots as the file system can have.
+        """Make a file with as many and as wide slots as the file system can have; else OSError.
 
-        Parameters
-        ----------
-        tickets : int
-            The most that are posted at a time. On Windows there are slots for these, for those of
-            an epoch that was given up, and as many again to lend; the more, the narrower they are.
-
-        Raises
-        ------
-        OSError
-            If it cannot even have the smallest one.
+        `tickets`: the most that are posted at a time. On Windows there are slots for these, for
+        those of an epoch that was given up, and as many again to lend; the more, the narrower.
         """
         sizes = reserved(tickets) if os.name == "nt" else ((WIDTH, SLOTS), *NARROWER)
         for width, slots in sizes:

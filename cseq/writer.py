@@ -81,14 +81,9 @@ class Writer(SlotEncoder):
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
 
     def begin(self) -> None:
-        """Make a slot that this worker takes the present one; it is empty then.
+        """Take a slot as the present one, empty; MemoryError if there is no room for another.
 
-        One that it has taken for a ticket that was published without a slot is used for the next.
-
-        Raises
-        ------
-        MemoryError
-            There is no room for another slot.
+        One that was taken for a ticket which was published without a slot is used for the next.
         """
         self._abandon()
         if self.kept:
@@ -100,13 +95,7 @@ class Writer(SlotEncoder):
             self.target = mapping
 
     def select(self, slot: int, capacity: int) -> None:
-        """Make a slot of the caller's, of which `capacity` bytes are committed, the present one.
-
-        Raises
-        ------
-        MemoryError
-            The slot cannot be mapped.
-        """
+        """Make a slot of the caller's, of which `capacity` bytes are committed, the present one."""
         self._abandon()
         self._open(slot, capacity)
 
@@ -175,10 +164,7 @@ class Writer(SlotEncoder):
     def place(self, nbytes: int) -> int:
         """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
 
-        Raises
-        ------
-        MemoryError
-            There is no room for them; nothing has changed then.
+        MemoryError if there is no room; nothing has changed then.
         """
         placement = self.placement if self.target is not None else None
         used = self.used if placement is None else max(self.used, placement.used)
@@ -246,14 +232,8 @@ class Writer(SlotEncoder):
     def end(self) -> None:
         """Finish the slot; if arrays in it are alive, keep it and copy the batch to another one.
 
-        The caller holds no reference to the batch any more.
-
-        Raises
-        ------
-        MemoryError
-            There is no room for the copy.
-        RuntimeError
-            Arrays are alive, and this writer was made without a table.
+        The caller holds no reference to the batch any more. Without a table, RuntimeError if arrays
+        are alive.
         """
         self._window = None
         if not self._leave():

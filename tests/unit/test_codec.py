@@ -33,7 +33,6 @@ from slots import writer_of
 
 from cseq import codec
 from cseq._memory import Block, copy_of
-from cseq._plan import REMEMBERED
 from cseq.arena import Arena
 from cseq.codec import castable, decode, encode, map_leaves, used
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from cseq.writer import Writer
 
 way = codec_batches.way
+MOST_KNOWN = 64  # structures that a reader remembers
 
 # -- there and back -----------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: Write
 def test_shapes_may_change_from_batch_to_batch(writer: Writer) -> None:
     """Batches of one structure and many shapes are read right, and are one to the reader."""
     known = set(codec.reader.plans)
-    for size in range(2 * REMEMBERED):
+    for size in range(2 * MOST_KNOWN):
         batch = {"shapes": np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
         assert_same(batch, sent(writer, batch))
     assert len(codec.reader.plans.keys() - known) == 1
@@ -220,10 +220,10 @@ def test_shapes_may_change_from_batch_to_batch(writer: Writer) -> None:
 
 def test_structures_may_change_from_batch_to_batch(writer: Writer) -> None:
     """Any number of structures can be read, and only some of them are remembered."""
-    for number in range(2 * REMEMBERED):
+    for number in range(2 * MOST_KNOWN):
         batch = {f"key {number}": np.arange(number)}
         assert_same(batch, sent(writer, batch))
-        assert len(codec.reader.plans) <= REMEMBERED
+        assert len(codec.reader.plans) <= MOST_KNOWN
 
 
 def test_arrays_are_aligned(writer: Writer) -> None:
