@@ -166,12 +166,11 @@ class Supervisor:
         if launcher.takes_objects:
             self._local = worker
         else:  # pickled once, into a file that every worker reads
-            if "multiprocessing" in sys.modules:  # else there are no objects of it
-                from cseq.spawning import spawning
+            with contextlib.ExitStack() as stack:
+                if "multiprocessing" in sys.modules:  # else there are no objects of it
+                    from cseq.spawning import spawning
 
-                with spawning():
-                    pickled = dump(worker, name=name)
-            else:
+                    stack.enter_context(spawning())
                 pickled = dump(worker, name=name)
             self._write(pickled, name)
             if preload is not False:
