@@ -121,7 +121,8 @@ FAMILIES = [
     "_lock",
     "_core",
     "_work",
-    "_stream",
+    "_source",
+    "_feed",
     "_encoder",
 ]
 

@@ -21,12 +21,11 @@ The modules; imports point down::
     ├── stream.py       a stream of items from each worker process
     ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
-    ├── pools/          what runs the stages: inline (this is test mode), thread, process
+    ├── pools/          the loop's end of all runners; inline (this is test mode), thread, process
     ├── supervisor.py   the worker processes of one pool: started, replaced, ended
     ├── shared.py       the memory that a pool and its workers share: rings, slots
     ├── worker.py       one worker process: setup, messages, stacks, at both ends
     ├── deaths.py       how often workers die, and whether that is too often
-    ├── feed.py         posts an epoch's tickets in a ring, takes its finished batches out
     ├── place.py        where the loop is: the epoch, and how many of its samples are done
     ├── indexer.py      stage 1: indices → batch, by the user's worker
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
@@ -54,9 +53,10 @@ The modules; imports point down::
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
     ├── _encoder.pyx    a batch into a slot, by a plan
-    ├── _stream.pyx     the trainer's end of streams: requests, ready queues, keys
+    ├── _feed.pyx       the trainer's end of the rings: posts tickets, takes batches and items out
+    ├── _source.pyx     what an epoch asks for: samples in an order, items of workers, keys
     ├── _work.pyx       the work of a runner: making batches, publishing them
-    ├── _core.pyx       the ring with its two ends, the shuffle, the batches' indices
+    ├── _core.pyx       the ring, its runners, the shuffle, the batches' indices
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _slots.pyx      the table of slots: the owner of each

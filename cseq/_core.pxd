@@ -6,7 +6,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-from cseq._headers cimport cseq_cell, cseq_order, cseq_ring, cseq_gil
+from cseq._headers cimport (
+    cseq_cell, cseq_count_u64, cseq_gil, cseq_order, cseq_ring, cseq_ring_retire,
+)
 from cseq._memory cimport Memory
 
 
@@ -34,14 +36,11 @@ cdef class Order:
 cdef class Ring:
     cdef cseq_ring* r
     cdef readonly Memory memory
-    cdef uint32_t* order      # cells of outstanding tickets, oldest first; a circular buffer
-    cdef uint32_t first       # where in `order` the oldest is
-    cdef uint32_t outstanding
-    cdef uint32_t* abandoned  # cells of tickets that were given up
-    cdef readonly uint32_t abandoned_count
-    cdef uint32_t next_cell
+    cdef readonly uint32_t outstanding
+    cdef readonly list kept
+    cdef int calling          # of a queue: the cell of the call that is to be answered; -1: none
+    cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
-    cdef bint expected        # the oldest ticket was waited for in vain, without sleeping
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
     # Counters that any thread reads: see `cseq_count_u64`.
@@ -53,18 +52,24 @@ cdef class Ring:
     cdef int find_vacant(self) noexcept
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                     uint32_t count, uint64_t start) noexcept
-    cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
-                   uint64_t start) noexcept
     cpdef void wake(self) noexcept
-    cdef uint32_t index(self, uint32_t k) noexcept
-    cdef void give_up(self, uint32_t cell) noexcept
-    cdef void drop(self, uint32_t k) noexcept
-    cdef uint32_t outstanding_cell(self, uint32_t k) noexcept
-    cdef int place(self, uint32_t cell) noexcept
-    cdef void leave(self, uint32_t k) noexcept
-    cdef int find(self, bint ordered) noexcept
-    cdef bint expect(self, uint32_t seen) noexcept
-    cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept
+    cdef uint32_t unanswered(self) noexcept
+    cdef inline void count(self, cseq_cell* c) noexcept:
+        """Count a batch that is taken."""
+        cdef uint64_t* f = c.converted if c.stage else c.record
+        if c.status == 0:
+            cseq_count_u64(&self.batch_count, 1)
+            cseq_count_u64(&self.sample_count, c.count)
+            cseq_count_u64(&self.byte_count, f[0] + f[1] + f[2] + f[3] + f[4] + f[5])
+    cdef inline void free(self, uint32_t cell) noexcept:
+        """Free a cell that is the trainer's; an outstanding ticket there is subtracted already."""
+        if self.kept is None:
+            self.next_cell = cell  # at hand for the next ticket
+        else:
+            self.kept[cell] = None
+        cseq_ring_retire(self.r, cell)
+    cdef bint retract(self, uint32_t cell) noexcept
+    cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
 
 
 @cython.final

@@ -7,7 +7,7 @@ arguments, release the GIL where something can take long, and turn status codes 
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.ref cimport PyObject
 from libc.string cimport memcpy
 from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 
@@ -15,22 +15,14 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport (
-    MOST_COPIED, MOST_KEPT, WINDOW, Block, Mapping, Memory, freed_due, give_freed_back,
-)
-from cseq._plan cimport MOST_KNOWN, Plan, Reader
-from cseq._references cimport cseq_given, cseq_is_unique
-from cseq._lock cimport Lock, RunState
-from cseq._slots cimport Slots
+from cseq._memory cimport MOST_COPIED, WINDOW, Mapping, Memory, freed_due, give_freed_back
+from cseq._references cimport cseq_is_unique
 
 import os
-from collections import deque
 
 import numpy
 
 cnp.import_array()
-
-MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 
 cdef extern from *:
     """
@@ -260,7 +252,7 @@ PARK_NS = 100_000_000  # longest sleep before a sleeper checks signals, workers 
 INPUT, MIDDLE, OUTPUT = 0, 1, 2
 
 
-def wait_any(list rings not None, list cells not None, uint32_t seen):
+def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
     """Sleep until one of some tickets is ready, or `Ring.notify_all` is called; see `Ring.wait`.
 
     Parameters
@@ -271,6 +263,8 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
         The cell of that ticket in each ring.
     seen : int
         `Ring.notices` of any of them, from before the caller looked for news.
+    spun : bool
+        They were waited for in vain already, without sleeping.
     """
     cdef uint32_t count = <uint32_t>len(rings)
     cdef uint32_t k
@@ -293,7 +287,7 @@ def wait_any(list rings not None, list cells not None, uint32_t seen):
             r[k], at[k] = ring.r, cells[k]
         before = cseq_now_ns()
         with nogil:
-            if not cseq_ring_expect(r, at, count, at[0], seen):
+            if spun or not cseq_ring_expect(r, at, count, at[0], seen):
                 cseq_ring_wait_any(r, at, count, seen, park)
         cseq_count_u64(&ring.waited, cseq_now_ns() - before)
     finally:
@@ -308,10 +302,10 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 
 @cython.final
 cdef class Ring:
-    """The trainer's end of the ring: post, take, cancel, repost, close. See docs/inside/ring.md.
+    """The cells that carry tickets, as the trainer sees them. See docs/inside/ring.md.
 
-    One thread at a time posts and takes; `repost`, `notify_all`, `close`, `depths` and `holder` may be
-    called from any thread.
+    One thread at a time posts and retires; `repost`, `notify_all`, `close`, `depths` and `holder` may be
+    called from any thread. In which order tickets are delivered, `Feed` knows.
 
     Parameters
     ----------
@@ -329,6 +323,13 @@ cdef class Ring:
     at : int
         Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
         ring at 0, so it can wait for several rings in one memory (`wait_any`).
+
+    Attributes
+    ----------
+    outstanding : int
+        Tickets posted, and neither taken nor given up; but calls.
+    kept : list or None
+        Of a queue, by cell: what the ticket there refers to.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -352,15 +353,9 @@ cdef class Ring:
             self.r.output -= at
         elif not cseq_ring_fits(self.r, nbytes):
             raise ValueError("there is no ring of this version of cseq in this memory")
-        self.order = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
-        self.abandoned = <uint32_t*>PyMem_RawCalloc(self.r.capacity, 4)
-        if self.order == NULL or self.abandoned == NULL:
-            raise MemoryError(f"no memory for {self.r.capacity} cells")
+        self.kept = [None] * self.r.capacity if self.r.calls else None
+        self.calling = -1
         self.wake_at = 1
-
-    def __dealloc__(self):
-        PyMem_RawFree(self.order)
-        PyMem_RawFree(self.abandoned)
 
     cdef cseq_cell* at(self, uint32_t cell) except NULL:
         if cell >= self.r.capacity:
@@ -375,9 +370,9 @@ cdef class Ring:
         return self.r.capacity
 
     @property
-    def outstanding_count(self):
-        """Tickets posted and not yet taken or given up."""
-        return self.outstanding
+    def round(self):
+        """Cells that are not for calls."""
+        return cseq_ring_round(self.r)
 
     @property
     def waited_ns(self):
@@ -483,17 +478,13 @@ cdef class Ring:
 
     # -- post
 
-    def vacant(self):
-        """A free cell, or -1."""
-        return self.find_vacant()
-
     cdef int find_vacant(self) noexcept:
-        """A free cell, or -1."""
+        """A free cell, in a queue the one to post in; or -1."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
-        if self.outstanding + self.abandoned_count >= self.r.capacity:
+        if self.outstanding >= self.r.capacity:
             return -1
-        for k in range(self.r.capacity):
+        for k in range(1 if self.r.calls else self.r.capacity):
             if cseq_ring_state(self.r, c) == CSEQ_FREE:
                 return <int>c
             c = 0 if c + 1 == self.r.capacity else c + 1
@@ -517,20 +508,6 @@ cdef class Ring:
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                     uint32_t count, uint64_t start) noexcept:
         """`post`, in a cell that is free."""
-        self.fill(cell, epoch, batch, count, start)
-        if not self.outstanding:
-            cseq_ring_begin(self.r, cell)
-        self.order[self.index(self.outstanding)] = cell
-        self.outstanding += 1
-        self.next_cell = 0 if cell + 1 == self.r.capacity else cell + 1
-        cseq_ring_post(self.r, cell, ticket)
-        self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_gil_is_served(&self.gil, self.r):
-            self.wake()
-
-    cdef void fill(self, uint32_t cell, uint64_t epoch, uint64_t batch, uint32_t count,
-                   uint64_t start) noexcept:
-        """Write what a ticket says into a free cell."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
@@ -539,6 +516,15 @@ cdef class Ring:
         c.capacity = 0
         cseq_store_rlx_u64(&c.started_ns, 0)
         c.stage = c.status = 0
+        if cell < cseq_ring_round(self.r):  # else a call, which is not in the round
+            if not self.outstanding and not self.r.calls:
+                cseq_ring_begin(self.r, cell)
+            self.outstanding += 1
+            self.next_cell = 0 if cell + 1 == cseq_ring_round(self.r) else cell + 1
+        cseq_ring_post(self.r, cell, ticket)
+        self.unwoken += 1
+        if self.unwoken >= self.wake_at and not cseq_gil_is_served(&self.gil, self.r):
+            self.wake()
 
     cpdef void wake(self) noexcept:
         """Wake the runners that sleep until there are tickets."""
@@ -547,82 +533,51 @@ cdef class Ring:
 
     # -- take
 
-    cdef inline uint32_t index(self, uint32_t k) noexcept:
-        """Where in `order` the position `k` is, counted from the oldest ticket."""
-        cdef uint32_t at = self.first + k
-        return at if at < self.r.capacity else at - self.r.capacity
+    cdef uint32_t unanswered(self) noexcept:
+        """Tickets of a queue that its runner has not answered."""
+        cdef uint32_t count = 0, n = cseq_ring_round(self.r)
+        while (count < self.outstanding
+               and not cseq_ring_ready(self.r, (self.next_cell + n - count - 1) % n)):
+            count += 1
+        return count
 
-    cdef inline uint32_t outstanding_cell(self, uint32_t k) noexcept:
-        """The cell of the ticket at a position of `order`."""
-        return self.order[self.index(k)]
-
-    cdef int place(self, uint32_t cell) noexcept:
-        """Position in `order` of the ticket in a cell, or -1."""
-        cdef uint32_t k
-        for k in range(self.outstanding):
-            if self.outstanding_cell(k) == cell:
-                return <int>k
-        return -1
-
-    cdef void leave(self, uint32_t k) noexcept:
-        """Take the ticket at a position out of `order`."""
-        while k > 0:
-            self.order[self.index(k)] = self.outstanding_cell(k - 1)
-            k -= 1
-        self.first = self.index(1)
-        self.outstanding -= 1
-
-    cdef int find(self, bint ordered) noexcept:
-        """Position in `order` of a ticket that can be taken, or -1."""
-        cdef uint32_t k
-        cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
-        for k in range(upto):
-            if cseq_ring_ready(self.r, self.outstanding_cell(k)):
-                return <int>k
-        return -1
-
-    def take(self, bint ordered=True, int cell=-1):
-        """Take a finished ticket out of the ring: the oldest, (unordered) any one, or that in a cell.
+    def peek(self, uint32_t cell, uint64_t ticket):
+        """What the runners have answered to a ticket. Nothing changes.
 
         Returns
         -------
         tuple or None
-            (cell, status, slot, capacity, record): what the runners wrote. The cell is free; its
-            ticket and indices can be read until the next `post` there. None: not yet finished.
+            (status, slot, capacity, record). None: not answered. (): the ticket is not there any more.
         """
-        cdef int k
-        cdef cseq_cell* c
+        cdef cseq_cell* c = self.at(cell)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)
         cdef uint64_t* f
-        if cell < 0:
-            k = self.find(ordered)
-        else:
-            self.at(<uint32_t>cell)
-            k = self.place(<uint32_t>cell) if cseq_ring_ready(self.r, <uint32_t>cell) else -1
-        if k < 0:
+        if CSEQ_STATE(word) == CSEQ_FREE or CSEQ_TICKET(word) != CSEQ_TICKET(ticket << 24):
+            return ()
+        if CSEQ_STATE(word) != CSEQ_READY:
             return None
-        cell = <int>self.outstanding_cell(<uint32_t>k)
-        c = cseq_ring_cell(self.r, cell)
-        f = self.free(c, <uint32_t>k)
-        return cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+        f = c.converted if c.stage else c.record
+        return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
 
-    cdef uint64_t* free(self, cseq_cell* c, uint32_t k) noexcept:
-        """Take a finished ticket, at position `k` of `order`, out of its cell; return its record."""
-        cdef uint64_t* f = c.converted if c.stage else c.record
-        cdef uint32_t cell = self.outstanding_cell(k)
-        self.leave(k)
-        cseq_ring_retire(self.r, cell)
-        if c.status == 0:
-            cseq_count_u64(&self.batch_count, 1)
-            cseq_count_u64(&self.sample_count, c.count)
-            cseq_count_u64(&self.byte_count, f[0] + f[1] + f[2] + f[3] + f[4] + f[5])
-        return f
+    def retire(self, uint32_t cell):
+        """Free a cell that is the trainer's."""
+        self.at(cell)
+        self.free(cell)
+
+    cdef bint retract(self, uint32_t cell) noexcept:
+        """Take the newest ticket of a queue back: whether it was not claimed."""
+        if not cseq_ring_retract(self.r, cell):
+            return False
+        self.next_cell = cell
+        self.kept[cell] = None
+        return True
 
     def notices(self):
         """How often the trainer was woken: read it before looking for news, and pass it to
         `wait`."""
         return cseq_ring_notices(self.r)
 
-    def wait(self, uint32_t seen, bint ordered=True, uint64_t ns=PARK_NS, int cell=-1):
+    def wait(self, uint32_t seen, int cell=-1, uint64_t ns=PARK_NS):
         """Sleep until a ticket can be taken or `notify_all` is called, at most `ns`; then run
         signal handlers.
 
@@ -630,35 +585,23 @@ cdef class Ring:
         ----------
         seen : int
             `notices` from before the caller looked for news (failures, interruptions).
-        ordered : bool
-            Wait for the oldest ticket, not for any.
+        cell : int
+            Wait for the ticket in this cell; -1: for any.
         ns : int
             Nanoseconds.
-        cell : int
-            Wait for the ticket in this cell.
         """
-        cdef uint64_t before
-        cdef bint spun = cell < 0 and self.expected
+        cdef uint64_t before = cseq_now_ns()
         if cell >= 0:
             self.at(<uint32_t>cell)
-        elif ordered and self.outstanding:
-            cell = <int>self.order[self.first]
-            if not spun and self.expect(seen):
-                PyErr_CheckSignals()
-                return
-        before = cseq_now_ns()
         if self.unwoken:  # written with the run's lock held
             self.wake()
         with nogil:
             cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns)
-        self.expected = False
         cseq_count_u64(&self.waited, cseq_now_ns() - before)
         PyErr_CheckSignals()
 
-    cdef bint expect(self, uint32_t seen) noexcept:
-        """Wait for the oldest ticket, but do not sleep; True: it is ready. False: sleep next."""
-        cdef uint32_t cell = self.order[self.first]
-        cdef uint32_t last = self.outstanding_cell(min(max(self.gil.apart, 1), self.outstanding) - 1)
+    cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept:
+        """Wait for a ticket, but do not sleep: whether it is ready. `last`: see `cseq_ring_expect`."""
         cdef uint64_t before = cseq_now_ns()
         cdef int ready
         if self.unwoken and not cseq_gil_is_served(&self.gil, self.r):
@@ -668,15 +611,8 @@ cdef class Ring:
                 ready = cseq_ring_expect(&self.r, &cell, 1, last, seen)
             else:
                 ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen)
-        self.expected = not ready
         cseq_count_u64(&self.waited, cseq_now_ns() - before)
         return ready
-
-    def awaited(self, bint ordered=True):
-        """Cells of the tickets that the trainer waits for: the oldest's, or (unordered) all."""
-        cdef uint32_t k
-        cdef uint32_t upto = min(self.outstanding, <uint32_t>1) if ordered else self.outstanding
-        return [self.outstanding_cell(k) for k in range(upto)]
 
     def ticket(self, uint32_t cell):
         """(epoch, batch, count) of a cell."""
@@ -699,43 +635,6 @@ cdef class Ring:
         cdef uint64_t* f = c.converted
         return (c.stage, c.status, c.slot, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
                 (f[0], f[1], f[2], f[3], f[4], f[5]))
-
-    # -- give up
-
-    def abandon(self):
-        """Give up the outstanding tickets; `sweep` frees their cells."""
-        cdef uint32_t k
-        for k in range(self.outstanding):
-            self.give_up(self.outstanding_cell(k))
-        self.outstanding = 0
-        self.unwoken = 0
-
-    cdef void give_up(self, uint32_t cell) noexcept:
-        """Add a cell, in no order any more, to the abandoned ones."""
-        self.abandoned[self.abandoned_count] = cell
-        self.abandoned_count += 1
-
-    cdef void drop(self, uint32_t k) noexcept:
-        """Take an abandoned cell, which is the trainer's now, out of the list; the last one is there then."""
-        self.abandoned_count -= 1
-        self.abandoned[k] = self.abandoned[self.abandoned_count]
-
-    def sweep(self):
-        """Free the abandoned cells that no runner works on now: a list of (cell, slot).
-
-        For tests of the ring alone, as `post` and `take` are; `Consumer` has its own, which frees slots.
-        """
-        cdef uint32_t k = 0, cell
-        swept = []
-        while k < self.abandoned_count:
-            cell = self.abandoned[k]
-            if not cseq_ring_cancel(self.r, cell):
-                k += 1
-                continue
-            swept.append((cell, cseq_ring_cell(self.r, cell).slot))
-            cseq_ring_retire(self.r, cell)
-            self.drop(k)
-        return swept
 
     # -- from any thread
 
@@ -908,7 +807,7 @@ cdef class Runner:
         return f[0], f[1], f[2], f[3], f[4], f[5]
 
     def detach(self):
-        """The batch has left its slot, which is the trainer's: `Consumer` must not free it."""
+        """The batch has left its slot, which is the trainer's: `Feed` must not free it."""
         cseq_store_rel_u32(&self.held().slot, CSEQ_NO_SLOT)
 
     cpdef object indices(self):
@@ -961,488 +860,6 @@ cdef class Runner:
         cdef uint32_t cell = <uint32_t>self.cell
         self.cell = -1
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
-
-
-cdef object UNREAD = object()
-
-
-@cython.final
-cdef class Consumer:
-    """The trainer's end of a ring: posts the tickets of an epoch, and takes its batches out.
-
-    A ticket leaves the ring in three steps::
-
-        peek     find a ticket that is READY; nothing changes
-        decode   make the batch from what the ticket says; may call anything, may be interrupted
-        commit   free the cell, count the batch, post the next ticket in its place: C alone
-
-    An exception before the commit leaves the ticket where it is: the next call finds it again.
-    No Python code runs between the commit and the return to the caller of `BatchIterator`, but
-    destructors of what the commit drops (the unconverted batch), as its last step.
-
-    One thread at a time: that which has the lock of `run`. What runs in the middle of a call (a signal
-    handler, a conversion, a destructor) can begin no epoch and take no batch: it may raise, and it may
-    end the generation.
-
-    Parameters
-    ----------
-    run : RunState
-    ring : Ring
-    order : Order
-    fill : callable
-        ``fill(k, out)`` writes the indices of batch k of the epoch, where `order` alone does not
-        say them, and returns how many there are and the position of the first one.
-    read : callable
-        ``read()`` waits for the next batch and decodes it: ``(cell, batch, error)``, where `error` is None or
-        the exception in place of the batch.
-    describe : callable
-        ``describe(cell, error)``: the exception to be raised in the loop, and the entry of
-        `skipped` for it.
-    ordered : bool
-        Batches come out in the order of their tickets, not in that of completion.
-    skip_errors : bool
-        Leave out a batch whose indexer raised, instead of raising.
-    objects : ObjectTable, optional
-        The batches of threads.
-    slots : Slots, optional
-        The slots of processes; without it, tickets have no slot.
-    discard : callable, optional
-        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
-    small : tuple, optional
-        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded
-        in C; arrays of at most `most` bytes together are copied, and others are views of what
-        `lend` (see `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
-    wait : callable, optional
-        ``wait()`` waits for the next batch or makes it, or raises what `read` would; most batches are then
-        decoded in C.
-    convert : callable, optional
-        Applied to a batch that is decoded in C; `read` applies it to others.
-    leaf_for : callable, optional
-        The same for single leaves, if that is possible: see `Plan.converters`.
-
-    Attributes
-    ----------
-    posted, taken : int
-        Batches of this epoch.
-    done : int
-        The same as `taken`, but a batch that raised counts only once the loop has gone on.
-    skipped : deque
-        The entries of `describe` for the batches left out.
-    generation : int
-        That of the iterator over what was begun; once it is over, `take` raises InterruptedError.
-    place : Place or None
-        Epoch, and samples before its first batch, of what was begun; None: nothing is under way.
-    ended : bool
-        The caller was told that the epoch is over.
-    prompt : bool
-        A batch that is not ready is waited for in C, for some microseconds, before `read` is called, which
-        looks for errors and sleeps. The first waiting is left to `read`.
-    """
-
-    cdef readonly RunState run
-    cdef public uint64_t generation
-    cdef readonly Ring ring
-    cdef public bint prompt
-    cdef Order order
-    cdef object fill, read, describe, discard, wait, convert
-    cdef bint ordered, skip_errors
-    cdef ObjectTable objects
-    cdef Slots slots
-    cdef list mapped
-    cdef Reader reader
-    cdef Py_ssize_t most
-    cdef object lend
-    cdef object leaf_for
-    cdef dict converters  # by plan
-    cdef Plan found       # that of the latest batch
-    cdef Plan latest
-    cdef list leaves      # converters of `latest`
-    cdef bint passes          # batches are objects that are handed over as they are
-    cdef readonly object skipped
-    cdef readonly uint64_t skips
-    cdef int decoded          # the cell whose batch is decoded, and still in the ring; -1: none
-    cdef object batch, error
-    cdef readonly uint64_t ticket  # number of the next one
-    cdef readonly uint64_t posted
-    cdef public object place
-    cdef public bint ended
-    cdef uint64_t taken_count  # `taken` and `done`, which any thread reads: see `cseq_count_u64`
-    cdef uint64_t done_count
-    # The epoch: batch k has the number `first` + k; for k < `full` it is `size` samples from
-    # position `start` + k * `stride` on.
-    cdef readonly uint64_t batches
-    cdef uint64_t epoch, first, full, start, stride
-    cdef uint32_t size
-    # What `fill` returned for the ticket to be posted next, if `next_for` is `posted` + 1.
-    cdef Block next_memory
-    cdef object next_indices
-    cdef uint64_t next_for, next_start
-    cdef uint32_t next_count
-
-    def __cinit__(self, RunState run not None, Ring ring not None, Order order not None, fill, read,
-                  describe, *,
-                  bint ordered=True, bint skip_errors=False, ObjectTable objects=None, Slots slots=None,
-                  discard=None, small=None, wait=None, convert=None, leaf_for=None):
-        self.run, self.ring, self.order = run, ring, order
-        self.fill, self.read, self.describe = fill, read, describe
-        self.ordered, self.skip_errors = ordered, skip_errors
-        self.objects, self.slots, self.discard = objects, slots, discard
-        if small is not None:
-            self.mapped, self.reader, self.most, self.lend = small
-        self.wait, self.convert, self.leaf_for = wait, convert, leaf_for
-        self.converters = {}
-        self.passes = objects is not None and slots is None and convert is None
-        self.decoded = -1
-        self.skipped = deque(maxlen=MOST_SKIPPED)
-        self.next_memory = Block(8 * <Py_ssize_t>ring.r.batch_size)
-        self.next_indices = self.next_memory.view(
-            0, numpy.dtype(numpy.int64), (ring.r.batch_size,))
-
-    # -- the epoch
-
-    def begin(self, uint64_t epoch, cut, place=None, progress=None):
-        """Begin an epoch, and its order; tickets of an earlier one are given up. One step of C.
-
-        Parameters
-        ----------
-        epoch : int
-        cut : sampler.Cut
-        place, progress : Place, Progress
-            In the same step, the place is made that of this epoch, with this progress.
-        """
-        cdef uint64_t first, batches, full, start, stride
-        cdef uint32_t size
-        first, batches, full, start, stride, size, _, consumed = cut
-        self.order.begin(epoch, cut)
-        if place is not None:
-            place.epoch, place.consumed, place.progress = epoch, consumed, progress
-        self.epoch, self.first = epoch, first
-        self.full = full if self.order.indices is None else 0
-        self.start, self.stride, self.size = start, stride, size
-        self.reset(place, batches)
-
-    def end(self):
-        """Give up the epoch."""
-        self.reset(None, 0)
-
-    cdef int reset(self, place, uint64_t batches) except -1:
-        """Forget what was posted and taken."""
-        before = self.batch, self.error  # their destructors may run code: after all else is done
-        self.ring.abandon()
-        self.decoded, self.batch, self.error = -1, None, None
-        self.place, self.batches, self.ended = place, batches, False
-        self.posted = self.next_for = 0
-        cseq_store_rlx_u64(&self.taken_count, 0)
-        cseq_store_rlx_u64(&self.done_count, 0)
-        return 0
-
-    @property
-    def taken(self):
-        return cseq_load_rlx_u64(&self.taken_count)
-
-    @property
-    def done(self):
-        return cseq_load_rlx_u64(&self.done_count)
-
-    @property
-    def over(self):
-        """Whether no more batches come in this epoch."""
-        return not self.ring.outstanding and self.posted >= self.batches
-
-    # -- posting
-
-    cdef bint is_prepared(self) noexcept:
-        """Whether `offer` can write the next ticket, if there is one, in C alone and at once."""
-        return (self.posted >= self.batches or self.next_for == self.posted + 1
-                or (self.posted < self.full
-                    and self.order.is_near(self.start + self.posted * self.stride + self.size)))
-
-    cdef int prepare(self) except -1:
-        """Prepare the next ticket's indices, which may run Python code or take long: shuffle up to
-        them, or write them into a buffer."""
-        cdef uint64_t k = self.posted
-        if self.is_prepared():
-            return 0
-        if k < self.full:
-            self.order.approach(self.start + k * self.stride + self.size)
-            return 0
-        self.next_count, self.next_start = self.fill(k, self.next_indices)
-        self.next_for = k + 1
-        return 0
-
-    cdef void offer(self, uint32_t cell) noexcept:
-        """Post the next ticket, which is prepared, in a free cell."""
-        cdef int64_t* indices = cseq_ring_indices(self.ring.r, cell)
-        cdef uint64_t start = self.next_start
-        cdef uint32_t count = self.next_count
-        if self.posted < self.full:
-            start, count = self.start + self.posted * self.stride, self.size
-            self.order.copy(start, count, indices)
-        else:
-            memcpy(indices, self.next_memory.data, 8 * <size_t>count)
-        self.ring.offer(cell, self.ticket, self.epoch, self.first + self.posted, count, start)
-        self.ticket += 1
-        self.posted += 1
-
-    def refill(self):
-        """Post tickets while there are free cells and batches left."""
-        cdef int cell
-        self.sweep()
-        while self.posted < self.batches:
-            cell = self.ring.find_vacant()
-            if cell < 0:
-                return
-            self.prepare()
-            self.offer(cell)
-
-    cdef int sweep(self) except -1:
-        """Free the cells of given-up tickets that no runner works on any more."""
-        cdef Ring ring = self.ring
-        cdef uint32_t k = 0, cell
-        while k < ring.abandoned_count:
-            cell = ring.abandoned[k]
-            if not cseq_ring_cancel(ring.r, cell):
-                k += 1
-                continue
-            if self.discard is not None:
-                self.discard(cell)
-            # Its destructor may run code: after all else is done.
-            before = None if self.objects is None else self.objects.put(cell, None)
-            if self.slots is not None:
-                self.slots.leave(cseq_ring_cell(ring.r, cell))
-            cseq_ring_retire(ring.r, cell)
-            ring.drop(k)
-            before = None
-        return 0
-
-    # -- peek, decode, commit
-
-    def peek(self):
-        """The next finished ticket: the oldest, or (unordered) any. Nothing changes.
-
-        Returns
-        -------
-        tuple or None
-            (cell, status, slot, capacity, record). None: it is not finished.
-        """
-        cdef int k = self.ring.find(self.ordered)
-        cdef uint32_t cell
-        cdef cseq_cell* c
-        cdef uint64_t* f
-        if k < 0:
-            return None
-        cell = self.ring.outstanding_cell(k)
-        c = cseq_ring_cell(self.ring.r, cell)
-        f = c.converted if c.stage else c.record
-        return (cell, c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5]))
-
-    cdef object decode(self, uint32_t cell):
-        """The batch in a cell, converted, if it can be made without `read`; else UNREAD."""
-        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
-        cdef bint leaves = self.leaf_for is not None
-        if c.status:
-            return UNREAD
-        if self.objects is not None:
-            batch = self.objects.get(cell)
-            if batch is None:
-                return UNREAD
-        else:
-            batch = self.decode_slot(c, leaves)
-            if leaves or batch is UNREAD:
-                return batch
-        return batch if self.convert is None else self.convert(batch)
-
-    cdef object decode_slot(self, cseq_cell* c, bint leaves):
-        """The batch in a cell's slot, if its structure is known; else UNREAD."""
-        cdef list mapped
-        cdef Mapping slot
-        cdef Plan plan
-        cdef Memory memory
-        cdef uint64_t* f = c.record
-        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
-        cdef bint small = f[0] <= <uint64_t>self.most
-        if c.stage or self.mapped is None or not f[1]:
-            return UNREAD
-        mapped = self.mapped
-        if c.slot >= <uint64_t>len(mapped):
-            return UNREAD
-        slot = mapped[c.slot]
-        if slot is None or <uint64_t>slot.size < c.capacity:
-            return UNREAD
-        if small and c.capacity > MOST_KEPT and self.slots.is_due():  # for `Arena.tidy`
-            return UNREAD
-        plan = self.found
-        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
-            plan = self.found = self.reader.find(slot, f)
-        if plan is None:
-            return UNREAD
-        memory, objects = slot, None
-        if not small:
-            memory = self.lend(c.slot, end, c.capacity)
-        if f[3]:
-            if small and not self.reader.is_in_band(slot, f):
-                return UNREAD
-            objects = self.reader.load(memory, end - f[3], f[3])
-        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
-
-    cdef list conversion(self, Plan plan):
-        """The converters of the leaves of a plan's batches."""
-        cdef list leaves
-        if plan is self.latest:
-            return self.leaves
-        leaves = self.converters.get(plan)
-        if leaves is None:
-            if len(self.converters) >= MOST_KNOWN:
-                self.converters.clear()
-            leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
-        self.latest, self.leaves = plan, leaves
-        return leaves
-
-    cdef int commit(self, uint32_t k, bint done) except -1:
-        """Take out the ticket at position `k` of the outstanding ones; post the next one, which is
-        prepared, in its cell. `done`: the loop goes on behind it."""
-        cdef Ring ring = self.ring
-        cdef uint32_t cell = ring.outstanding_cell(k)
-        cdef cseq_cell* c = cseq_ring_cell(ring.r, cell)
-        cdef bint more = self.posted < self.batches
-        # Destructors may run code: after all else is done.
-        before = self.batch
-        left = None if self.objects is None else self.objects.put(cell, None)
-        if self.slots is not None:
-            self.slots.leave(c)
-        self.decoded, self.batch, self.error = -1, None, None
-        ring.free(c, k)
-        cseq_count_u64(&self.taken_count, 1)
-        if done:
-            cseq_store_rlx_u64(&self.done_count, self.taken_count)
-        if more:
-            self.offer(cell)
-        return 0
-
-    cdef PyObject* take(self, uint64_t generation) except NULL:
-        """Take the next batch: the caller, who has the lock, has the reference.
-
-        Raises
-        ------
-        StopIteration
-            The epoch is over.
-        InterruptedError
-            The generation is over.
-        """
-        cdef PyObject* taken
-        cdef bint skip
-        while True:
-            if not self.run.is_at(generation):
-                raise InterruptedError
-            taken = self.pass_on(generation)
-            if taken != NULL:
-                return taken
-            if self.decoded < 0:
-                self.decode_next()
-            error = self.error
-            if error is not None:
-                error, entry = self.describe(self.decoded, error)
-            self.prepare()
-            PyErr_CheckSignals()
-            if not self.run.is_at(generation):
-                raise InterruptedError
-            skip = error is not None and self.skip_errors and isinstance(error, Exception)
-            if skip:
-                self.skipped.append(entry)
-                self.skips += 1
-            batch = self.batch
-            self.commit(<uint32_t>self.ring.place(<uint32_t>self.decoded), error is None or skip)
-            if error is None:
-                Py_INCREF(batch)
-                return <PyObject*>batch
-            if not skip:
-                raise error
-
-    cdef PyObject* pass_on(self, uint64_t generation) except? NULL:
-        """Take the next batch, if it is there and is handed over as it is. NULL: nothing has changed.
-
-        No reference to it is counted: see `_references`.
-        """
-        cdef uint32_t cell
-        cdef PyObject* taken
-        cdef int k = self.ring.find(self.ordered) if self.passes and self.is_prepared() else -1
-        if k < 0:
-            return NULL
-        cell = self.ring.outstanding_cell(k)
-        if cseq_ring_cell(self.ring.r, cell).status or not self.objects.has(cell):
-            return NULL
-        PyErr_CheckSignals()
-        if not self.run.is_at(generation):
-            return NULL
-        taken = self.objects.take(cell)
-        self.commit(<uint32_t>k, True)  # cannot fail: there are no slots
-        return taken
-
-    cdef int decode_next(self) except -1:
-        """Decode the next batch, in C if possible, else by `read`; wait for it."""
-        cdef int cell = -1
-        cdef int k = self.ring.find(self.ordered)
-        if (k < 0 and self.ordered and self.prompt and self.ring.outstanding
-                and self.ring.expect(cseq_ring_notices(self.ring.r))):
-            k = self.ring.find(True)
-        if k < 0 and self.wait is not None:
-            self.wait()
-            k = self.ring.find(self.ordered)
-        error, batch = None, UNREAD
-        if k >= 0:
-            cell = <int>self.ring.outstanding_cell(k)
-            try:
-                batch = self.decode(<uint32_t>cell)
-            except MemoryError:
-                raise
-            except Exception as raised:
-                error = raised
-        if error is None and batch is UNREAD:
-            self.decoded, self.batch, self.error = self.read()
-        else:
-            self.decoded, self.batch, self.error = cell, batch, error
-        return 0
-
-
-@cython.final
-cdef class BatchIterator:
-    """An iterator over the batches of one epoch; a newer iterator, a start or a finish interrupts it.
-
-    Threads may share it: each batch goes to one of them. It has no subclass in Python: there, each
-    step of a ``for`` would look `__next__` up, and call it as a method.
-
-    Parameters
-    ----------
-    consumer : Consumer
-    generation : int
-        When that of the consumer's run changes, this iterator is void.
-    manager : object, optional
-        Kept alive, and with it the pool.
-    """
-
-    cdef readonly uint64_t generation
-    cdef object manager
-    cdef Consumer consumer
-
-    def __cinit__(self, Consumer consumer not None, uint64_t generation, manager=None):
-        self.consumer, self.generation, self.manager = consumer, generation, manager
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef Lock lock = self.consumer.run.lock
-        lock.enter_anew()
-        try:
-            return cseq_given(self.consumer.take(self.generation))
-        except Exception:
-            if not self.consumer.run.is_at(self.generation):
-                raise InterruptedError(
-                    "this iterator was interrupted: the manager was started or finished, or a "
-                    "newer iterator began; call iter() on the manager again") from None
-            raise
-        finally:
-            lock.leave()
 
 
 @cython.final

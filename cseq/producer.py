@@ -12,8 +12,8 @@ goes to `start`.
               call or key, assignment        two requests: six of the cell's words for each
               key                            a list of ints: one of the cell's words for each
     request   slot, bytes committed, record  data that the trainer has written into a slot
-    answer    record                         an item, a reply or an exception, encoded as a batch
-              ended                          one of the cell's words
+    answer    record, status                 an item, a reply or an exception, encoded as a batch;
+                                             whether no item follows
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from cseq import codec, context, failure, indexer
 from cseq._core import Runner
 from cseq._memory import copy_of, fork_depth
-from cseq._stream import ASSIGNED, BEGIN, CALLED, ENDED, ITEM, KEY, KEYS, NO_KEY
+from cseq._source import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq.launcher.base import end_copy
 from cseq.launcher.forks import in_forked_children
-from cseq.stage import INDEXER, run
+from cseq.stage import ENDED, INDEXER, RAISED, run
 from cseq.transport import SlotWriter
 from cseq.worker import FAILED, READY, enter, send_state
 
@@ -145,7 +145,6 @@ class Making:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
         epoch, kind, _ = self._ring.ticket(runner.cell)
         room = self._rooms[runner.cell]
-        room[ENDED] = 0
         keyed = kind == ITEM and room[KEY] != NO_KEY
         try:
             if keyed:
@@ -158,13 +157,12 @@ class Making:
             self._check_home(error)
             if not keyed:
                 self._end(epoch)
-                room[ENDED] = 1
-            self._fail(runner, error)
+            self._fail(runner, error, RAISED if keyed else RAISED | ENDED)
 
-    def _fail(self, runner: Runner, error: BaseException) -> None:
+    def _fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
         """Publish an exception in place of an item, or of a reply."""
         self._batch_context.allocator = None
-        self._batch_writer.fail(runner, error)
+        self._batch_writer.fail(runner, error, status)
 
     def _end(self, epoch: int) -> None:
         """End the stream for this epoch."""
@@ -234,9 +232,8 @@ class Making:
         self._batch_context.allocator = None
         if item is _END:
             self._end(self._epoch)
-            self._rooms[runner.cell][ENDED] = 1
             self._writer.settle()
-            batch_writer.publish(runner, (0, 0, 0, 0))
+            batch_writer.end_items(runner)
             return
         self._at += 1
         try:

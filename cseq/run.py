@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cseq.launcher.forks import in_forked_children
 from cseq.threads import Latch
@@ -21,7 +21,7 @@ from cseq.threads import Latch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._lock import RunState
+    from cseq.pools.base import Pool
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
 
@@ -31,21 +31,7 @@ EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are be
 LOCK_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes
 
 
-class Interruptible(Protocol):
-    """The methods of a pool that a run calls."""
-
-    @property
-    def run(self) -> RunState:
-        """The generation, and the lock around every other use of the pool."""
-
-    def notify_all(self) -> None:
-        """Have a call that waits in another thread look at the generation."""
-
-    def close(self) -> None:
-        """End all that was started; returns within a bounded time. Calling it twice is fine."""
-
-
-P = TypeVar("P", bound=Interruptible)
+P = TypeVar("P", bound="Pool")
 
 
 class Run(Generic[P]):

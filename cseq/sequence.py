@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
 
 from cseq import arguments, checkpoint, indexer
 from cseq import shard as shards
-from cseq._core import BatchIterator
+from cseq._feed import FeedIterator
 from cseq._lock import Hold, Lock
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from cseq.converter.output import Output
     from cseq.indexer import Indexer
-    from cseq.pools import Pool
+    from cseq.pools.base import BatchPool
 
     # What the loop gets; anything where that is not known.
     B_co = TypeVar("B_co", covariant=True, default=Any)
@@ -302,7 +302,7 @@ class MSequence(Generic[B_co]):
         )
         self._state = State.IDLE
         self._lock = Lock()  # around changes of state
-        self._run: Run[Pool] | None = None
+        self._run: Run[BatchPool] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._check_seed(self._shard or shards.ALONE)
         self._place = Place()
@@ -452,7 +452,7 @@ class MSequence(Generic[B_co]):
                     if place.begun or not hold.has:  # another thread is taking the first batch
                         self._place = Place(number)
                     else:  # the iterator stays, and so does its place
-                        self._begin(run, place, number, 0, run.pool.consumer.generation)
+                        self._begin(run, place, number, 0, run.pool.feed.generation)
 
     def _alone(self) -> Hold:
         """Hold the lock, for a call that cannot be made in the middle of another one."""
@@ -662,10 +662,10 @@ class MSequence(Generic[B_co]):
             with run.lock.hold():  # from here on, no batch is delivered
                 self._place = place = self._place.next(self._sampler.end)
                 self._begin(run, place, place.epoch, place.consumed, generation)
-            return BatchIterator(run.pool.consumer, generation, self)
+            return FeedIterator(run.pool.feed, generation, self)
 
     def _begin(
-        self, run: Run[Pool], place: Place, epoch: int, consumed: int, generation: int
+        self, run: Run[BatchPool], place: Place, epoch: int, consumed: int, generation: int
     ) -> None:
         """Begin an epoch; InterruptedError if the manager was finished meanwhile."""
         try:

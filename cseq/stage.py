@@ -17,10 +17,22 @@ if TYPE_CHECKING:
 
     from cseq._core import Runner
 
-__all__ = ["BATCH", "CONVERTER", "INDEXER", "RAISED", "cores", "overdue", "run", "spin_ns", "spins"]
+__all__ = [
+    "BATCH",
+    "CONVERTER",
+    "ENDED",
+    "INDEXER",
+    "RAISED",
+    "cores",
+    "overdue",
+    "run",
+    "spin_ns",
+    "spins",
+]
 
 INDEXER, CONVERTER = 0, 1  # the stages
-BATCH, RAISED = 0, 1  # what a published ticket holds: a batch, or an exception
+# What a published ticket holds: a batch; or bits: an exception; no more follow in this queue.
+BATCH, RAISED, ENDED = 0, 1, 2
 
 IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
 SPIN_NS = 20_000  # about the cost of a sleep and its wake-up

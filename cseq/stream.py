@@ -19,26 +19,25 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cseq import codec, failure
-from cseq._core import now_ns, ring_bytes, wait_any
-from cseq._lock import RunState
-from cseq._memory import SMALL, Mapping
+from cseq._core import now_ns, ring_bytes
+from cseq._feed import FeedIterator, ItemFailure
+from cseq._memory import Mapping
 from cseq._slots import Lease
-from cseq._stream import (
+from cseq._source import (
+    BEGIN,
+    CALL,
     CALLED,
-    ENDED,
     IN_REQUEST,
     ITEM,
     KEY,
     KEYS,
-    ItemFailure,
-    ItemIterator,
-    ItemReader,
+    ItemSource,
+    KeySource,
     Request,
-    StreamConsumer,
 )
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.deaths import Deaths, Held
@@ -46,11 +45,11 @@ from cseq.errors import RemoteTraceback
 from cseq.launcher import make_launcher, start_methods
 from cseq.memory_limit import memory_limit_of
 from cseq.pickling import Pickled, dump, dumps
+from cseq.pools.base import Pool
 from cseq.producer import ENTRY, EncodedItem, KeyProducer, Producer, Task
 from cseq.run import Run, close_with
 from cseq.shared import Shared
 from cseq.stage import RAISED
-from cseq.stats import Clock, Stats
 from cseq.supervisor import Supervisor
 from cseq.transport import SlotReader
 from cseq.writer import Writer
@@ -62,10 +61,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq.launcher import Child
+    from cseq.pools.base import Awaited, Working
     from cseq.segment import Segment
+    from cseq.stats import Stats
+    from cseq.transport import Ends
 
-    Post = tuple[int, int]  # cell and number of a ticket
-    Answer = tuple[int, int, int, int, int, tuple[int, ...]]  # see `StreamConsumer.peek`
+    Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
+    T = TypeVar("T")
 
 __all__ = ["EncodedItem", "ItemFailure", "KeyProducer", "Producer", "Streams"]
 
@@ -74,7 +76,6 @@ MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker tak
 MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
 CALLS = 2  # cells for calls: one that was given up may still be worked on
-NEVER = 2**32 - 1
 
 
 class Streams:
@@ -191,20 +192,13 @@ class Streams:
             memory_limit=memory_limit_of(memory_limit),
             threads=None if threads is None else count("threads", threads),
             encoded=flag("encoded", encoded),
+            errors=choice("errors", errors, ("raise", "return")),
             unit=unit,
             show=show,
             lost=lost,
         )
         self._run = Run(pool)
-        self._reader = ItemReader(
-            pool.run,
-            pool.consumers,
-            pool.write_key,
-            pool.await_any,
-            pool.clock.stop,
-            depth=pool.depth,
-            raises=choice("errors", errors, ("raise", "return")) == "raise",
-        )
+        self._feed = pool.feed
         self._finalizer = close_with(self, self._run)
         try:
             pool.supervisor.prepare(
@@ -287,22 +281,13 @@ class Streams:
         first = count("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
             raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
-        run, reader = self._ours(), self._reader
+        run = self._ours()
         run.lock.refuse_mine()
         generation = run.interrupt()
         with run.lock.hold():
-            reader.end()
-            post = partial(reader.begin, keys, ordered=ordered, free=free, first=first)
-            try:
-                replies = run.pool.begin(assignments, post, generation, keyed=keys is not None)
-                run.pool.check(generation)
-            except BaseException as error:
-                reader.end()
-                if isinstance(error, Exception):
-                    run.pool.check(generation)
-                raise
-            reader.open(generation)
-            return replies
+            return run.pool.begin(
+                assignments, keys, generation, ordered=ordered, free=free, first=first
+            )
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, and wait for the replies.
@@ -346,42 +331,43 @@ class Streams:
 
     @property
     def next(self) -> Callable[[int], Any]:
-        """Return the next item of a worker's stream: ``next(worker)``; see `ItemReader.next`.
+        """Return the next item of a worker's stream: ``next(worker)``; see `Feed.next`.
 
         Not in an epoch of keys.
         """
-        return self._reader.next
+        return self._feed.next
 
     @property
     def glance(self) -> Callable[[], Any]:
         """Return what is next in an ordered epoch of keys, if it is ready; else None.
 
-        It stays next: no key is drawn. See `ItemReader.glance`.
+        It stays next: no key is drawn. See `Feed.glance`.
         """
-        return self._reader.glance
+        return self._feed.glance
 
     @property
     def peek(self) -> Callable[[], tuple[int, Any]]:
-        """Return the number of the next item in the epoch, and the item; see `ItemReader.peek`.
+        """Return the number of the next item in the epoch, and the item; see `Feed.peek`.
 
         `peek` and `commit` together are ``next`` for callers that keep a record of items. `peek`
         returns the same item and number, also after an interrupt (Ctrl-C), until `commit` has been
         called with that number; so what is recorded in between must be the same when it is recorded
         twice. An exception has a number, too; `peek` raises and removes it.
         """
-        return self._reader.peek
+        return self._feed.peek
 
     @property
     def commit(self) -> Callable[[int], None]:
-        """Remove the item that `peek` has returned with this number; see `ItemReader.commit`."""
-        return self._reader.commit
+        """Remove the item that `peek` has returned with this number; see `Feed.commit_item`."""
+        return self._feed.commit_item
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the epoch: one item of each worker in turn, or the items of the keys.
 
         Workers that have no more items are left out. With ``ordered=False``: items that are ready.
         """
-        return ItemIterator(self._reader, self)
+        self._feed.check(self._feed.generation)
+        return FeedIterator(self._feed, self._feed.generation, self)
 
     def interrupt(self) -> None:
         """End the epoch: it gives no more items; a call that waits raises InterruptedError."""
@@ -432,8 +418,10 @@ class Streams:
         return self._run
 
 
-class StreamPool:
+class StreamPool(Pool):
     """The pool of `Streams`; for one thread at a time, except `interrupt` and `close`."""
+
+    supervisor: Supervisor
 
     def __init__(
         self,
@@ -449,24 +437,24 @@ class StreamPool:
         memory_limit: int,
         threads: int | None,
         encoded: bool,
+        errors: Literal["raise", "return"],
         unit: str,
         show: Callable[[Any], Any] | None,
         lost: str,
     ) -> None:
-        self.num_workers = num_workers
-        self._encoded = encoded
         self._unit, self._show = unit, show
         self.timeout, self._patient, self._restart = timeout, patient, restart
-        depth = min(prefetch, DEEPEST)
+        self._prefetch = prefetch
+        self._depth = depth = min(prefetch, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
         besides = 2 + CALLS
         # One worker may have all keys, unless the cells for them would take too much memory.
         room = KEYS + key_size
         cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
-        self.depth = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
+        self._most = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
         self._shared = shared = Shared(
-            self.depth + besides,
+            self._most + besides,
             room,
             1,
             owners=num_workers,
@@ -480,30 +468,28 @@ class StreamPool:
             shared,
             readers=num_workers,
             task=lambda _: Task(num_workers),
-            describe=self._describe,
+            describe=self._describe_held,
             deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it", lost),
         )
-        self._arena = arena = shared.arena
-        self._slots = SlotReader(arena)
+        self._arena = shared.arena
+        self._slots = SlotReader(self._arena)
+        super().__init__(
+            shared.rings,
+            EncodedReader(self._arena) if encoded else self._slots,
+            errors=errors,
+            num_workers=num_workers,
+            interrupted="no epoch is under way: none was begun, or it was interrupted; "
+            "call begin()",
+        )
+        for ring in self.rings:
+            # Waking a worker costs more than a small item does. It sleeps only when all items asked
+            # for are ready, so it is woken when half of them are asked for again.
+            ring.wake_at = (depth + 1) // 2
         self._writers: list[Writer] = []  # that nothing is written with
-        self.consumers = [
-            StreamConsumer(
-                ring,
-                arena.slots,
-                self._read,
-                number=number,
-                prefetch=prefetch,
-                depth=depth,
-                small=None if encoded else (arena.mapped, codec.reader, SMALL),
-            )
-            for number, ring in enumerate(shared.rings)
-        ]
-        for ring in shared.rings:
-            ring.wake_at = NEVER  # see `StreamConsumer.request`
         self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
-        self.run = RunState()
-        self._generation = -1  # of the present epoch
-        self.clock = Clock(*shared.rings)
+        self.assignments: list[Request] = []  # of the epoch that is under way
+        self._begun = 0  # when the present wait began
+        self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
 
     @property
     def segment(self) -> Segment:
@@ -535,89 +521,72 @@ class StreamPool:
                 return Pickled(dumps([value], buffers), buffers)
         return dump(value, name=name)
 
-    def write_key(self, key: Any, number: int) -> Request:
+    def _write_key(self, key: Any, number: int) -> Request:
         """Write a key into a slot; TypeError if it cannot be pickled."""
         return self._write(key, f"key {number} of epoch {self._epoch - 1}")
 
     # -- waiting
 
     def _await(
-        self, waiting: Sequence[tuple[StreamConsumer, Post]], generation: int
-    ) -> Answer | None:
-        """Sleep until one of some tickets of different workers is answered; peek at the answer.
+        self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
+    ) -> T:
+        """Sleep until `look` finds something; times are measured from here on."""
+        self._idle, self._begun = {}, now_ns() if self._patient else 0
+        return super()._await(generation, look, awaited)
 
-        None: a ticket is not in the ring any more, since a signal handler has made a call.
+    def _check(self, awaited: Awaited | None) -> None:
+        """Raise errors of workers; raise or restart for what takes too long."""
+        self.supervisor.check()
+        if self.timeout is not None:
+            first = dict(reversed(self.feed.awaited() if awaited is None else awaited))
+            working = self._awaited(first)
+            self.supervisor.check_time(working, self.timeout, restart=self._restart)
+
+    def _awaited(self, awaited: dict[int, int]) -> Working:
+        """Return what some workers work on, and since when (ns), but not before the wait began.
+
+        `awaited`: by worker, the cell of the ticket that is waited for.
         """
-        ring = waiting[0][0].ring  # the trainer sleeps at one gate for all of them
-        idle: dict[int, int] = {}
-        begun = now_ns() if self._patient else 0
-        while True:
-            seen = ring.notices()
-            self.check(generation)
-            for consumer, post in waiting:
-                answer = consumer.peek(*post)
-                if answer is not None or not consumer.holds(*post):
-                    return answer
-            self.supervisor.check()
-            if self.timeout is not None:
-                working = self._awaited(waiting, idle, begun)
-                self.supervisor.check_time(working, self.timeout, restart=self._restart)
-            for each in self.consumers:
-                each.wake()
-            rings = [consumer.ring for consumer, _ in waiting]
-            wait_any(rings, [cell for _, (cell, _) in waiting], seen)
-
-    def await_any(self, consumers: Sequence[StreamConsumer]) -> None:
-        """Sleep until the oldest ticket of one of some workers is answered."""
-        waiting = [(consumer, consumer.oldest() or (0, 0)) for consumer in consumers]
-        self._await(waiting, self._generation)
-
-    def _awaited(
-        self, waiting: Sequence[tuple[StreamConsumer, Post]], idle: dict[int, int], begun: int
-    ) -> list[tuple[int, int, str]]:
-        """Return what some workers work on, and since when (ns), but not before `begun`.
-
-        `idle`: since when a worker is ready and has claimed nothing: its process may be stopped.
-        """
-        awaited = []
-        for consumer, (cell, _) in waiting:
-            owner = consumer.number + 1
-            working = self._working(consumer)
+        found = []
+        for number, cell in awaited.items():
+            owner = number + 1
+            working = self._working(number)
             if working or not self.supervisor.is_ready(owner):
-                idle.pop(owner, None)
-            else:
-                since = idle.setdefault(owner, now_ns())
-                working = [(owner, since, self._place(consumer, cell))]
-            awaited += [(owner, max(since, begun), place) for owner, since, place in working]
-        return awaited
+                self._idle.pop(owner, None)
+            else:  # its process may be stopped
+                since = self._idle.setdefault(owner, now_ns())
+                working = [(owner, since, self._place(number, cell))]
+            found += [(owner, max(since, self._begun), place) for owner, since, place in working]
+        return found
 
-    def _working(self, consumer: StreamConsumer) -> list[tuple[int, int, str]]:
+    def _working(self, number: int) -> Working:
         """Return what a worker works on, and since when (ns of `now_ns`)."""
-        working = []
-        for cell in consumer.ring.held(1):
-            claimed = consumer.ring.holder(cell)[1]
-            if claimed:
-                working.append((consumer.number + 1, claimed, self._place(consumer, cell)))
-        return working
+        ring = self.rings[number]
+        held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
+        return [(number + 1, since, self._place(number, cell)) for cell, since in held if since]
 
-    def _place(self, consumer: StreamConsumer, cell: int) -> str:
+    def _place(self, number: int, cell: int) -> str:
         """Name the item, or the call, of the ticket in a cell."""
-        return self._named_by(consumer, cell, self._key(consumer, cell))
+        return self._named_by(number, cell, self._key(number, cell))
 
-    def _named_by(self, consumer: StreamConsumer, cell: int, key: Any) -> str:
+    def _named_by(self, number: int, cell: int, key: Any) -> str:
         """Name the item of a key, or the call, of the ticket in a cell."""
-        epoch, kind, _ = consumer.ring.ticket(cell)
-        if kind != ITEM:
-            return f"{consumer.names[cell]} in worker {consumer.number}"
-        named = f"{self._unit} {consumer.ring.start(cell)}"
+        epoch, kind, _ = self.rings[number].ticket(cell)
+        if kind == BEGIN:
+            return f"the beginning of epoch {epoch - 1} in worker {number}"
+        if kind == CALL:
+            kept = self.rings[number].kept[cell]
+            return f"{kept[-1] if kept else 'a call'} in worker {number}"
+        named = f"{self._unit} {self.rings[number].start(cell)}"
         of_key = "" if key is None else f" ({reprlib.repr(key)})"
-        return f"{named}{of_key} of worker {consumer.number}, epoch {epoch - 1}"
+        return f"{named}{of_key} of worker {number}, epoch {epoch - 1}"
 
-    def _key(self, consumer: StreamConsumer, cell: int) -> Any:
+    def _key(self, number: int, cell: int) -> Any:
         """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
-        if consumer.ring.ticket(cell)[1] != ITEM:
+        ring = self.rings[number]
+        if ring.ticket(cell)[1] != ITEM:
             return None
-        words = consumer.ring.indices(cell)
+        words = ring.indices(cell)
         count = int(words[KEY])
         if count >= 0:
             key = words[KEYS : KEYS + count].tolist()
@@ -633,83 +602,85 @@ class StreamPool:
             return None
         return key if self._show is None else self._show(key)
 
-    def _describe(self, owner: int, cell: int) -> Held:
+    def _describe_held(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
-        consumer = self.consumers[owner - 1]
-        epoch, _, count = consumer.ring.ticket(cell)
-        start = consumer.ring.start(cell)
+        number = owner - 1
+        epoch, _, count = self.rings[number].ticket(cell)
+        start = self.rings[number].start(cell)
         try:
-            key = self._key(consumer, cell)
-            place = self._named_by(consumer, cell, key)
+            key = self._key(number, cell)
+            place = self._named_by(number, cell, key)
         except BaseException:  # noqa: BLE001 - the user's class must not end this thread
-            key, place = None, self._named_by(consumer, cell, None)
+            key, place = None, self._named_by(number, cell, None)
         items = list(range(start, start + count))
         if key is not None:
             items = key if isinstance(key, list) else [key]
         return Held(epoch - 1, start, items, place)
 
-    # -- items
+    def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, str]:
+        """Name the item in an exception; say why a worker's items have ended, if they have."""
+        error = _signed(error, number)
+        place = f"{self._unit} {self.rings[number].start(cell)} of worker {number}"
+        named = failure.named(error, f"{place}, epoch {self._epoch - 1}")
+        return named, _ended_by(error, number)
 
-    def _read(self, consumer: StreamConsumer) -> tuple[Any, str, bool, int] | None:
-        """Wait for the oldest ticket and decode its item; it stays in the ring."""
-        answer = self._await([(consumer, consumer.oldest() or (0, 0))], self._generation)
-        if answer is None:
-            return None
-        if self.clock.starting:
-            self.clock.started()
-        _, cell, status, _, _, record = answer
-        ended = bool(consumer.ring.indices(cell)[ENDED])
-        if ended and status != RAISED:
-            return None, "", True, 0
-        item, failed, number = self._decode(*answer[1:]), "", consumer.number
-        if type(item) is ItemFailure:
-            error = _signed(item.error, number)
-            failed = _ended_by(error, number) if ended else ""
-            place = f"{self._unit} {consumer.ring.start(cell)} of worker {number}"
-            item = ItemFailure(failure.named(error, f"{place}, epoch {self._epoch - 1}"), number)
-        return item, failed, ended, codec.used(record)
-
-    def _decode(
-        self, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
-    ) -> Any:
-        """Decode a ticket's item."""
-        if status == RAISED:
-            return ItemFailure(self._slots.error(cell, slot, capacity, record))
-        if self._encoded:
-            lent = self._arena.lend(slot, codec.used(record), capacity)
-            return EncodedItem(lent, record, slot if type(lent) is Lease else -1)
-        try:
-            return self._slots.decode(cell, slot, capacity, record)
-        except MemoryError:
-            raise  # the next attempt may find more memory
-        except Exception as error:  # noqa: BLE001 - of the user's class; takes the item's place
-            return ItemFailure(error)
-
-    # -- calls
+    # -- the epoch
 
     def begin(
-        self, assignments: Sequence[Any], post: Callable[[], None], generation: int, *, keyed: bool
+        self,
+        assignments: Sequence[Any],
+        keys: Iterator[Any] | None,
+        generation: int,
+        *,
+        ordered: bool,
+        free: bool,
+        first: int,
     ) -> list[Any]:
-        """Begin an epoch, call `post` once that is posted to all workers; return the replies."""
+        """Begin an epoch: post its tickets, start the workers; return the replies."""
+        feed = self.feed
         self._end()
-        self.supervisor.check()
-        self.supervisor.deaths.begin()
-        self._arena.tidy()
-        self._epoch += 1
-        name = f"the beginning of epoch {self._epoch - 1}"
         try:
+            self.supervisor.check()
+            self.supervisor.deaths.begin()
+            self._arena.tidy()
+            self._epoch += 1
             requests = self._write_all(assignments)
-            begun = [
-                (consumer, consumer.begin(self._epoch, request, name, keyed))
-                for consumer, request in zip(self.consumers, requests, strict=True)
-            ]
-            post()
+            source: ItemSource | KeySource
+            if keys is None:
+                source = ItemSource(
+                    self.rings, self._epoch, requests, depth=self._depth, first=first
+                )
+            else:
+                source = KeySource(
+                    self.rings,
+                    self._epoch,
+                    requests,
+                    keys,
+                    self._write_key,
+                    depth=self._most,
+                    first=first,
+                    prefetch=self._prefetch,
+                    in_order=ordered,
+                    free=free,
+                )
+            feed.begin(source, ordered=ordered)
+            self.assignments = requests
+            feed.refill()
+            source.open()
+            for ring in self.rings:
+                ring.wake()
             self.supervisor.launch()
-            replies = [self._reply(consumer, at, generation) for consumer, at in begun if at]
-        except BaseException:
+            replies = []
+            if keys is None:
+                begun = [(k, *feed.tickets(k)[0]) for k in range(self.num_workers)]
+                replies = [self._reply(*post, generation) for post in begun]
+            self.check(generation)
+        except BaseException as error:
             self._end()
+            if isinstance(error, Exception):
+                self.check(generation)
             raise
-        self._generation = generation
+        feed.generation = generation
         self.clock.run()
         return replies
 
@@ -722,48 +693,9 @@ class StreamPool:
         return [written[id(assignment)] for assignment in assignments]
 
     def _end(self) -> None:
-        """Give up all tickets."""
-        for consumer in self.consumers:
-            consumer.end()
-
-    def ask(
-        self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
-    ) -> list[Any]:
-        """Call a method in some workers. A call that is interrupted is given up by the next one."""
-        generation = self.run.generation
-        self.supervisor.check()
-        self.supervisor.launch()
-        consumers = [self.consumers[number] for number in workers]
-        if behind:
-            for consumer in consumers:
-                newest = consumer.newest()
-                if newest is not None:
-                    self._await([(consumer, newest)], generation)
-        request = self._write((method, args), f"{method}'s arguments")
-        name = f"a call of {method}()"
-        posts = [(consumer, consumer.call(request, name)) for consumer in consumers]
-        del request  # it is freed with the last ticket that refers to it
-        return [self._reply(*post, generation) for post in posts]
-
-    def _reply(self, consumer: StreamConsumer, post: Post, generation: int) -> Any:
-        """Wait for the answer to a call."""
-        answer = self._await([(consumer, post)], generation)
-        if answer is None:
-            raise InterruptedError("a signal handler has made another call")
-        token, cell, status, slot, capacity, record = answer
-        if status != RAISED:
-            reply = self._slots.decode(cell, slot, capacity, record)
-            consumer.take_reply(cell, token, "")
-            return reply
-        error = self._slots.error(cell, slot, capacity, record)
-        place = self._place(consumer, cell)
-        consumer.take_reply(cell, token, _ended_by(error, consumer.number))
-        try:
-            failure.deliver(_signed(error, consumer.number), place)
-        finally:
-            del error  # its traceback refers to this frame: a reference cycle
-
-    # -- the rest
+        """Give up the epoch, and the calls that are under way."""
+        self.assignments = []
+        self.feed.end()
 
     def check(self, generation: int) -> None:
         """Raise InterruptedError if another generation has begun."""
@@ -772,28 +704,67 @@ class StreamPool:
                 "the epoch was interrupted, or the streams were closed"
             ) from None
 
-    def notify_all(self) -> None:
-        """Have calls that wait in other threads look at the generation."""
-        self._shared.notify_all()
+    # -- calls
+
+    def ask(
+        self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
+    ) -> list[Any]:
+        """Call a method in some workers. A call that is interrupted is given up by the next one."""
+        generation = self.run.generation
+        try:
+            self.supervisor.check()
+            self.supervisor.launch()
+            for number in workers if behind else ():
+                for cell, ticket in self.feed.tickets(number)[-1:]:
+                    self._await_answer(number, cell, ticket, generation)
+            request = self._write((method, args), f"{method}'s arguments")
+            posts = [(number, *self._post_call(number, request, method)) for number in workers]
+            del request  # it is freed with the last ticket that refers to it
+            return [self._reply(*post, generation) for post in posts]
+        except InterruptedError:
+            self.check(generation)
+            raise
+
+    def _post_call(self, number: int, request: Request, method: str) -> tuple[int, int]:
+        """Post a call; return cell and number of its ticket."""
+        name, known = f"a call of {method}()", self.assignments
+        if known:
+            return self.feed.post_call(number, request, name, known[number], self._epoch)
+        return self.feed.post_call(number, request, name)
+
+    def _await_answer(self, number: int, cell: int, ticket: int, generation: int) -> Answer | None:
+        """Sleep until a ticket is answered. None: it is not in the ring any more."""
+        peek = self.rings[number].peek
+        answer: Any = self._await(generation, lambda: peek(cell, ticket), [(number, cell)])
+        return answer or None
+
+    def _reply(self, number: int, cell: int, ticket: int, generation: int) -> Any:
+        """Wait for the answer to a call, and take it out."""
+        answer = self._await_answer(number, cell, ticket, generation)
+        if answer is None:
+            raise InterruptedError("a signal handler has made another call")
+        if not answer[0] & RAISED:
+            reply = self._slots.decode(cell, *answer[1:])
+            self.feed.dismiss(number, cell, ticket)
+            return reply
+        error = self._slots.error(cell, *answer[1:])
+        place = self._place(number, cell)
+        self.feed.dismiss(number, cell, ticket, _ended_by(error, number))
+        try:
+            failure.deliver(_signed(error, number), place)
+        finally:
+            del error  # its traceback refers to this frame: a reference cycle
+
+    # -- the rest
 
     def stats(self) -> Stats:
         """Return counts and times of this pool so far."""
-        times = self.clock.read()
-        deaths, consumers, rings = self.supervisor.deaths, self.consumers, self._shared.rings
-        posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
-        return Stats(
-            batches=sum(consumer.items for consumer in consumers),
-            samples=sum(consumer.items for consumer in consumers),
-            nbytes=sum(consumer.nbytes for consumer in consumers),
+        deaths = self.supervisor.deaths
+        return replace(
+            super().stats(),
             restarts=deaths.restarts,
             retries=deaths.retries,
             copies=self._arena.copies,
-            depths=(sum(posted), sum(middle), sum(ready)),
-            start_waited=self.clock.start_waited,
-            loop_waited=times.waited,
-            workers_waited=sum(times.idle),
-            elapsed=times.elapsed,
-            num_workers=len(consumers),
         )
 
     def pids(self) -> list[int | None]:
@@ -806,6 +777,20 @@ class StreamPool:
         for writer in self._writers:
             writer.close()
         self._shared.close()
+
+
+class EncodedReader(SlotReader):
+    """Leaves items as the workers have encoded them."""
+
+    @property
+    def ends(self) -> Ends:
+        """The slots; nothing is decoded in C."""
+        return {"slots": self._arena.slots}
+
+    def decode(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> Any:  # noqa: ARG002
+        """Return the item as it lies in its slot, or a copy."""
+        lent = self._arena.lend(slot, codec.used(record), capacity)
+        return EncodedItem(lent, record, slot if type(lent) is Lease else -1)
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

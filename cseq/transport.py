@@ -15,7 +15,7 @@ from cseq import codec, failure
 from cseq._core import ObjectTable
 from cseq._memory import SMALL
 from cseq._work import ObjectWriter, TicketWriter
-from cseq.stage import BATCH, CONVERTER, RAISED
+from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     Fields = tuple[int, ...]
 
     class Ends(TypedDict, total=False):
-        """Keywords of `Consumer`."""
+        """Keywords of `Decoder`."""
 
         objects: ObjectTable
         slots: Slots
-        discard: Callable[[int], None]
         small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
 
 
@@ -91,12 +90,12 @@ class Source(Protocol):
 class BatchReader(Protocol):
     """Decodes the batches of tickets in the ring, for the trainer; changes nothing.
 
-    `Consumer` frees the cell, and frees or leases its slot.
+    `Feed` frees the cell, and frees or leases its slot.
     """
 
     @property
     def ends(self) -> Ends:
-        """Keywords for the `Consumer` of this end."""
+        """Keywords for the `Decoder` of this end."""
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
         """Return the batch."""
@@ -189,7 +188,12 @@ class SlotWriter:
         self._writer.end()
         self._writer.publish(runner, BATCH, record)
 
-    def fail(self, runner: Runner, error: BaseException) -> None:
+    def end_items(self, runner: Runner) -> None:
+        """Publish the ticket with nothing: no more follows in this queue."""
+        self._writer.end()
+        self._writer.publish(runner, ENDED, (0, 0, 0, 0))
+
+    def fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
         """Write the exception into the slot; its text alone, if memory is short."""
         try:
             record = self._write_error(runner, failure.pack(error))
@@ -197,9 +201,9 @@ class SlotWriter:
             try:
                 record = self._write_error(runner, failure.pack_text(error))
             except MemoryError:  # there is not even a slot
-                runner.publish(RAISED)
+                runner.publish(status)
                 return
-        self._writer.publish(runner, RAISED, record)
+        self._writer.publish(runner, status, record)
 
     def _write_error(self, runner: Runner, packed: bytes) -> tuple[int, ...]:
         """Write a packed exception over what the slot holds."""
@@ -277,7 +281,7 @@ class Imports(SlotReader):
         self._importer = importer
         self._convert = convert
         # The ticket that was decoded last, and the handles that the converter has written for it.
-        # The consumer decodes a ticket again only if an exception interrupted the first time.
+        # The feed decodes a ticket again only if an exception interrupted the first time.
         self._fetched: tuple[int, Any] = 0, None
         # By ticket, what is being discarded: so what an interrupted discard has released already is
         # not released again.
@@ -287,10 +291,7 @@ class Imports(SlotReader):
     @property
     def ends(self) -> Ends:
         """The slots; C cannot decode what converters write."""
-        return {
-            "slots": self._arena.slots,
-            "discard": self._discard,
-        }
+        return {"slots": self._arena.slots}
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
         """Fetch the batch, or convert it here."""
@@ -317,7 +318,7 @@ class Imports(SlotReader):
         self.lost += 1
         return batch
 
-    def _discard(self, cell: int) -> None:
+    def discard(self, cell: int) -> None:
         """Give the memory of a batch that was given up back to its converter."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         token = self._ring.token(cell)

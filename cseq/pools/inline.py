@@ -14,7 +14,7 @@ from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
 from cseq.context import here
 from cseq.converter.host import Converter
-from cseq.feed import Feed
+from cseq.pools.base import BatchPool
 from cseq.seeding import Seeds
 from cseq.stage import INDEXER
 from cseq.stats import Stats
@@ -42,13 +42,10 @@ class Indexing(indexer.Indexing):
         super().fail(runner, error)
 
 
-class InlinePool(Feed):
+class InlinePool(BatchPool):
     """Same order, same results, no process and no thread."""
 
-    supervisor = None  # there are no processes
-
     def __init__(self, job: Job) -> None:
-        self._job = job
         self._made: Any = None  # the indexer
         ring = Ring(Block(ring_bytes(1, job.room, 1), zero=True), 1, job.room, 1)
         objects = Objects(1)
@@ -57,17 +54,11 @@ class InlinePool(Feed):
         convert = None if job.output.kind == "null" else Converter(job.output).convert
         self._indexing = Indexing(None, self._batch_context, objects, convert, self._seeds)
         super().__init__(
+            job,
             ring,
-            job.sampler,
             objects,
-            ordered=True,
-            skip_errors=job.on_error == "skip",
-            check=lambda: None,
             make=partial(self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here),
         )
-
-    def open(self) -> None:
-        """Nothing runs here but the caller."""
 
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Begin an epoch; the first time, make the indexer."""
@@ -95,12 +86,12 @@ class InlinePool(Feed):
 
     def stats(self) -> Stats:
         """Count what was delivered."""
-        return Stats(batches=self._ring.taken_batches, skips=self.consumer.skips)
+        return Stats(batches=self._ring.taken_batches, skips=self.feed.skips)
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""
         made, self._made, self._indexing.indexer = self._made, None, None
-        self.consumer.end()
+        self.feed.end()
         self._batch_context.clear()
         left = context.enter(self._batch_context)
         try:

@@ -22,9 +22,9 @@ from cseq._core import Runner, await_hangup
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.deaths import Deaths, Held
-from cseq.feed import Feed, apart, wake_at
 from cseq.launcher import make_launcher
 from cseq.launcher.forks import in_forked_children
+from cseq.pools.base import BatchPool, apart, wake_at
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.seeding import Seeds
 from cseq.shared import Shared
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cseq.converter.page_locks import PageLocks
     from cseq.place import Place
     from cseq.pools import Job
+    from cseq.pools.base import Awaited
     from cseq.stats import Stats
     from cseq.transport import BatchReader
     from cseq.worker import Entered
@@ -158,8 +159,10 @@ def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
 
 
-class ProcessPool(Feed):
+class ProcessPool(BatchPool):
     """Worker processes behind a ring and slots in shared memory."""
+
+    supervisor: Supervisor
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -201,14 +204,12 @@ class ProcessPool(Feed):
         self._imports: Imports | None = None
         batch_reader, convert, leaf_for = self._make_ends(ring)
         super().__init__(
+            job,
             ring,
-            job.sampler,
             batch_reader,
-            ordered=job.ordered,
-            skip_errors=job.on_error == "skip",
-            check=self._raise_failure,
             convert=convert,
             leaf_for=leaf_for,
+            discard=self._imports and self._imports.discard,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
         )
@@ -259,7 +260,7 @@ class ProcessPool(Feed):
             output=job.output._replace(function=None),  # the trainer applies the function
         )
 
-    def _raise_failure(self) -> None:
+    def _check(self, _: Awaited | None) -> None:
         """Raise errors of workers and threads; raise or restart for a batch that takes too long."""
         self.supervisor.check()
         self._group.check()

@@ -14,7 +14,7 @@ from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
 from cseq.converter.host import Converter
 from cseq.errors import WorkerTimeout
-from cseq.feed import Feed, apart, wake_at
+from cseq.pools.base import BatchPool, apart, wake_at
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
 from cseq.transport import Objects
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq.pools import Job
+    from cseq.pools.base import Awaited
     from cseq.transport import Source
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
@@ -113,13 +114,10 @@ def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) ->
         converter.close()
 
 
-class ThreadPool(Feed):
+class ThreadPool(BatchPool):
     """Indexers in threads, batches handed over as objects."""
 
-    supervisor = None  # there are no processes
-
     def __init__(self, job: Job) -> None:
-        self._job = job
         runners = job.num_workers + job.num_converters
         memory = Block(ring_bytes(job.buffer, job.room, runners), zero=True)
         ring = Ring(memory, job.buffer, job.room, runners)
@@ -139,12 +137,9 @@ class ThreadPool(Feed):
 
             convert = receive
         super().__init__(
+            job,
             ring,
-            job.sampler,
             self._objects,
-            ordered=job.ordered,
-            skip_errors=job.on_error == "skip",
-            check=self._raise_failure,
             convert=convert,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
@@ -208,7 +203,7 @@ class ThreadPool(Feed):
             return None
         return Converter(self._job.output).convert
 
-    def _raise_failure(self) -> None:
+    def _check(self, _: Awaited | None) -> None:
         """Raise the exception that ended a thread, or WorkerTimeout for what takes too long."""
         self._group.check()
         if self._job.timeout is None:

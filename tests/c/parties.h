@@ -1,7 +1,7 @@
 /* The two parties at the ring, as _core.pyx plays them, with a payload that can be checked.
  *
- *   trainer_…   the class Ring: post, take, abandon, sweep, wait; and the loop of feed.py. On a queue
- *               (calls > 0) as StreamConsumer: post in turn, retract what is given up
+ *   trainer_…   the class Feed: post, take, abandon, sweep, wait; and the loop of pools/base.py. On a
+ *               queue (calls > 0): post in turn, retract what is given up
  *   runner_…    the class Seat: claim, work, publish
  *
  * The payload is a pure function of the ticket, in plain words: the trainer writes indices, the

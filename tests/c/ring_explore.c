@@ -342,7 +342,7 @@ static void trainer_body(void) {
     wait_for(all_left);
 }
 
-/* As StreamPool._await, for what is ready in any of several queues. */
+/* As Feed.wait, for what is ready in any of several queues. */
 static void trainer_of_several(void) {
     cseq_ring *rings[MOST_RUNNERS];
     uint32_t cells[MOST_RUNNERS], waiting = 1;

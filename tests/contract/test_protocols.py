@@ -312,7 +312,7 @@ def test_a_second_iterator_goes_on_with_the_work(kind: Kind) -> None:
     """What the workers have made for an iterator that was thrown away is not made again."""
     with kind.begin(make(kind, buffer=2)) as manager:
         batches = iter(manager)
-        ring = manager._run.pool.consumer
+        ring = manager._run.pool.feed
         tickets = ring.ticket
         for _ in range(5):
             old, batches = batches, iter(manager)
@@ -443,7 +443,7 @@ def test_interrupted_set_epoch(kind: Kind) -> None:
         with kind.begin(make(kind)) as manager:
             batches = iter(manager)
             with interrupted(
-                countdown, "sequence.py", "place.py", "feed.py", "sampler.py"
+                countdown, "sequence.py", "place.py", "pools/base.py", "sampler.py"
             ) as struck:
                 manager.set_epoch(3)
             epoch = manager.epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cseq._slots import TRAINER
+from cseq._source import Request
 
 if TYPE_CHECKING:
     from cseq.stream import Streams
@@ -16,5 +17,7 @@ def lost_slots(s: Streams) -> set[int]:
     slots = pool.supervisor.shared.arena.slots
     if slots.leased:
         return set(range(1, slots.capacity))
-    in_use = set().union(*(consumer.taken_slots() for consumer in pool.consumers))
+    kept = [one for ring in pool.rings for there in ring.kept if there for one in there]
+    requests = {one for one in [*kept, *pool.assignments] if isinstance(one, Request)}
+    in_use = {request.slot for request in requests}.union(*(ring.slots() for ring in pool.rings))
     return {k for k, owner in enumerate(slots.owners()) if k and owner == TRAINER} - in_use

@@ -151,6 +151,7 @@ class StreamTrial:
         seed = rng.randrange(2**32)
         lengths = [rng.randrange(self.most) for _ in range(self.workers)]
         self.begin(s, seed, lengths)
+        self.delivered = [0] * self.workers
         order = [w for k in range(max(lengths)) for w in range(self.workers) if k < lengths[w]]
         how = rng.choice(["in turn", "peek", "shuffled"])
         if how == "shuffled":
@@ -173,11 +174,12 @@ class StreamTrial:
 
     def take(self, s: Streams, step: Callable[[], Any], worker: int, seed: int) -> None:
         """Take an item, until one has come out, and compare it."""
-        consumer, item = s._run.pool.consumers[worker], None
-        at = consumer.delivered
-        while consumer.delivered == at:
+        feed, item, at = s._run.pool.feed, None, self.delivered[worker]
+        before = feed.taken
+        while feed.taken == before:
             item = self.alarm.during(step)
-        assert consumer.delivered == at + 1
+        assert feed.taken == before + 1
+        self.delivered[worker] += 1
         if item is None:  # it was on its way out, in a frame of this file, when it was interrupted
             self.count["items interrupted"] += 1
             return
@@ -185,14 +187,14 @@ class StreamTrial:
 
     def peek(self, s: Streams, number: int, worker: int, seed: int) -> None:
         """Take an item by `peek` and `commit`, until one has come out: none may be lost."""
-        consumer = s._run.pool.consumers[worker]
-        at = consumer.delivered
-        while consumer.delivered == at:
+        feed, at = s._run.pool.feed, self.delivered[worker]
+        while feed.taken == number:
             peeked = self.alarm.during(s.peek)
             if peeked is not None:
                 assert peeked[0] == number, "a wrong number"
                 item = peeked[1]
                 self.alarm.during(lambda: s.commit(number))
+        self.delivered[worker] += 1
         self.look_at(item, worker, at, seed)
 
     def look_at(self, item: Any, worker: int, at: int, seed: int) -> None:

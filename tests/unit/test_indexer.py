@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ringing
 from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, INLINE, Kind, by_name
 
@@ -181,7 +182,7 @@ class Bench:
 
     def post(self, *indices: int) -> None:
         """Post a ticket."""
-        cell = self.ring.vacant()
+        cell = ringing.vacant(self.ring)
         self.ring.indices(cell)[: len(indices)] = indices
         self.ring.post(cell, 1, 2, 3, len(indices))
 
@@ -190,7 +191,7 @@ class Bench:
         self.post(*indices)
         assert self.runner.claim()
         self.indexing.serve(self.runner)
-        taken = self.ring.take()
+        taken = ringing.take(self.ring)
         assert taken is not None
         cell, status, slot, capacity, record = taken
         return status, self.edge.decode(cell, slot, capacity, record)

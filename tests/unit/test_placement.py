@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import ringing
 
 from cseq import MPSequence, codec, empty, failure
 from cseq import writer as writer_module
@@ -54,7 +55,7 @@ class Bench:
 
     def take(self) -> Any:
         """Return what was published, on the slot itself."""
-        taken = self.ring.take()
+        taken = ringing.take(self.ring)
         assert taken is not None
         _, _, self.slot, self.capacity, record = taken
         memory = self.arena.mapping_of(self.slot, self.capacity)
@@ -227,7 +228,7 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
             batch_writer.publish(bench.runner, record)
         batch_writer.fail(bench.runner, caught.value)
     del caught
-    taken = bench.ring.take()
+    taken = ringing.take(bench.ring)
     assert taken is not None
     cell, _, slot, capacity, record = taken
     error = SlotReader(bench.arena).error(cell, slot, capacity, record)

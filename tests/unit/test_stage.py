@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import ringing
 
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
@@ -21,7 +22,7 @@ def make_ring(cells: int = 4, runners: int = 2) -> Ring:
 def post(ring: Ring, *batches: int) -> None:
     """Post tickets."""
     for batch in batches:
-        ring.post(ring.vacant(), batch, 0, batch, 0)
+        ring.post(ringing.vacant(ring), batch, 0, batch, 0)
 
 
 def test_runs_until_closed() -> None:
@@ -87,7 +88,7 @@ def test_two_stages() -> None:
     post(ring, 1, 2, 3, 4)
     while len(journal) < 4:
         seen = ring.notices()
-        taken = ring.take()
+        taken = ringing.take(ring)
         if taken is None:
             ring.wait(seen)
         else:

@@ -11,10 +11,12 @@ from slots import acquire
 
 import cseq
 from cseq import failure
-from cseq._core import BatchIterator, Consumer, Order, Ring, Runner, ring_bytes
+from cseq._core import Order, Ring, Runner, ring_bytes
+from cseq._feed import Decoder, Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import SMALL, Block
 from cseq._slots import Slots
+from cseq._source import OrderSource
 from cseq.arena import Arena
 from cseq.segment import FIRST
 from cseq.stage import CONVERTER, INDEXER, RAISED
@@ -54,30 +56,34 @@ class Bench:
     @batch_reader.setter
     def batch_reader(self, batch_reader: BatchReader) -> None:
         self._batch_reader = batch_reader
-        order = Order(1000, shuffle=False, seed=0)
-        self.consumer = Consumer(
-            RunState(), self.ring, order, self._fill, self._read, self._describe,
-            **batch_reader.ends,
+        discard = getattr(batch_reader, "discard", None)
+        self.feed = Feed(
+            RunState(), [self.ring], Decoder(**batch_reader.ends), self._wait, self._decode,
+            self._describe, discard=discard,
         )  # fmt: skip
-        self.consumer.begin(0, (0, 1000, 1000, 0, 1, 1, 0, 0))
+        self.begin()
 
-    def _fill(self, batch: int, room: Any) -> Any:
-        raise AssertionError("all batches are full")
+    def begin(self) -> None:
+        """Begin an epoch."""
+        order = Order(1000, shuffle=False, seed=0)
+        self.feed.begin(OrderSource(order, 0, (0, 1000, 1000, 0, 1, 1, 0, 0), list, 1))
 
-    def _read(self) -> Any:
-        found = self.consumer.peek()
-        assert found is not None
-        cell, status, slot, capacity, record = found
+    def _wait(self) -> None:
+        raise AssertionError("nothing is ready")
+
+    def _decode(
+        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
+    ) -> Any:
         if status == RAISED:
-            return cell, None, self.batch_reader.error(cell, slot, capacity, record)
-        return cell, self.batch_reader.decode(cell, slot, capacity, record), None
+            return None, self.batch_reader.error(cell, slot, capacity, record)
+        return self.batch_reader.decode(cell, slot, capacity, record), None
 
-    def _describe(self, cell: int, error: BaseException) -> Any:
+    def _describe(self, ring: int, cell: int, error: BaseException) -> Any:
         return Returned(error), None
 
     def post(self) -> None:
         """Have a ticket posted and claimed."""
-        self.consumer.refill()
+        self.feed.refill()
         assert self.runner.claim()
         self.batch_writer.ticket_writer.begin_ticket(self.runner)
 
@@ -89,14 +95,13 @@ class Bench:
     def receive(self) -> Any:
         """Take what comes out: a batch, or the exception."""
         try:
-            return next(BatchIterator(self.consumer, 0))
+            return next(FeedIterator(self.feed, 0))
         except Returned as returned:
             return returned.args[0]
 
     def free_slots(self) -> int:
         """Count the slots that no ticket and no batch has, up to five."""
-        self.consumer.end()
-        self.consumer.refill()
+        self.feed.end()
         slots = [acquire(self.arena) for _ in range(5)]
         for slot in slots:
             self.arena.slots.release(slot)
@@ -201,19 +206,19 @@ def test_given_up(bench: Bench, n: int) -> None:
     if a decode that was interrupted has left views of it.
     """
     bench.send(np.arange(n))
-    found = bench.consumer.peek()
-    assert found is not None
-    cell, _, slot, capacity, record = found
+    cell, number = bench.feed.tickets(0)[0]
+    answer = bench.ring.peek(cell, number)
+    assert answer
+    _, slot, capacity, record = answer
     views = [bench.reader.decode(cell, slot, capacity, record) for _ in range(2)]
     bench.post()  # another is in work
-    bench.consumer.end()
-    bench.consumer.refill()
-    assert bench.ring.abandoned_count == 1
+    bench.feed.end()
+    assert bench.feed.abandoned_count == 1
     bench.batch_writer.fail(bench.runner, KeyError())
     assert bench.arena.slots.leased == (n > 3)
     assert bench.free_slots() == (4 if n > 3 else 5)
     for _ in range(3):  # others are written into the slots that are free
-        bench.consumer.begin(0, (0, 1000, 1000, 0, 1, 1, 0, 0))
+        bench.begin()
         bench.send(np.zeros(n, int))
         bench.receive()
     assert [view.tolist() == list(range(n)) for view in views] == [True, True]
@@ -344,12 +349,11 @@ def test_a_discard_that_is_interrupted() -> None:
         source.fetch(bench.second)
         handles = [Handled(3 * ticket + k) for k in range(3)]
         bench.batch_writer.publish(bench.second, bench.batch_writer.write(bench.second, handles))
-    bench.consumer.end()
     with pytest.raises(KeyboardInterrupt):
-        bench.consumer.refill()
-    assert bench.ring.abandoned_count == 2
-    bench.consumer.refill()
-    assert bench.ring.abandoned_count == 0
+        bench.feed.end()
+    assert bench.feed.abandoned_count == 2
+    bench.feed.refill()
+    assert bench.feed.abandoned_count == 0
     assert sorted(importer.released) == list(range(6))
     bench.writer.close()
     arena.close()
@@ -394,8 +398,7 @@ def test_objects_dropped() -> None:
     bench = between_threads()
     bench.send(Batch())
     assert Batch.alive == 1
-    bench.consumer.end()
-    bench.consumer.refill()
+    bench.feed.end()
     gc.collect()
     assert Batch.alive == 0
 

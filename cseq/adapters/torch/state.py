@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cseq import failure
-from cseq._core import MOST_SKIPPED
+from cseq._feed import MOST_SKIPPED
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.pickling import dumps

@@ -136,7 +136,7 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     assert dataset.stats().restarts == 1
 
 
-STEPS = ("adapters/returnn/__init__.py", "stream.py", "transport.py", "codec.py")
+STEPS = ("adapters/returnn/__init__.py", "stream.py", "pools/base.py", "transport.py", "codec.py")
 
 
 @pytest.mark.parametrize("known", [True, False])

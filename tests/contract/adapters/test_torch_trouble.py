@@ -120,7 +120,7 @@ def interrupt_anywhere(made: Any, *files: str) -> None:
 
 def test_ctrl_c_in_shutdown() -> None:
     """Wherever it strikes, a second call ends the workers."""
-    files = "adapters/torch/iterator.py", "stream.py", "run.py"
+    files = "adapters/torch/iterator.py", "stream.py", "pools/base.py", "run.py"
 
     def step(countdown: int) -> bool:
         iterator = iter(loader(Plain(4), batch_size=None))

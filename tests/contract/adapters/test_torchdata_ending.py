@@ -136,7 +136,7 @@ def test_ctrl_c_in_an_epoch(verb: str) -> None:
             got = list(itertools.islice(items, 3))
             if verb == "_resume":
                 loaded._pause()
-            with interrupted(countdown, *STEPS, "stream.py") as struck:
+            with interrupted(countdown, *STEPS, "stream.py", "pools/base.py") as struck:
                 iter(loaded) if verb == "iter" else getattr(loaded, verb)()
             if verb == "iter":
                 items, got = iter(loaded), []

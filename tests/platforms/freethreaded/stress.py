@@ -26,7 +26,7 @@ from cseq import codec
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
 from cseq._slots import TRAINER, Slots
-from cseq._stream import Request
+from cseq._source import Request
 from cseq.arena import Arena
 from cseq.stream import Streams
 from cseq.writer import Writer
@@ -363,12 +363,12 @@ def owners(scale: int) -> None:
     def post() -> None:
         try:
             for ticket in range(10 * scale):
-                ring.post(ring.vacant(), ticket, 0, ticket, 1)
+                ring.post(ticket % 4, ticket, 0, ticket, 1)
                 while not (published := ring.slots()):
                     ring.wait(ring.notices(), ns=1000)
                 (slot,) = published
                 slots.adopt(slot, SLOT)
-                assert ring.take()
+                ring.retire(ticket % 4)
                 slots.release(slot)
         finally:
             ring.close()

@@ -201,7 +201,7 @@ class Paced:
 
 
 TAKING = (
-    "feed.py", "transport.py", "arena.py", "codec.py", "pools/process.py",
+    "pools/base.py", "transport.py", "arena.py", "codec.py", "pools/process.py",
     "pools/thread.py",
 )  # fmt: skip
 
@@ -300,7 +300,9 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
         for countdown in range(1, 30):
             iterator = iter(m)
             got = [next(iterator)[0]]
-            with interrupted(countdown, "pools/inline.py", "feed.py", "indexer.py", "failure.py"):
+            with interrupted(
+                countdown, "pools/inline.py", "pools/base.py", "indexer.py", "failure.py"
+            ):
                 got.append(next(iterator)[0])
             skipped = len(m.skipped) - bad * (countdown - 1)
             assert m.state_dict()["consumed"] // 10 == len(got) + skipped
@@ -309,7 +311,7 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
             assert len(m.skipped) == bad * countdown
 
 
-BEGINNING = "sequence.py", "feed.py", "place.py", "run.py", "sampler.py", "pools/inline.py"
+BEGINNING = "sequence.py", "pools/base.py", "place.py", "run.py", "sampler.py", "pools/inline.py"
 
 
 class Epochs:

@@ -493,7 +493,7 @@ def gated(folder: Path, **options: Any) -> Iterator[tuple[Streams, Any]]:
 
 def await_answers(s: Streams, worker: int) -> None:
     """Wait until a worker has made all that it was asked for."""
-    ring = s._run.pool.consumers[worker].ring
+    ring = s._run.pool.rings[worker]
     while ring.depths()[0] or ring.held(1):
         time.sleep(PAUSE)
 
@@ -508,7 +508,7 @@ def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
             while len(got) < 8:
                 await_answers(s, 1)
                 if not got:
-                    while s._run.pool.consumers[0].ring.depths()[2] < 1:
+                    while s._run.pool.rings[0].depths()[2] < 1:
                         time.sleep(PAUSE)
                 got.append(next(iter(s)))
             gate.write(b"1")
@@ -658,7 +658,7 @@ def test_another_epoch_waits_for_nothing_under_way(tmp_path: Path) -> None:
     """What is being made is given up, and its worker goes on when it can."""
     with gated(tmp_path, prefetch=2) as (s, gate):
         begin(s, [[2], [1], [0], [1]])
-        while not s._run.pool.consumers[0].ring.held(1):
+        while not s._run.pool.rings[0].held(1):
             time.sleep(PAUSE)
         for k in range(10, 30):
             begin(s, [[5], [k], [5], [k]], ordered=False)

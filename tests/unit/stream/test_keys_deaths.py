@@ -186,7 +186,15 @@ def test_death_at_every_labelled_point(
 
 # -- signal handlers
 
-STEPS = ("stream.py", "run.py", "transport.py", "arena.py", "codec.py", "failure.py", "payload.py")
+STEPS = (
+    "stream.py",
+    "pools/base.py",
+    "run.py",
+    "transport.py",
+    "arena.py",
+    "codec.py",
+    "failure.py",
+)
 MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 
 

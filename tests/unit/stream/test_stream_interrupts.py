@@ -30,7 +30,7 @@ from slots import shared
 from streaming import lost_slots
 
 from cseq import testing
-from cseq._stream import Request
+from cseq._source import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "run.py", "transport.py", "arena.py", "writer.py", "codec.py",
+    "stream.py", "pools/base.py", "run.py", "transport.py", "arena.py", "writer.py", "codec.py",
     "failure.py", "pickling.py",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The trainer's end of a ring: peek, decode, commit."""
+"""The feed in C: peek, decode, commit, over one ring and over several."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from interrupting import is_mine
 from slots import Scratch
 
 from cseq import codec
-from cseq._core import BatchIterator, Consumer, ObjectTable, Order, Ring, Runner, ring_bytes
+from cseq._core import ObjectTable, Order, Ring, Runner, ring_bytes
+from cseq._feed import Decoder, Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import Block, Mapping, commit
 from cseq._slots import Lease, Slots
+from cseq._source import ItemSource, OrderSource, Request
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.segment import Segment
+from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,51 +36,59 @@ class Failed(Exception):
 
 
 class Counter:
-    """A consumer of a ring of two cells and 5 batches of 2 samples, in their natural order."""
+    """A feed of a ring of two cells, and of 5 batches of 2 samples in their natural order."""
 
-    def __init__(self, convert: Callable[[Any], Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        convert: Callable[[Any], Any] | None = None,
+        *,
+        full: int = 5,
+        ordered: bool = True,
+        **options: Any,
+    ) -> None:
         self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
         self.held = ObjectTable(2)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        self.reads: list[Callable[[], Any]] = []  # what `read` does before it looks
-        self.convert = convert
+        self.waits: list[Callable[[], Any]] = []  # what `wait` does
         self.run = RunState()
-        self.consumer = Consumer(
+        self.feed = Feed(
             self.run,
-            self.ring,
-            Order(10, shuffle=False, seed=0),
-            self.fill,
-            self.read,
+            [self.ring],
+            Decoder(objects=self.held, convert=convert),
+            self.wait,
+            self.decode,
             self.describe,
-            objects=self.held,
-            convert=convert,
+            interrupted="a newer iterator began",
             **options,
         )
-        self.consumer.begin(7, (100, 5, 5, 0, 2, 2, 0, 0))
-        self.consumer.refill()
+        order = Order(10, shuffle=False, seed=0)
+        source = OrderSource(order, 7, (100, 5, full, 0, 2, 2, 0, 0), self.fill, 2)
+        self.feed.begin(source, ordered=ordered)
+        self.feed.refill()
 
     def fill(self, batch: int, room: Any) -> tuple[int, int]:
         """Be a sampler of batches that are not full: of one sample."""
         room[0] = -batch
         return 1, 1000 + batch
 
-    def read(self) -> Any:
-        """Decode the next batch."""
-        if self.reads:
-            self.reads.pop()()
-        found = self.consumer.peek()
-        if found is None:
+    def wait(self) -> None:
+        """Wait for the next batch."""
+        if not self.waits:
+            self.feed.advance()
             raise StopIteration
-        cell, status, *_ = found
-        if status:
-            return cell, None, self.held[cell]
-        return cell, self.held[cell], None
+        self.waits.pop()()
+
+    def decode(
+        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
+    ) -> Any:
+        """Decode what is no batch: None, or an exception."""
+        return (None, self.held[cell]) if status else (self.held[cell], None)
 
     def next(self) -> Any:
         """Take the next batch."""
-        return next(BatchIterator(self.consumer, 0))
+        return next(FeedIterator(self.feed, 0))
 
-    def describe(self, cell: int, error: BaseException) -> Any:
+    def describe(self, ring: int, cell: int, error: BaseException) -> Any:
         """Name the batch of an exception."""
         error.args = (*error.args, self.ring.ticket(cell)[1])
         return error, self.ring.ticket(cell)[1]
@@ -91,22 +102,14 @@ class Counter:
     def state(self) -> tuple[Any, ...]:
         """All that a step may change."""
         cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
-        c = self.consumer
-        return (
-            c.ticket,
-            c.posted,
-            c.taken,
-            c.done,
-            self.ring.depths(),
-            *map(self.held.__getitem__, range(2)),
-            cells,
-        )
+        f, held = self.feed, map(self.held.__getitem__, range(2))
+        return f.ticket, f.taken, f.done, self.ring.depths(), *held, cells
 
 
 def test_a_commit() -> None:
     """The oldest batch comes out, and the next ticket is posted where it lay."""
     counter = Counter()
-    consumer = counter.consumer
+    feed = counter.feed
     for batch in range(3):
         counter.work(f"batch {batch}")
         assert counter.next() == f"batch {batch}"
@@ -114,17 +117,16 @@ def test_a_commit() -> None:
         assert counter.held[cell] is None
         assert counter.ring.ticket(cell) == (7, 102 + batch, 2)
         assert counter.ring.indices(cell).tolist() == [4 + 2 * batch, 5 + 2 * batch]
-        assert (consumer.taken, consumer.done) == (batch + 1, batch + 1)
-        assert (consumer.posted, consumer.ticket) == (batch + 3, batch + 3)
-    assert counter.ring.taken_batches == 3
+        assert (feed.taken, feed.done, feed.ticket) == (batch + 1, 2 * batch + 2, batch + 3)
+    assert (counter.ring.taken_batches, counter.ring.taken_samples) == (3, 6)
     for batch in range(3, 5):  # all are posted
-        assert not consumer.over
         counter.work(batch)
         assert counter.next() == batch
-        assert consumer.posted == 5
-    assert consumer.over
+        assert feed.ticket == 5
+    assert not feed.ended
     with pytest.raises(StopIteration):
         counter.next()
+    assert (feed.ended, feed.position) == (True, 10)
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: batch])
@@ -143,9 +145,7 @@ def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | No
 
 def test_batches_that_are_not_full() -> None:
     """The indices of such a batch are asked of Python, before the batch in its cell is taken."""
-    counter = Counter()
-    counter.consumer.begin(7, (100, 5, 3, 0, 2, 2, 0, 0))
-    counter.consumer.refill()
+    counter = Counter(full=3)
     for batch in range(5):
         counter.work(batch)
         assert counter.next() == batch
@@ -172,16 +172,16 @@ def test_a_conversion_that_fails() -> None:
         with pytest.raises(Failed) as caught:
             counter.next()
         assert caught.value.args == (batch + 1, 100 + batch)
-    assert (counter.consumer.taken, counter.consumer.done) == (2, 0)
+    assert (counter.feed.taken, counter.feed.done) == (2, 0)
 
 
 def test_skipped() -> None:
     """What was raised is noted down and left out; a batch that raised counts as done then."""
-    counter = Counter(skip_errors=True)
+    counter = Counter(errors="skip")
     counter.work(Failed(), status=1)
     counter.work("second")
     assert counter.next() == "second"
-    assert (list(counter.consumer.skipped), counter.consumer.done) == ([100], 2)
+    assert (list(counter.feed.skipped), counter.feed.done) == ([100], 4)
 
 
 def test_raised() -> None:
@@ -191,9 +191,9 @@ def test_raised() -> None:
     counter.work("second")
     with pytest.raises(Failed):
         counter.next()
-    assert (counter.consumer.taken, counter.consumer.done) == (1, 0)
+    assert (counter.feed.taken, counter.feed.done) == (1, 0)
     assert counter.next() == "second"
-    assert (counter.consumer.taken, counter.consumer.done) == (2, 2)
+    assert (counter.feed.taken, counter.feed.done) == (2, 4)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
@@ -238,7 +238,7 @@ def test_unordered() -> None:
 
 
 class Slotted:
-    """A consumer of batches in slots: a ring of one cell, or of several."""
+    """A feed of batches in slots: a ring of one cell, or of several."""
 
     def __init__(
         self, most: int = 1000, reader: Any = None, cells: int = 1, **options: Any
@@ -252,14 +252,19 @@ class Slotted:
         self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
         small = None if reader is None else (self.mapped, reader, most, self.lend)
-        self.consumer = Consumer(
-            RunState(), self.ring, Order(9, shuffle=False, seed=0), list, self.read, self.describe,
-            slots=self.slots, small=small, **options,
+        self.feed = Feed(
+            RunState(), [self.ring], Decoder(slots=self.slots, small=small, **options),
+            self.wait, self.decode, self.describe,
         )  # fmt: skip
-        self.consumer.begin(0, (0, 9, 9, 0, 1, 1, 0, 0))
-        self.consumer.refill()
+        order = Order(9, shuffle=False, seed=0)
+        self.feed.begin(OrderSource(order, 0, (0, 9, 9, 0, 1, 1, 0, 0), list, 1))
+        self.feed.refill()
 
-    def describe(self, cell: int, error: BaseException) -> tuple[BaseException, Any]:
+    def wait(self) -> None:
+        """Be called for nothing."""
+        raise AssertionError("the next batch is not ready")
+
+    def describe(self, ring: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
         """Leave the exception as it is."""
         return error, None
 
@@ -268,17 +273,15 @@ class Slotted:
         assert used <= capacity
         return self.slots.lend(slot, self.mapped[slot])
 
-    def read(self) -> Any:
+    def decode(
+        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
+    ) -> Any:
         """Lend the slot."""
-        found = self.consumer.peek()
-        if found is None:
-            raise StopIteration
-        cell, _, slot, *_ = found
-        return cell, self.slots.lend(slot, self.mapped[slot]), None
+        return self.slots.lend(slot, self.mapped[slot]), None
 
     def next(self) -> Any:
         """Take the next batch."""
-        return next(BatchIterator(self.consumer, 0))
+        return next(FeedIterator(self.feed, 0))
 
     def work(self, text: bytes = b"text") -> int:
         """Write the next ticket's batch to a slot, and publish it."""
@@ -307,7 +310,7 @@ def test_lent_twice() -> None:
     """Decodes of one ticket share a lease: what an interrupted one has left behind stays intact."""
     bench = Slotted()
     bench.work(b"first")
-    left = bench.read()[1]
+    left = bench.slots.lend(1, bench.mapped[1])  # as a decode that was interrupted
     assert bench.slots.leased == 0
     batch = bench.next()
     assert batch is left
@@ -327,7 +330,7 @@ class Holder:
 
 
 class Written(Slotted):
-    """A consumer of batches that were encoded as workers do it, and a reader that learns."""
+    """A feed of batches that were encoded as workers do it, and a reader that learns."""
 
     def __init__(self, most: int = 3000, **options: Any) -> None:
         super().__init__(most, codec.reader, **options)
@@ -407,7 +410,7 @@ def test_a_batch_of_a_structure_that_is_not_known() -> None:
     bench = Written()
     batch = {"a key of this test alone": ARRAY}
     bench.write(batch)
-    assert isinstance(bench.next(), Lease)  # what `read` returns here
+    assert isinstance(bench.next(), Lease)  # what `decode` returns here
     bench.learn(batch)
     bench.write(batch)
     assert repr(bench.next()) == repr(batch)
@@ -434,7 +437,7 @@ def test_objects_with_buffers() -> None:
     bench = Written()
     bench.learn([ARRAY, Holder()])
     bench.write([ARRAY, Holder()])
-    assert isinstance(bench.next(), Lease)  # what `read` returns here
+    assert isinstance(bench.next(), Lease)  # what `decode` returns here
 
 
 def test_a_large_batch() -> None:
@@ -535,7 +538,7 @@ def test_a_conversion_that_raises() -> None:
     bench.write(np.arange(2))
     with pytest.raises(Failed, match=r"\[0, 1\]"):
         bench.next()
-    assert bench.consumer.taken == 1
+    assert bench.feed.taken == 1
 
 
 def test_a_conversion_to_none() -> None:
@@ -545,7 +548,7 @@ def test_a_conversion_to_none() -> None:
     bench.learn(ARRAY)
     bench.write(ARRAY)
     assert bench.next() is None
-    assert (len(seen), bench.consumer.taken) == (1, 1)
+    assert (len(seen), bench.feed.taken) == (1, 1)
 
 
 # -- the iterator
@@ -560,9 +563,9 @@ def test_the_iterator() -> None:
         locked.append(is_mine(counter.run.lock))
         counter.work("second")
 
-    batches = BatchIterator(counter.consumer, 0)
+    batches = FeedIterator(counter.feed, 0)
     counter.work("first")
-    counter.reads.append(go)
+    counter.waits.append(go)
     assert [next(batches), next(batches)] == ["first", "second"]
     assert locked == [True]
     with pytest.raises(StopIteration):
@@ -574,7 +577,7 @@ def test_the_iterator() -> None:
 def test_another_thread_has_the_lock() -> None:
     """What is ready waits for it, too."""
     counter = Counter()
-    batches = BatchIterator(counter.consumer, 0)
+    batches = FeedIterator(counter.feed, 0)
     counter.work("first")
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(next(batches)))
@@ -589,29 +592,169 @@ def test_another_thread_has_the_lock() -> None:
 def test_another_iterator() -> None:
     """Once another iterator is the present one, nothing is taken; the lock is free again."""
     counter = Counter()
-    batches = BatchIterator(counter.consumer, 0)
+    batches = FeedIterator(counter.feed, 0)
     counter.work()
     counter.run.interrupt()
     with pytest.raises(InterruptedError, match="newer iterator"):
         next(batches)
     assert not is_mine(counter.run.lock)
-    assert counter.consumer.taken == 0
+    assert counter.feed.taken == 0
 
 
 def test_a_batch_while_one_is_taken() -> None:
     """What runs in the middle of a call takes nothing; it may end the generation."""
-    counter = Counter()
-    batches = BatchIterator(counter.consumer, 0)
 
-    def take() -> None:
+    def convert(batch: Any) -> Any:
         with pytest.raises(RuntimeError, match="in the middle of another call"):
             next(batches)
+        return batch()
 
-    counter.reads += [counter.run.interrupt, take]
-    counter.work(None)
-    counter.work(None)
-    assert next(batches) is None
-    assert counter.consumer.taken == 1
+    counter = Counter(convert)
+    batches = FeedIterator(counter.feed, 0)
+    counter.work(lambda: "first")
+    counter.work(counter.run.interrupt)
+    assert next(batches) == "first"
+    assert counter.feed.taken == 1
     with pytest.raises(InterruptedError):
         next(batches)
-    assert counter.consumer.taken == 1
+    assert counter.feed.taken == 1
+
+
+# -- several rings
+
+
+class Asking(Counter):
+    """A feed of two workers' own items, each with a queue of its own."""
+
+    def __init__(self, *, depth: int = 2, errors: str = "raise") -> None:
+        room = ring_bytes(5, 20, 1)
+        memory = Block(2 * room, zero=True)
+        self.rings = [Ring(memory, 5, 20, 1, 1, at=k * room) for k in range(2)]
+        self.runners = [Runner(ring, 0, 1, last=True) for ring in self.rings]
+        segment = Segment.create(GRAIN, 8)
+        commit(segment.fd, 0, 8 * GRAIN)
+        self.slots = Slots(segment.fd, GRAIN, 8)
+        segment.close()
+        self.waits = []
+        self.run = RunState()
+        self.feed = Feed(
+            self.run, [*self.rings], Decoder(slots=self.slots), self.wait, self.decode,
+            self.describe, errors=errors, interrupted="begin an epoch",
+        )  # fmt: skip
+        self.requests = [Request(self.slots) for _ in range(2)]
+        source = ItemSource([*self.rings], 1, self.requests, depth=depth)
+        self.feed.begin(source)
+        self.feed.generation = 0
+        self.feed.refill()
+        for number in range(2):  # the beginnings
+            self.answer(number)
+            (cell, ticket), *_ = self.feed.tickets(number)
+            self.feed.dismiss(number, cell, ticket)
+        source.open()
+
+    def answer(self, number: int, status: int = BATCH) -> int:
+        """Have a worker answer its next ticket; return which item that asked for."""
+        runner = self.runners[number]
+        assert runner.claim() is True
+        start = runner.start
+        runner.publish(status)
+        return start
+
+    def decode(
+        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
+    ) -> Any:
+        """Decode an item: its worker, and its number."""
+        item = ring, self.rings[ring].start(cell)
+        return (None, Failed(*item)) if status & RAISED else (item, None)
+
+    def describe(self, ring: int, cell: int, error: BaseException) -> Any:
+        """Say why a worker's items have ended."""
+        return error, f"worker {ring} failed"
+
+    def line(self) -> list[list[int]]:
+        """By worker: the items that are asked for and not taken."""
+        return [
+            [ring.start(cell) for cell, _ in self.feed.tickets(number)]
+            for number, ring in enumerate(self.rings)
+        ]
+
+
+def test_items_of_workers_in_turn() -> None:
+    """One of each worker after the other; each one taken is replaced by one of the same worker."""
+    asking = Asking()
+    assert asking.line() == [[0, 1], [0, 1]]
+    for _ in range(2):
+        asking.answer(1)
+        asking.answer(0)
+    items = FeedIterator(asking.feed, 0)
+    assert [next(items) for _ in range(3)] == [(0, 0), (1, 0), (0, 1)]
+    assert asking.line() == [[2, 3], [1, 2]]
+    assert asking.feed.next(1) == (1, 1)
+    asking.answer(0)
+    assert asking.feed.peek() == (4, (0, 2))
+    asking.feed.commit_item(4)
+    assert asking.feed.position == 5
+    with pytest.raises(IndexError, match="worker=2"):
+        asking.feed.next(2)
+
+
+def test_the_end_of_a_workers_items() -> None:
+    """Its other tickets are given up: no item of it comes after that, and the others go on."""
+    asking = Asking()
+    assert asking.runners[0].claim()  # and works on it still, when the worker's end is found
+    asking.runners[0].publish(ENDED)
+    asking.answer(1)
+    asking.answer(1, ENDED)
+    items = FeedIterator(asking.feed, 0)
+    assert next(items) == (1, 0)
+    assert asking.line() == [[], [1, 2]]
+    assert asking.rings[0].depths() == (0, 0, 0)
+    with pytest.raises(StopIteration):
+        asking.feed.next(0)
+    assert not asking.feed.ended
+    with pytest.raises(StopIteration):
+        next(items)
+    assert asking.feed.ended
+    asking.feed.end()
+    assert asking.feed.abandoned_count == 0
+
+
+@pytest.mark.parametrize("errors", ["raise", "return"])
+def test_an_exception_that_ends_a_workers_items(errors: str) -> None:
+    """It takes the place of an item; `peek` then says what has failed, an iterator goes on."""
+    asking = Asking(errors=errors)
+    asking.answer(0, RAISED | ENDED)
+    asking.answer(1, RAISED)
+    asking.answer(1)
+    items = FeedIterator(asking.feed, 0)
+    if errors == "raise":
+        with pytest.raises(Failed):
+            next(items)
+    else:
+        failed = next(items)
+        assert (failed.worker, failed.error.args) == (0, (0, 0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="worker 0 failed; begin another epoch"):
+            asking.feed.peek()
+    assert asking.line() == [[], [0, 1]]
+    if errors == "raise":
+        with pytest.raises(Failed):
+            next(items)
+    else:
+        assert next(items).error.args == (1, 0)
+    assert next(items) == (1, 1)
+
+
+def test_calls_beside_the_line() -> None:
+    """They come before the tickets that are not claimed; a new one gives up the one before."""
+    asking = Asking()
+    request = Request(asking.slots)
+    first, last = (asking.feed.post_call(0, request, "a call") for _ in range(2))
+    assert asking.rings[0].kept[last[0]][2] == "a call"
+    assert asking.rings[0].peek(*first) == ()
+    assert asking.rings[0].peek(*last) is None
+    asking.answer(0)
+    assert asking.rings[0].peek(*last)
+    asking.feed.dismiss(0, *last, "a call has failed")
+    assert (asking.feed.failed, asking.line()) == ("a call has failed", [[], [0, 1]])
+    assert [kept for ring in asking.rings for kept in ring.kept if kept and kept[2]] == []

@@ -1,0 +1,928 @@
+# cython: language_level=3, freethreading_compatible=True
+"""The trainer's end of the rings: posts what a source asks for, and takes out what comes back."""
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdint cimport uint32_t, uint64_t
+
+cimport cython
+
+from cseq._core cimport ObjectTable, Ring
+from cseq._headers cimport *
+from cseq._lock cimport Lock, RunState
+from cseq._memory cimport MOST_KEPT, Mapping, Memory
+from cseq._plan cimport MOST_KNOWN, Plan, Reader
+from cseq._references cimport cseq_given
+from cseq._slots cimport Slots
+from cseq._source cimport ASK_CALL, Request, Source, refer
+
+from collections import deque
+
+from cseq._core import wait_any
+
+MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
+
+cdef enum:
+    ENDED = 2  # a bit of a ticket's status: see stage.py
+
+cdef uint64_t NONE = <uint64_t>-1
+cdef object UNREAD = object()
+
+
+@cython.final
+cdef class ItemFailure:
+    """What there is in place of an item: the exception that was raised while it was made or sent.
+
+    Parameters
+    ----------
+    error : BaseException
+    worker : int
+        The number of the one that was to make it; -1: not known.
+    """
+
+    cdef readonly object error
+    cdef readonly Py_ssize_t worker
+
+    def __cinit__(self, error not None, Py_ssize_t worker=-1):
+        self.error, self.worker = error, worker
+
+
+@cython.final
+cdef class Decoder:
+    """Makes batches from what lies in the cells and slots, as far as that can be done in C.
+
+    Parameters
+    ----------
+    objects : ObjectTable, optional
+        The batches of threads.
+    slots : Slots, optional
+        The slots of processes; without it, tickets have no slot.
+    small : tuple, optional
+        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded;
+        arrays of at most `most` bytes together are copied, and others are views of what `lend` (see
+        `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
+    convert : callable, optional
+        Applied to a batch; the pool applies it to those that are not decoded here.
+    leaf_for : callable, optional
+        The same for single leaves, if that is possible: see `Plan.converters`.
+    """
+
+    cdef ObjectTable objects
+    cdef Slots slots
+    cdef list mapped
+    cdef Reader reader
+    cdef Py_ssize_t most
+    cdef object lend, convert, leaf_for
+    cdef bint passes      # batches are objects that are handed over as they are
+    cdef dict converters  # by plan
+    cdef Plan found       # that of the latest batch
+    cdef Plan latest
+    cdef list leaves      # converters of `latest`
+
+    def __cinit__(self, *, ObjectTable objects=None, Slots slots=None, small=None, convert=None,
+                  leaf_for=None):
+        self.objects, self.slots, self.convert, self.leaf_for = objects, slots, convert, leaf_for
+        if small is not None:
+            self.mapped, self.reader, self.most, self.lend = small
+        self.passes = objects is not None and slots is None and convert is None
+        self.converters = {}
+
+    cdef object decode(self, uint32_t cell, cseq_cell* c):
+        """The batch in a cell, converted; UNREAD if it is for Python to decode."""
+        cdef bint leaves = self.leaf_for is not None
+        if c.status:
+            return UNREAD
+        if self.objects is not None:
+            batch = self.objects.get(cell)
+            if batch is None:
+                return UNREAD
+        else:
+            batch = self.decode_slot(c, leaves)
+            if leaves or batch is UNREAD:
+                return batch
+        return batch if self.convert is None else self.convert(batch)
+
+    cdef object decode_slot(self, cseq_cell* c, bint leaves):
+        """The batch in a cell's slot, if its structure is known; else UNREAD."""
+        cdef Mapping slot
+        cdef Plan plan
+        cdef Memory memory
+        cdef uint64_t* f = c.record
+        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
+        cdef bint small = f[0] <= <uint64_t>self.most
+        if (c.stage or self.mapped is None or not f[1]
+                or c.slot >= <uint64_t>PyList_GET_SIZE(self.mapped)):
+            return UNREAD
+        slot = self.mapped[c.slot]
+        if slot is None or <uint64_t>slot.size < c.capacity:
+            return UNREAD
+        if small and c.capacity > MOST_KEPT and self.slots.is_due():  # for `Arena.tidy`
+            return UNREAD
+        plan = self.found
+        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
+            plan = self.found = self.reader.find(slot, f)
+        if plan is None:
+            return UNREAD
+        memory, objects = slot, None
+        if not small:
+            memory = self.lend(c.slot, end, c.capacity)
+        if f[3]:
+            if small and not self.reader.is_in_band(slot, f):
+                return UNREAD
+            objects = self.reader.load(memory, end - f[3], f[3])
+        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
+
+    cdef list conversion(self, Plan plan):
+        """The converters of the leaves of a plan's batches."""
+        cdef list leaves
+        if plan is self.latest:
+            return self.leaves
+        leaves = self.converters.get(plan)
+        if leaves is None:
+            if len(self.converters) >= MOST_KNOWN:
+                self.converters.clear()
+            leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
+        self.latest, self.leaves = plan, leaves
+        return leaves
+
+    cdef inline object leave(self, uint32_t cell, cseq_cell* c):
+        """Release slot and object of a ticket that leaves its cell; return the object, to be dropped
+        after all else is done: its destructor may run code."""
+        left = None if self.objects is None else self.objects.put(cell, None)
+        if self.slots is not None:
+            self.slots.leave(c)
+        return left
+
+
+cdef struct Ticket:
+    uint64_t number
+    uint64_t units  # that it counts for; 0: a reply
+    uint32_t ring
+    uint32_t cell
+
+
+@cython.final
+cdef class Feed:
+    """Posts the tickets of a `Source`, and takes out what they ask for.
+
+    The *line* has the tickets that are outstanding in all rings, in the order of delivery. A ticket
+    leaves in three steps::
+
+        peek     find the ticket whose turn it is, READY; nothing changes
+        decode   make the batch from what the cell says; may call anything, may be interrupted
+        commit   free the cell, count the batch, post the next ticket: C alone
+
+    An exception before the commit leaves the ticket where it is: the next call finds it again, and
+    what was decoded completely is kept for it. No Python code runs between the commit and the return
+    to the caller, but destructors of what the commit drops (an unconverted batch), as its last step.
+
+    One thread at a time: that which has the lock of `run`. What runs in the middle of a call (a signal
+    handler, a conversion, a destructor) can begin no epoch and take nothing: it may raise, end the
+    generation, or call a worker (`Streams.ask`), whose exception may end that worker's items.
+
+    Parameters
+    ----------
+    run : RunState
+    rings : list of Ring
+        One shared ring; or queues, one for each worker, in one memory.
+    decoder : Decoder
+    wait : callable
+        ``wait()`` returns when the next ticket is ready; it raises StopIteration if no more come, and
+        errors of workers. It calls `advance` and `wait`.
+    decode : callable
+        ``decode(ring, cell, status, slot, capacity, record)``: the batch, and None; or what is raised in
+        its place, if that is not an exception of the decoding itself, as the second.
+    describe : callable
+        ``describe(ring, cell, error)``: the exception to be raised in the loop, and a note: the entry of
+        `skipped`; or of a worker's own items, why these have ended.
+    errors : 'raise', 'skip' or 'return'
+        Raise what takes the place of a batch; note it and leave the batch out; or return an
+        `ItemFailure`.
+    make : callable, optional
+        Makes the next batch on this thread, instead of waiting for it.
+    discard : callable, optional
+        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
+    interrupted : str
+        What InterruptedError says once the generation is over.
+
+    Attributes
+    ----------
+    generation : int
+        The run's, when what is under way was begun.
+    taken : int
+        Tickets of this epoch that were taken.
+    done : int
+        Units of these; those of a ticket that has raised count only once the loop has gone on.
+    skipped : deque
+        The notes of the batches left out.
+    ticket : int
+        Number of the next one.
+    place : Place or None
+        Epoch, and units before its first ticket, of what was begun; None: nothing is under way.
+    ended : bool
+        The caller was told that the epoch is over.
+    failed : str
+        Why items of a worker have ended, if an exception has ended them.
+    """
+
+    cdef readonly RunState run
+    cdef public uint64_t generation
+    cdef readonly Source source
+    cdef readonly uint64_t ticket
+    cdef public object place
+    cdef readonly bint ended
+    cdef readonly object failed
+    cdef readonly object skipped
+    cdef readonly uint64_t skips
+    cdef uint64_t taken_count, done_count  # which any thread reads: see `cseq_count_u64`
+    cdef uint64_t units                    # of what was taken
+    cdef list rings
+    cdef cseq_ring** r         # of these
+    cdef Decoder decoder
+    cdef object wait_next, read, describe, make, discard, interrupted
+    cdef bint skip, give
+    cdef bint queues           # each worker has a ring of its own
+    cdef bint ordered
+    cdef bint spun             # the head was waited for in vain, without sleeping
+    cdef Py_ssize_t only       # the worker whose items are asked for; -1: any
+    # Tickets: a circular buffer, and those that were given up and are still in their cells.
+    cdef Ticket* line
+    cdef Py_ssize_t room, first, length
+    cdef Ticket* abandoned
+    cdef readonly Py_ssize_t abandoned_count
+    # The ticket that is decoded, and still in the line.
+    cdef uint64_t decoded
+    cdef object batch, error, note
+
+    def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None, wait,
+                  decode, describe, *, str errors="raise", make=None, discard=None, str interrupted=""):
+        cdef Ring ring
+        cdef Py_ssize_t k = 0
+        for ring in rings:
+            self.room += ring.r.capacity
+        self.line = <Ticket*>PyMem_RawCalloc(2 * self.room, sizeof(Ticket))
+        self.r = <cseq_ring**>PyMem_RawCalloc(len(rings), sizeof(cseq_ring*))
+        if self.line == NULL or self.r == NULL:
+            raise MemoryError(f"no memory for {self.room} cells")
+        for ring in rings:
+            self.r[k] = ring.r
+            k += 1
+        self.abandoned = self.line + self.room
+        self.run, self.rings, self.decoder = run, rings, decoder
+        self.wait_next, self.read, self.describe = wait, decode, describe
+        self.make, self.discard, self.interrupted = make, discard, interrupted
+        self.skip, self.give = errors == "skip", errors == "return"
+        self.queues = self.r[0].calls != 0
+        self.skipped = deque(maxlen=MOST_SKIPPED)
+        self.generation = self.decoded = NONE
+        self.only, self.failed = -1, ""
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.line)
+        PyMem_RawFree(self.r)
+
+    # -- the epoch
+
+    def begin(self, Source source not None, *, bint ordered=True, place=None, progress=None):
+        """Begin an epoch; tickets of an earlier one are given up. One step of C.
+
+        Parameters
+        ----------
+        source : Source
+        ordered : bool
+            Tickets are taken in their order, not in that of completion.
+        place, progress : Place, Progress
+            In the same step, the place is made that of this epoch, with this progress.
+        """
+        source.begin()
+        if place is not None:
+            place.epoch, place.consumed, place.progress = source.epoch, source.consumed, progress
+        self.reset(source, ordered, place)
+
+    def end(self):
+        """Give up the epoch; nothing is under way then."""
+        self.generation = NONE
+        self.reset(None, True, None)
+        self.sweep()
+
+    cdef int reset(self, Source source, bint ordered, place) except -1:
+        """Give up what was posted, forget what was taken."""
+        cdef uint32_t k
+        before = self.source, self.batch, self.error  # destructors may run code: after all else is done
+        self.source = None
+        for k in range(PyList_GET_SIZE(self.rings)):
+            self.give_up_call(k)
+            self.give_up(k)
+        self.source, self.ordered, self.place = source, ordered, place
+        self.forget()
+        self.ended, self.failed = False, ""
+        self.only, self.units = -1, 0
+        cseq_store_rlx_u64(&self.taken_count, 0)
+        cseq_store_rlx_u64(&self.done_count, 0)
+        return 0
+
+    @property
+    def taken(self):
+        return cseq_load_rlx_u64(&self.taken_count)
+
+    @property
+    def done(self):
+        return cseq_load_rlx_u64(&self.done_count)
+
+    @property
+    def position(self):
+        """Units before the next ticket, in all of the epoch."""
+        return (0 if self.source is None else self.source.consumed) + self.done
+
+    # -- the line
+
+    cdef inline Ticket* at(self, Py_ssize_t k) noexcept:
+        """The ticket at a position of the line."""
+        cdef Py_ssize_t i = self.first + k
+        return &self.line[i if i < self.room else i - self.room]
+
+    cdef inline cseq_cell* cell(self, Ticket* t) noexcept:
+        return cseq_ring_cell(self.r[t.ring], t.cell)
+
+    cdef inline bint is_ready(self, Py_ssize_t k) noexcept:
+        """Whether the ticket at a position is answered."""
+        return cseq_ring_ready(self.r[self.at(k).ring], self.at(k).cell)
+
+    cdef inline Py_ssize_t head(self) noexcept:
+        """Position of the first ticket in the line, or of the first one of `only`; -1: none."""
+        cdef Py_ssize_t k
+        for k in range(self.length):
+            if self.only < 0 or self.at(k).ring == self.only:
+                return k
+        return -1
+
+    cdef Py_ssize_t find(self) noexcept:
+        """Position of the ticket that is next, if it is ready; -1."""
+        cdef Py_ssize_t k
+        if self.ordered or self.only >= 0:
+            k = self.head()
+            return k if k >= 0 and self.is_ready(k) else -1
+        if self.decoded != NONE:
+            k = self.locate(self.decoded)
+            if k >= 0:
+                return k
+        for k in range(self.length):
+            if self.is_ready(k):
+                return k
+        return -1
+
+    cdef Py_ssize_t locate(self, uint64_t number) noexcept:
+        """Position of a ticket; -1: it is not in the line."""
+        cdef Py_ssize_t k
+        for k in range(self.length):
+            if self.at(k).number == number:
+                return k
+        return -1
+
+    cdef inline bint is_decoded(self, Py_ssize_t k) noexcept:
+        """Whether the ticket at a position is there and is decoded."""
+        return k < self.length and self.at(k).number == self.decoded
+
+    cdef inline void remove(self, Py_ssize_t k) noexcept:
+        """Remove a ticket from the line."""
+        while k > 0:
+            self.at(k)[0] = self.at(k - 1)[0]
+            k -= 1
+        self.first = 0 if self.first + 1 == self.room else self.first + 1
+        self.length -= 1
+
+    cdef inline void forget(self) noexcept:
+        """Forget what is decoded."""
+        self.decoded, self.batch = NONE, None
+        if self.note is not None or self.error is not None:
+            self.error = self.note = None
+
+    # -- posting
+
+    cdef bint post(self) noexcept:
+        """Post the next ticket, if it is prepared and there is room; return whether it was."""
+        cdef Py_ssize_t number = self.source.target()
+        cdef Ring ring
+        cdef Ticket* t
+        cdef int cell
+        if number < 0:
+            return False
+        ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cell = ring.find_vacant()
+        if cell < 0:
+            return False
+        t = self.at(self.length)
+        t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
+        t.units = self.source.write(number, ring, t.cell, self.ticket)
+        self.length += 1
+        self.ticket += 1
+        return True
+
+    cpdef int refill(self) except -1:
+        """Post tickets while there are free cells, and the source has any."""
+        cdef bint ready
+        self.sweep()
+        while self.source is not None:
+            ready = self.source.is_ready(self.taken_count)
+            if not ready:
+                self.source.prepare(self.taken_count)
+            if not self.post() and ready:
+                break
+        return 0
+
+    cdef void abandon(self, Ticket* t) noexcept:
+        self.abandoned[self.abandoned_count] = t[0]
+        self.abandoned_count += 1
+
+    cdef void give_up(self, uint32_t number) noexcept:
+        """Give up the tickets of a ring: of a queue, those that are not claimed are taken back, newest
+        first, and so leave no gap."""
+        cdef bint back = self.queues
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cdef Py_ssize_t k, kept = 0
+        cdef Ticket* t
+        if self.source is not None:
+            self.source.end(number)
+        for k in range(self.length - 1, -1, -1):
+            t = self.at(k)
+            if t.ring == number:
+                back = back and ring.retract(t.cell)
+                if not back:
+                    self.abandon(t)
+        for k in range(self.length):
+            t = self.at(k)
+            if t.ring != number:
+                self.at(kept)[0] = t[0]
+                kept += 1
+        self.length = kept
+        ring.outstanding = ring.unwoken = 0
+
+    cdef void give_up_call(self, uint32_t number) noexcept:
+        """Give up the call that a worker has to answer, if there is one."""
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cdef Ticket t
+        if ring.calling >= 0:
+            t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
+            self.abandon(&t)
+            ring.calling = -1
+
+    cpdef int sweep(self) except -1:
+        """Free the cells of given-up tickets that no runner works on any more."""
+        cdef Py_ssize_t k = 0
+        cdef Ticket t
+        cdef Ring ring
+        while k < self.abandoned_count:
+            t = self.abandoned[k]
+            ring = self.rings[t.ring]
+            if not (cseq_ring_ready(ring.r, t.cell) if self.queues and t.cell < cseq_ring_round(ring.r)
+                    else cseq_ring_cancel(ring.r, t.cell)):
+                k += 1
+                continue
+            if self.discard is not None:
+                self.discard(t.cell)
+            before = self.decoder.leave(t.cell, self.cell(&t))
+            ring.free(t.cell)
+            self.abandoned_count -= 1
+            self.abandoned[k] = self.abandoned[self.abandoned_count]
+            before = None
+        return 0
+
+    # -- waiting, for `wait`
+
+    def advance(self):
+        """Post what can be posted, and look.
+
+        Returns
+        -------
+        bool or None
+            Whether the next ticket is ready. None: no more come (`ended`: of any worker).
+
+        Raises
+        ------
+        BaseException
+            What the source raises after the last ticket.
+        """
+        self.refill()
+        if self.find() >= 0:
+            return True
+        if self.head() >= 0 or self.source is None or not self.source.is_over(self.only):
+            return False
+        if not self.length and self.source.is_over(-1):
+            self.source.finish()
+            self.ended = True
+        return None
+
+    def notices(self):
+        """See `Ring.notices`."""
+        return cseq_ring_notices(self.r[0])
+
+    def awaited(self):
+        """Ring and cell of each ticket that is waited for: the next one, or in no order, any."""
+        cdef Py_ssize_t k = self.head()
+        if k >= 0 and (self.ordered or self.only >= 0):
+            return [(self.at(k).ring, self.at(k).cell)]
+        return [(self.at(k).ring, self.at(k).cell) for k in range(self.length)]
+
+    def wait(self, uint32_t seen, list awaited=None):
+        """Sleep until a ticket that is waited for may be ready, and run signal handlers; see `Ring.wait`.
+
+        `awaited`: other tickets, as `awaited` lists them.
+        """
+        cdef Ring ring
+        cdef bint spun = self.spun
+        cdef bint calling = awaited is not None
+        self.spun = False
+        if self.make is not None:
+            self.make()
+            return
+        if not self.queues:
+            ring = <Ring>PyList_GET_ITEM(self.rings, 0)
+            if not self.ordered or not self.length:
+                ring.wait(seen)
+            elif spun or not self.expect(seen):
+                ring.wait(seen, <int>self.at(0).cell)
+            self.spun = False
+            PyErr_CheckSignals()
+            return
+        for ring in self.rings:
+            if ring.unwoken:
+                ring.wake()
+        cells = {}  # of each ring, the first
+        for number, cell in (awaited if calling else self.awaited()):
+            cells.setdefault(number, cell)
+        wait_any([self.rings[number] for number in cells], list(cells.values()), seen,
+                 spun and not calling)
+
+    cdef bint expect(self, uint32_t seen) noexcept:
+        """Wait for the next ticket, but do not sleep: whether it is ready."""
+        cdef Py_ssize_t k = self.head()
+        cdef Ticket* t = self.at(k)
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
+        cdef uint32_t last = t.cell  # half a buffer after it, in a shared ring: see cseq_ring_expect
+        if not self.queues:
+            last = self.at(min(max(<Py_ssize_t>ring.gil.apart, 1), self.length) - 1).cell
+        self.spun = not ring.expect(t.cell, last, seen)
+        return not self.spun
+
+    # -- peek, decode, commit
+
+    cdef Py_ssize_t reach(self, uint64_t generation) except -1:
+        """Wait until the next ticket is decoded and can be committed: its position in the line.
+
+        May run any code, but none between the last look and the return.
+        """
+        cdef Py_ssize_t k
+        while True:
+            if not self.run.is_at(generation):
+                raise InterruptedError
+            k = self.find()
+            if k < 0:
+                k = self.find_soon()
+            if k < 0:
+                self.wait_next()
+                continue
+            if not self.is_decoded(k):
+                self.decode(k)
+            if self.is_decoded(k) and self.is_settled(k, generation):
+                return k
+
+    cdef Py_ssize_t find_soon(self) except -2:
+        """`find`, after making the next batch, or after waiting for it without sleeping."""
+        if self.make is not None:
+            self.make()
+        elif not (self.ordered or self.only >= 0) or self.head() < 0 or not self.expect(
+                self.notices()):
+            return -1
+        return self.find()
+
+    cdef bint is_settled(self, Py_ssize_t k, uint64_t generation) except -1:
+        """Prepare what the commit of a decoded ticket needs; return whether it is still there."""
+        while not self.source.is_ready(self.taken_count + 1):
+            self.source.prepare(self.taken_count + 1)
+            if not self.run.is_at(generation):
+                return False
+        if self.abandoned_count:
+            self.sweep()
+        PyErr_CheckSignals()
+        return self.is_decoded(k) and self.run.is_at(generation)
+
+    cdef int decode(self, Py_ssize_t k) except -1:
+        """Decode the ticket at a position, which is ready. The end of a worker's items is taken out."""
+        cdef Ticket t = self.at(k)[0]
+        cdef cseq_cell* c = self.cell(&t)
+        cdef uint64_t* f = c.converted if c.stage else c.record
+        before = batch = error = note = None
+        if self.decoded != NONE:
+            before = self.batch, self.error  # of another ticket; their destructors may run code
+        if c.status == ENDED:
+            self.drop(k, self.rings[t.ring])
+            self.give_up(t.ring)
+            return 0
+        if self.decoder.passes and not c.status:
+            pass  # `take` takes it out of its place
+        else:
+            try:
+                batch = self.decoder.decode(t.cell, c)
+                if batch is UNREAD:
+                    batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
+                                             (f[0], f[1], f[2], f[3], f[4], f[5]))
+            except MemoryError:
+                raise  # the next attempt may find more memory
+            except Exception as raised:
+                error = raised
+            if error is not None:
+                error, note = self.describe(t.ring, t.cell, error)
+                if self.give:
+                    batch, error = ItemFailure(error, t.ring), None
+        self.decoded, self.batch, self.error, self.note = t.number, batch, error, note
+        return 0
+
+    cdef inline object drop(self, Py_ssize_t k, Ring ring):
+        """Take an answered ticket out: free its cell; return the object that was left there."""
+        cdef Ticket t = self.at(k)[0]
+        left = self.decoder.leave(t.cell, self.cell(&t))
+        self.remove(k)
+        ring.outstanding -= 1
+        ring.free(t.cell)
+        return left
+
+    cdef int commit(self, Py_ssize_t k, bint done) except -1:
+        """Take out the decoded ticket at a position, and post the next one, which is prepared.
+
+        `done`: the loop goes on after it. The caller refers to what was decoded.
+        """
+        cdef Ticket t = self.at(k)[0]
+        cdef uint32_t status = self.cell(&t).status
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
+        left = self.drop(k, ring)  # its destructor may run code: after all else is done
+        ring.count(self.cell(&t))
+        self.units += t.units
+        cseq_count_u64(&self.taken_count, 1)
+        if done:
+            cseq_store_rlx_u64(&self.done_count, self.units)
+        if status & ENDED:
+            self.failed = self.note
+            self.give_up(t.ring)
+        self.forget()
+        while self.post() and self.source.keyed:  # keys may have waited for room
+            pass
+        return 0
+
+    cdef PyObject* take(self, uint64_t generation) except NULL:
+        """Take the next batch: the caller, who has the lock, has the reference.
+
+        Of an object that is handed over as it is, no reference is counted: see `_references`.
+
+        Raises
+        ------
+        StopIteration
+            No more come.
+        InterruptedError
+            The generation is over.
+        """
+        cdef PyObject* taken
+        cdef Py_ssize_t k
+        while True:
+            k = self.reach(generation)
+            batch, error = self.batch, self.error
+            if error is not None:
+                if not self.skip or not isinstance(error, Exception):
+                    self.commit(k, False)
+                    raise error
+                self.skipped.append(self.note)
+                self.skips += 1
+                self.commit(k, True)
+                continue
+            if self.decoder.passes:
+                taken = self.decoder.objects.take(self.at(k).cell)
+            else:
+                Py_INCREF(batch)
+                taken = <PyObject*>batch
+            self.commit(k, True)
+            return taken
+
+    # -- for callers
+
+    cdef object call(self, uint64_t generation, Py_ssize_t worker):
+        """Take the next batch, or the next of a worker's items in the epoch that is under way."""
+        cdef Lock lock = self.run.lock
+        lock.enter_anew()
+        try:
+            if worker >= 0:
+                generation = self.generation
+                self.check(generation)
+                if self.source.keyed:
+                    raise RuntimeError("the items of keys do not come worker by worker: iterate, or "
+                                       "use peek() and commit()")
+            self.only = worker
+            return cseq_given(self.take(generation))
+        except Exception:
+            self.check(generation)
+            raise
+        finally:
+            lock.leave()
+
+    cpdef int check(self, uint64_t generation) except -1:
+        """Raise InterruptedError if a generation is over, also for what fails since then."""
+        if not self.run.is_at(generation):
+            raise InterruptedError(self.interrupted) from None
+        return 0
+
+    def next(self, Py_ssize_t worker):
+        """Return the next item of a worker, in an epoch without keys.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        if not 0 <= worker < PyList_GET_SIZE(self.rings):
+            raise IndexError(f"worker={worker} is not one of {len(self.rings)}")
+        return self.call(NONE, worker)
+
+    def glance(self):
+        """Return what the next call returns, in an ordered epoch of keys, if it is ready; else None.
+
+        It is decoded, and stays next. Nothing is waited for, and no key is drawn. In place of an
+        exception there is its `ItemFailure`.
+        """
+        self.run.lock.enter()
+        try:
+            if (not self.run.is_at(self.generation) or not self.source.keyed or not self.ordered
+                    or self.find() < 0):
+                return None
+            if not self.is_decoded(0):
+                self.decode(0)
+            if not self.is_decoded(0):
+                return None
+            return self.batch if self.error is None else ItemFailure(self.error, self.at(0).ring)
+        except MemoryError:
+            return None  # the call that takes the item decodes it again
+        finally:
+            self.run.lock.leave()
+
+    def peek(self):
+        """Return the number in the epoch of the next item, and the item. Nothing changes.
+
+        An exception of the producer is taken out as it is raised.
+
+        Returns
+        -------
+        tuple
+            (number, item). `commit` takes the item out.
+
+        Raises
+        ------
+        StopIteration
+            There are no more.
+        RuntimeError
+            An exception of the producer, raised before, has ended its items.
+        InterruptedError
+            No epoch is under way: none was begun, or it was interrupted.
+        """
+        cdef uint64_t generation
+        cdef Py_ssize_t k
+        self.run.lock.enter_anew()
+        generation = self.generation
+        try:
+            self.check(generation)
+            if self.failed:
+                raise RuntimeError(f"{self.failed}; begin another epoch")
+            self.only = -1
+            k = self.reach(generation)
+            if self.error is not None:
+                error = self.error
+                self.commit(k, False)
+                raise error
+            return self.taken_count, self.batch
+        except Exception:
+            self.check(generation)
+            raise
+        finally:
+            self.run.lock.leave()
+
+    def commit_item(self, uint64_t number):
+        """Take out the item that `peek` has returned with this number, unless that was done."""
+        cdef uint64_t generation
+        cdef Py_ssize_t k
+        self.run.lock.enter_anew()
+        generation = self.generation
+        try:
+            while True:
+                self.check(generation)
+                if number != self.taken_count:
+                    return
+                self.only = -1
+                k = self.find()
+                if k < 0 or not self.is_decoded(k) or self.error is not None:
+                    raise RuntimeError(f"item {number} was not peeked at")
+                if self.is_settled(k, generation):
+                    break
+            item = self.batch
+            self.commit(k, True)
+        except Exception:
+            self.check(generation)
+            raise
+        finally:
+            self.run.lock.leave()
+
+    # -- calls of workers
+
+    def tickets(self, uint32_t number):
+        """Cell and number of each outstanding ticket of a ring, the oldest first."""
+        return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
+                if self.at(k).ring == number]
+
+    def post_call(self, uint32_t number, Request request not None, str name not None,
+                  Request assignment=None, uint64_t epoch=0):
+        """Post a call beside a worker's queue, which comes before all items that it has not claimed.
+
+        One at a time: the one before is given up, if it is not answered.
+
+        Parameters
+        ----------
+        number : int
+            The worker.
+        request : Request
+        name : str
+            What messages call it.
+        assignment : Request, optional
+        epoch : int
+            Which the worker is to begin first, with that assignment; 0: none.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of the ticket.
+        """
+        cdef Ring ring = self.rings[number]
+        cdef uint32_t cell = cseq_ring_round(ring.r)
+        self.give_up_call(number)
+        self.sweep()
+        # One cell may be that of a call which was given up, and which the worker is busy with.
+        while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
+            cell += 1
+            if cell == ring.r.capacity:
+                raise RuntimeError("a worker is busy with two calls, which it never should be")
+        refer(ring, cell, request, assignment, name)
+        ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0)
+        ring.calling = <int>cell
+        ring.wake()
+        self.ticket += 1
+        return cell, self.ticket - 1
+
+    def dismiss(self, uint32_t number, uint32_t cell, uint64_t ticket, str failed not None=""):
+        """Take a reply, which is answered, out of its cell, unless that was done.
+
+        `failed`: the exception raised instead, as text; it ends the worker's items, but not those of keys.
+        """
+        cdef Ring ring = self.rings[number]
+        cdef Py_ssize_t k = self.locate(ticket)
+        if not ring.peek(cell, ticket):
+            return
+        if k >= 0:
+            self.drop(k, ring)
+        elif ring.calling == <int>cell:
+            ring.calling = -1
+            self.decoder.leave(cell, cseq_ring_cell(ring.r, cell))
+            ring.free(cell)
+        if failed and self.source is not None and not self.source.keyed:
+            before = self.batch, self.error  # destructors may run code: after all else is done
+            self.failed = failed
+            self.give_up(number)
+            self.forget()
+        self.sweep()  # also what a call in the middle of this one has given up
+
+
+@cython.final
+cdef class FeedIterator:
+    """An iterator over an epoch; what ends its generation interrupts it.
+
+    Threads may share it: each batch goes to one of them. It has no subclass in Python: there, each
+    step of a ``for`` would look `__next__` up, and call it as a method.
+
+    Parameters
+    ----------
+    feed : Feed
+    generation : int
+        When that of the feed's run changes, this iterator is void.
+    owner : object, optional
+        Kept alive, and with it the pool.
+    """
+
+    cdef readonly uint64_t generation
+    cdef object owner
+    cdef Feed feed
+
+    def __cinit__(self, Feed feed not None, uint64_t generation, owner=None):
+        self.feed, self.generation, self.owner = feed, generation, owner
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.feed.call(self.generation, -1)

@@ -1,0 +1,305 @@
+"""The pools' base classes: a feed over rings, and the Python that it calls.
+
+One thread calls a pool. Other threads report errors (a worker that cannot be made, or that died too
+often) through `_check`, which raises them in that thread, and wake it with `notify_all`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from cseq import failure
+from cseq._feed import Decoder, Feed
+from cseq._lock import RunState
+from cseq._source import OrderSource
+from cseq.stage import RAISED
+from cseq.stats import Clock, Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cseq._core import Ring
+    from cseq.place import Place
+    from cseq.pools import Job
+    from cseq.sampler import Indices
+    from cseq.supervisor import Supervisor
+    from cseq.transport import BatchReader
+
+    Awaited = list[tuple[int, int]]  # ring and cell of tickets
+    Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
+
+__all__ = ["BatchPool", "Pool", "apart", "wake_at"]
+
+T = TypeVar("T")
+
+log = logging.getLogger("cseq")
+
+
+def wake_at(buffer: int, num_workers: int) -> int:
+    """Return how many tickets are posted before sleeping workers are woken for them.
+
+    To wake a worker for each ticket costs more than a small batch does. Workers sleep when nothing
+    can be claimed; then up to `buffer` minus this many batches are ready or being made. The loop
+    uses these until the woken workers have made the next, so there must be one for each worker.
+    """
+    return max(1, min(buffer // 2, buffer - num_workers))
+
+
+def apart(buffer: int) -> int:
+    """Return how many batches the loop and the workers keep apart while both work.
+
+    Half of the buffer: each side then has one half for itself. Both in the same batches would wait
+    for memory that the other core has just written.
+    """
+    return max(1, buffer // 2)
+
+
+class Pool:
+    """Runners, the rings that they share with the loop, and the feed: the loop's end of these.
+
+    The constructor starts nothing: an exception of a signal handler may drop the pool before there
+    is a `Run` to close it.
+
+    Parameters
+    ----------
+    rings : list of Ring
+        See `Feed`.
+    batch_reader : BatchReader
+        Where finished batches come out.
+    errors, discard, make, interrupted
+        See `Feed`.
+    convert, leaf_for : callable, optional
+        See `Decoder`.
+    num_workers, num_converters : int
+        How many owners of the rings run the indexers, and, after these, the converters.
+    threads : bool
+        Whether they share a GIL with the loop.
+
+    Attributes
+    ----------
+    run : RunState
+        The generation of what is under way, and the lock for the calls of this pool.
+    supervisor : Supervisor or None
+        The worker processes, if there are any.
+    """
+
+    supervisor: Supervisor | None = None
+
+    def __init__(
+        self,
+        rings: list[Ring],
+        batch_reader: BatchReader,
+        *,
+        errors: Literal["raise", "skip", "return"] = "raise",
+        convert: Callable[[Any], Any] | None = None,
+        leaf_for: Callable[[Any], Any] | None = None,
+        discard: Callable[[int], None] | None = None,
+        make: Callable[[], None] | None = None,
+        num_workers: int = 1,
+        num_converters: int = 0,
+        threads: bool = False,
+        interrupted: str = "",
+    ) -> None:
+        self.rings = rings
+        self._batch_reader = batch_reader
+        self._convert = convert
+        self.num_workers, self._num_converters = num_workers, num_converters
+        self._threads = threads
+        self.run = RunState()
+        self.feed = Feed(
+            self.run,
+            rings,
+            Decoder(**batch_reader.ends, convert=convert, leaf_for=leaf_for),
+            self._wait,
+            self._decode,
+            self._describe,
+            errors=errors,
+            make=make,
+            discard=discard,
+            interrupted=interrupted,
+        )
+        self.clock = Clock(*rings, computing=threads)
+
+    def notify_all(self) -> None:
+        """Have a call that waits in another thread look at the run's generation."""
+        self.rings[0].notify_all()
+
+    def close(self) -> None:
+        """End all that was started; returns within a bounded time. Calling it twice is fine."""
+        raise NotImplementedError
+
+    def _check(self, awaited: Awaited | None) -> None:
+        """Raise errors of workers and of other threads, also for tickets that take too long.
+
+        `awaited`: the tickets that are waited for; None: those that the feed waits for.
+        """
+
+    def _describe(self, _: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
+        """Name the ticket in an exception; see `Feed`."""
+        raise NotImplementedError
+
+    # -- for the feed
+
+    def _decode(
+        self, _: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
+    ) -> tuple[Any, BaseException | None]:
+        """Decode what C does not; see `Feed`."""
+        self._note_start()
+        batch_reader = self._batch_reader
+        if status & RAISED:
+            return None, batch_reader.error(cell, slot, capacity, record)
+        batch = batch_reader.decode(cell, slot, capacity, record)
+        return batch if self._convert is None else self._convert(batch), None
+
+    def _wait(self) -> None:
+        """Sleep until the next ticket is ready; StopIteration: no more come."""
+        self._await(self.feed.generation, self._advance)
+
+    def _advance(self) -> bool | None:
+        """Post what can be posted; return whether the next ticket is ready."""
+        ready = self.feed.advance()
+        if ready is None:
+            if self.feed.ended:
+                self.clock.stop()
+            raise StopIteration
+        if ready:
+            self._note_start()
+        return ready or None
+
+    def _note_start(self) -> None:
+        """The first batch is there: what was waited until now was the start."""
+        if self.clock.starting:
+            self.clock.started()
+
+    def _await(
+        self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
+    ) -> T:
+        """Sleep until `look` finds something.
+
+        `awaited`: the tickets that are waited for, if not those of the feed.
+        """
+        feed = self.feed
+        while True:
+            seen = feed.notices()
+            if self.run.generation != generation:
+                raise InterruptedError
+            self._check(awaited)
+            found = look()
+            if found is not None:
+                return found
+            feed.wait(seen, awaited)
+
+    def stats(self) -> Stats:
+        """Return counts and times of this pool so far."""
+        rings, num_workers, num_converters = self.rings, self.num_workers, self._num_converters
+        times = self.clock.read()
+        workers, converters = times.idle[:num_workers], times.idle[num_workers:]
+        posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
+        return Stats(
+            batches=sum(ring.taken_batches for ring in rings),
+            samples=sum(ring.taken_samples for ring in rings),
+            nbytes=sum(ring.taken_bytes for ring in rings),
+            skips=self.feed.skips,
+            depths=(sum(posted), sum(middle), sum(ready)),
+            start_waited=self.clock.start_waited,
+            elapsed=times.elapsed,
+            loop_waited=times.waited,
+            workers_waited=sum(workers),
+            converters_waited=sum(converters[:num_converters]),
+            num_workers=num_workers,
+            num_converters=num_converters,
+            computed=times.computed if self._threads else None,
+        )
+
+
+class BatchPool(Pool):
+    """A pool of `MSequence`: one ring, for batches of samples in an order.
+
+    Its progress (`Progress`) is that of the epoch that was begun last.
+    """
+
+    def __init__(self, job: Job, ring: Ring, batch_reader: BatchReader, **options: Any) -> None:
+        super().__init__(
+            [ring],
+            batch_reader,
+            errors="skip" if job.on_error == "skip" else "raise",
+            interrupted="this iterator was interrupted: the manager was started or finished, or a "
+            "newer iterator began; call iter() on the manager again",
+            **options,
+        )
+        self._job = job
+        self._ring = ring
+        self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
+
+    def open(self) -> None:
+        """Start the runners. If this raises, or a signal handler does, `close` ends them."""
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have had, or left out for an error."""
+        return self.feed.position
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop was told that this epoch is over."""
+        return self.feed.ended
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
+        return self.feed.ended or self.feed.taken > 0
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that were left out for an error: epoch, batch, what was raised."""
+        return list(self.feed.skipped)
+
+    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
+        """Begin an epoch after `consumed` samples; nothing of an earlier one is delivered.
+
+        In one step of C, `place` becomes that of this epoch, and the pool its progress. If the same
+        epoch was begun at the same place, and the loop has had nothing of it yet, the batches that
+        were made are kept. `generation`: that of the iterator that is to have the batches.
+        """
+        feed, before, job = self.feed, self.feed.place, self._job
+        feed.generation = generation
+        if before is not None and not self.begun and before.is_at(epoch, consumed):
+            feed.place, place.progress = place, self
+            return
+        cut = job.sampler.cut_at(consumed)
+        source = OrderSource(job.sampler.order, epoch, cut, self._fill, job.room)
+        feed.begin(source, ordered=job.ordered, place=place, progress=self)
+        feed.refill()
+        self.clock.run()
+
+    def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
+        """Write a batch's indices; return how many, and where in the order they begin."""
+        return self._job.sampler.fill(batch, room), self._job.sampler.start(batch)
+
+    def named(self, cell: int) -> tuple[int, int, list[int], str]:
+        """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
+        epoch, batch, count = self._ring.ticket(cell)
+        indices: list[int] = self._rooms[cell][:count].tolist()
+        return epoch, batch, indices, failure.where(epoch, batch, indices)
+
+    def _describe(
+        self, _: int, cell: int, error: BaseException
+    ) -> tuple[BaseException, tuple[int, int, str]]:
+        """Name the batch in an exception, and log the exception if the batch is left out."""
+        epoch, batch, _indices, place = self.named(cell)
+        error = failure.ordinary(error)
+        entry = epoch, batch, failure.line_of(error)
+        if self._job.on_error == "skip" and isinstance(error, Exception):
+            # As text: a log record that keeps the exception keeps its traceback, and the ring.
+            log.error("skipped %s: %s", place, entry[2])
+        return failure.named(error, place), entry
+
+    def in_work(self) -> Working:
+        """List the tickets that are waited for and in work: owner, since when (ns), batch."""
+        found = []
+        for _, cell in self.feed.awaited():
+            owner, since = self._ring.holder(cell)
+            if owner and since:  # since is 0 for an instant after the claim
+                found.append((owner, since, self.named(cell)[3]))
+        return found

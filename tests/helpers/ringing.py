@@ -1,0 +1,38 @@
+"""The trainer's part at a ring alone, where tests need no feed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cseq._core import Ring
+
+
+def tickets(ring: Ring) -> list[tuple[int, int]]:
+    """List number and cell of each ticket in a ring, the oldest first."""
+    words = [(ring.token(cell), cell) for cell in range(ring.capacity)]
+    return sorted((word >> 24, cell) for word, cell in words if word & 0xFF)
+
+
+def vacant(ring: Ring) -> int:
+    """Return a free cell, or -1."""
+    taken = {cell for _, cell in tickets(ring)}
+    return next((cell for cell in range(ring.capacity) if cell not in taken), -1)
+
+
+def take(ring: Ring, *, ordered: bool = True) -> tuple[Any, ...] | None:
+    """Take the oldest ticket, or (unordered) any one: its cell, and what was answered."""
+    for ticket, cell in tickets(ring)[: 1 if ordered else None]:
+        answer = ring.peek(cell, ticket)
+        if answer:
+            ring.retire(cell)
+            return cell, *answer
+    return None
+
+
+def wait(ring: Ring, seen: int) -> None:
+    """Wait for the oldest ticket: first awake, as `Feed` does."""
+    cells = [cell for _, cell in tickets(ring)]
+    last = cells[min(max(ring.apart, 1), len(cells)) - 1]
+    if not ring.expect(cells[0], last, seen):
+        ring.wait(seen, cells[0])
