@@ -60,7 +60,7 @@ cdef class Ring:
         if c.status == 0:
             cseq_count_u64(&self.batch_count, 1)
             cseq_count_u64(&self.sample_count, c.count)
-            cseq_count_u64(&self.byte_count, f[0] + f[1] + f[2] + f[3] + f[4] + f[5])
+            cseq_count_u64(&self.byte_count, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
         """Free a cell that is the trainer's; an outstanding ticket there is subtracted already."""
         if self.kept is None:

@@ -557,7 +557,7 @@ cdef class Ring:
         if CSEQ_STATE(word) != CSEQ_READY:
             return None
         f = c.converted if c.stage else c.record
-        return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3], f[4], f[5])
+        return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     def retire(self, uint32_t cell):
         """Free a cell that is the trainer's."""
@@ -633,8 +633,8 @@ cdef class Ring:
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
-        return (c.stage, c.status, c.slot, c.capacity, (i[0], i[1], i[2], i[3], i[4], i[5]),
-                (f[0], f[1], f[2], f[3], f[4], f[5]))
+        return (c.stage, c.status, c.slot, c.capacity, (i[0], i[1], i[2], i[3]),
+                (f[0], f[1], f[2], f[3]))
 
     # -- from any thread
 
@@ -804,7 +804,7 @@ cdef class Runner:
     def record(self):
         """The record of the stage before."""
         cdef uint64_t* f = self.held().record
-        return f[0], f[1], f[2], f[3], f[4], f[5]
+        return f[0], f[1], f[2], f[3]
 
     def detach(self):
         """The batch has left its slot, which is the trainer's: `Feed` must not free it."""

@@ -627,7 +627,7 @@ cdef class Feed:
                 batch = self.decoder.decode(t.cell, c)
                 if batch is UNREAD:
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
-                                             (f[0], f[1], f[2], f[3], f[4], f[5]))
+                                             (f[0], f[1], f[2], f[3]))
             except MemoryError:
                 raise  # the next attempt may find more memory
             except Exception as raised:

@@ -45,7 +45,7 @@
 #define CSEQ_LAYOUT 5u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
-#define CSEQ_FIELDS 6 /* words of a record: where in the slot a batch lies */
+#define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
 
 /* States. */
 enum {

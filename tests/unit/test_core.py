@@ -549,15 +549,15 @@ def test_two_stages() -> None:
     assert ring.depths() == (0, 1, 0)
     assert ringing.take(ring) is None
     second = claim(ring, 2, stage=1)
-    assert second.record == (1, 2, 3, 0, 0, 0)
+    assert second.record == (1, 2, 3, 0)
     assert ring.repost(2) == [second.cell]
     again = claim(ring, 3, stage=1)
-    assert again.record == (1, 2, 3, 0, 0, 0)
+    assert again.record == (1, 2, 3, 0)
     again.publish(0, (4,))
     assert ring.depths() == (0, 0, 1)
     taken = ringing.take(ring)
     assert taken is not None
-    assert taken[4] == (4, 0, 0, 0, 0, 0)
+    assert taken[4] == (4, 0, 0, 0)
 
 
 def test_a_failure_skips_the_second_stage() -> None:
@@ -641,7 +641,7 @@ def test_what_a_dead_worker_owned() -> None:
     assert working == 2
     assert ring.left_in(runner.cell)[2] == 0xFFFFFFFF
     arena.slots.adopt(published, 0)
-    assert ringing.take(ring) == (cells[0], 0, published, 0, (0,) * 6)
+    assert ringing.take(ring) == (cells[0], 0, published, 0, (0,) * FIELDS)
     arena.reclaim(1, [ring])
     arena.reclaim(2, [ring])
     assert arena.slots.owners()[1:5] == [TRAINER, 0, 0, 0]
@@ -1233,7 +1233,7 @@ def test_giving_a_batch() -> None:
     assert sys.getrefcount(FLOATS) == before
     assert runner.cell == -1
     assert slot.slot == -1
-    assert ringing.take(ring) == (0, 0, 1, slot.capacity, (64, 4, 16, 0, 0, 0))
+    assert ringing.take(ring) == (0, 0, 1, slot.capacity, (64, 4, 16, 0))
 
 
 def test_not_giving_a_batch() -> None:
