@@ -215,7 +215,8 @@ def test_the_killed_worker_on_the_page(run_prepared: RunScript) -> None:
     (block,) = blocks_of(KILLING)
     done = run_prepared(block.code)
     assert (done.returncode, done.stdout) == (0, block.output), done.stderr
-    assert re.fullmatch(r"(worker 0 was killed by SIGKILL: replaced\n)?", done.stderr), done.stderr
+    log = r"(worker 0 was killed( by SIGKILL)?: replaced\n)?"  # Windows has no signals
+    assert re.fullmatch(log, done.stderr), done.stderr
 
 
 def test_the_example_of_the_readme_is_short() -> None:
