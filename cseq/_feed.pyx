@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The trainer's end of the rings: posts what a source asks for, and takes out what comes back."""
+"""The trainer's end of the rings: posts what a source asks for, and takes it."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Locks and latches for threads, which a signal handler cannot break, and a run's generation."""
+"""Locks and latches that a signal handler cannot break; a run's generation."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint32_t, uint64_t

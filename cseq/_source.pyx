@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What an epoch asks for, ticket by ticket: samples in an order, items of workers, or keys."""
+"""What an epoch asks for: samples in an order, items of workers, or keys."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow

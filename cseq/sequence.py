@@ -18,7 +18,8 @@ from cseq.converter import output as outputs
 from cseq.launcher import start_methods
 from cseq.memory_limit import memory_limit_of
 from cseq.place import Place
-from cseq.pools import Job, pool_of
+from cseq.pools import pool_of
+from cseq.pools.job import Job
 from cseq.run import Run, close_with
 from cseq.sampler import Sampler
 from cseq.stats import Stats

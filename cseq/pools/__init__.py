@@ -1,5 +1,7 @@
-"""The pools, which run the stages: three of batches, with one base class (`base`).
+"""The pools, which run the stages.
 
+``base``     the feed over rings, and the Python that it calls
+``job``      the arguments of `MSequence`, checked
 ``inline``   the calling thread, batch by batch: this is test mode
 ``thread``   threads of this process
 ``process``  worker processes
@@ -7,59 +9,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.converter.output import Output
     from cseq.pools.base import BatchPool
-    from cseq.sampler import Sampler
+    from cseq.pools.job import Job
 
-__all__ = ["Job", "pool_of"]
-
-
-class Job(NamedTuple):
-    """The arguments of `MSequence`, checked; `MSequence.start` resolves them and makes a pool.
-
-    Attributes
-    ----------
-    output : Output
-        What `out_type` and `dtype` ask for; in a pool: as far as this machine has it.
-    num_converters : int
-        In a pool, 0 where there is no CUDA.
-    compat : bool or None
-        CUDA conversion in threads; None: as the system requires.
-    memory_limit : int
-        Bytes of shared memory that delivered batches may hold before copies are delivered.
-    """
-
-    worker: Any
-    sampler: Sampler
-    output: Output
-    num_workers: int
-    num_converters: int
-    buffer: int
-    ordered: bool
-    compat: bool | None
-    start_method: str | None
-    on_error: str
-    max_restarts: int
-    timeout: float | None
-    on_timeout: str
-    memory_limit: int
-    threads: int | None
-    preload: tuple[str, ...] | Literal[False] | None
-    seed_globals: bool
-
-    @property
-    def room(self) -> int:
-        """The most samples that a batch can have."""
-        return min(self.sampler.batch_size, self.sampler.dset_size)
-
-    def without_worker(self) -> Job:
-        """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
-        return self._replace(worker=None)
+__all__ = ["pool_of"]
 
 
 def pool_of(kind: str) -> Callable[[Job], BatchPool]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq.place import Place
-    from cseq.pools import Job
+    from cseq.pools.job import Job
     from cseq.sampler import Indices
     from cseq.supervisor import Supervisor
     from cseq.transport import BatchReader

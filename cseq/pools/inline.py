@@ -22,7 +22,7 @@ from cseq.transport import Objects
 
 if TYPE_CHECKING:
     from cseq.place import Place
-    from cseq.pools import Job
+    from cseq.pools.job import Job
 
 __all__ = ["InlinePool"]
 

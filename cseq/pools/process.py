@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from cseq.converter.export import Receiver
     from cseq.converter.page_locks import PageLocks
     from cseq.place import Place
-    from cseq.pools import Job
     from cseq.pools.base import Awaited
+    from cseq.pools.job import Job
     from cseq.stats import Stats
     from cseq.transport import BatchReader
     from cseq.worker import Entered

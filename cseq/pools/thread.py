@@ -22,8 +22,8 @@ from cseq.transport import Objects
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.pools import Job
     from cseq.pools.base import Awaited
+    from cseq.pools.job import Job
     from cseq.transport import Source
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
