@@ -237,7 +237,7 @@ cdef class Feed:
     cdef readonly object skipped
     cdef readonly uint64_t skips
     cdef uint64_t taken_count, done_count  # which any thread reads: see `cseq_count_u64`
-    cdef uint64_t units                    # of what was taken
+    cdef uint64_t units, before            # of what was taken; before the epoch's first ticket
     cdef list rings
     cdef cseq_ring** r         # of these
     cdef Decoder decoder
@@ -319,6 +319,7 @@ cdef class Feed:
         self.forget()
         self.ended, self.failed = False, ""
         self.only, self.units = -1, 0
+        self.before = 0 if source is None else source.consumed
         cseq_store_rlx_u64(&self.taken_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
         return 0
@@ -334,7 +335,7 @@ cdef class Feed:
     @property
     def position(self):
         """Units before the next ticket, in all of the epoch."""
-        return (0 if self.source is None else self.source.consumed) + self.done
+        return self.before + self.done
 
     # -- the line
 

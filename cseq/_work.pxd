@@ -74,14 +74,18 @@ cdef class BatchSeeds:
     cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1
 
 
-cdef class BatchMaker:
-    cdef public object indexer
+cdef class Work:
     cdef readonly object batch_writer
-    cdef BatchState batch_state
     cdef TicketWriter writer
+    cdef long depth  # of forks; another one: this process is a copy, made by the user's code
+    cdef object make_batch(self, Runner runner)
+    cdef int work(self, Runner runner) except -1
+
+
+cdef class BatchMaker(Work):
+    cdef public object indexer
+    cdef BatchState batch_state
     cdef object convert
     cdef BatchSeeds seeds
-    cdef long depth  # of forks; another one: this process is a copy, made by the user's code
     cdef bint is_to_repeat(self) except -1
-    cdef object make_batch(self, Runner runner)
-    cdef int make(self, Runner runner) except -1
+    cdef object index(self, Runner runner)

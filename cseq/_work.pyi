@@ -62,18 +62,24 @@ class BatchSeeds:
     def lend(self) -> None: ...
     def restore(self) -> None: ...
 
+NO_MORE: Final[Any]
+
 @disjoint_base
-class BatchMaker:
-    indexer: Any
+class Work:
     @property
     def batch_writer(self) -> Any: ...
+    def __new__(cls, batch_writer: Any, *_: Any) -> Self: ...
+    def serve(self, runner: Runner) -> None: ...
+
+@disjoint_base
+class BatchMaker(Work):
+    indexer: Any
     def __new__(
         cls,
+        batch_writer: Any,
         indexer: Any,
         batch_state: BatchState,
-        batch_writer: Any,
         convert: Callable[[Any], Any] | None = None,
         seeds: BatchSeeds | None = None,
     ) -> Self: ...
     def make_here(self, runner: Runner, here: Any) -> None: ...
-    def serve(self, runner: Runner) -> None: ...

@@ -25,6 +25,7 @@ cdef enum:
 
 
 cdef object FRESH = 1 << 31  # first word of a twister that was seeded, and not drawn from
+NO_MORE = object()
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
 
@@ -377,27 +378,78 @@ cdef class BatchSeeds:
         return 0
 
 
-cdef class BatchMaker:
-    """Makes and publishes batches: the part of `indexer.Indexing` that is in C.
+cdef class Work:
+    """What a runner does with its tickets: makes what each asks for, and publishes it.
+
+    A subclass in Python has ``answer(runner)``, which makes it (`NO_MORE`: nothing, and the tickets
+    after this one get nothing); ``fail(runner, error)``, which publishes an exception; and
+    ``end_copy(error)``, which ends a process that the user's code has forked: it has no part in the ring.
 
     Parameters
     ----------
+    batch_writer : BatchWriter
+    """
+
+    def __cinit__(self, batch_writer, *_, **__):
+        self.batch_writer, self.writer = batch_writer, batch_writer.ticket_writer
+        self.depth = forks_here[0]
+
+    cdef object make_batch(self, Runner runner):
+        """Make what the present ticket asks for."""
+        return self.answer(runner)
+
+    cdef int work(self, Runner runner) except -1:
+        """Make what the present ticket asks for, and publish it, or the exception raised."""
+        try:
+            batch = self.make_batch(runner)
+            if forks_here[0] != self.depth:
+                self.end_copy(None)
+            if batch is NO_MORE:
+                self.batch_writer.end_items(runner)
+                return 0
+            if self.writer.publish_batch(runner, batch):
+                return 0
+            record = self.batch_writer.write(runner, batch)
+            del batch  # publish checks whether the user's code has kept arrays in the slot
+            self.batch_writer.publish(runner, record)
+        except BaseException as error:  # SystemExit, too, is the user's to see
+            if forks_here[0] != self.depth:
+                self.end_copy(error)
+            self.fail(runner, error)
+        return 0
+
+    def serve(self, Runner runner not None):
+        """Work on the present ticket, then on those that can be claimed at once.
+
+        Not on many slow ones: between two calls, the interpreter lets other threads run, collects
+        garbage, and frees what other threads have dropped. So `SERVE_NS` after the first claim, only
+        the ticket in hand is worked on.
+        """
+        cdef uint64_t begun = runner.since
+        self.work(runner)
+        while runner.since - begun < SERVE_NS and runner.claim_at_once():
+            self.work(runner)
+
+
+cdef class BatchMaker(Work):
+    """Makes batches: the part of `indexer.Indexing` that is in C.
+
+    Parameters
+    ----------
+    batch_writer : BatchWriter
     indexer : object
     batch_state : BatchState
         The context that this thread has entered.
-    batch_writer : BatchWriter
     convert : callable, optional
         Applied to every batch.
     seeds : Seeds, optional
         Seeds the global generators for each batch.
     """
 
-    def __cinit__(self, indexer, BatchState batch_state not None, batch_writer, convert=None,
+    def __cinit__(self, batch_writer, indexer, BatchState batch_state not None, convert=None,
                   BatchSeeds seeds=None):
-        self.indexer, self.batch_state, self.batch_writer = indexer, batch_state, batch_writer
-        self.writer = batch_writer.ticket_writer
+        self.indexer, self.batch_state = indexer, batch_state
         self.convert, self.seeds = convert, seeds
-        self.depth = forks_here[0]
 
     cdef bint is_to_repeat(self) except -1:
         """Whether this batch may have drawn from a generator whose module was not there before it."""
@@ -407,6 +459,13 @@ cdef class BatchMaker:
         return forks_here[0] == self.depth and self.seeds.has_drawn()
 
     cdef object make_batch(self, Runner runner):
+        if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
+            self.batch_state.drawn, self.batch_state.ticket = None, runner
+        self.writer.open_ticket(runner)
+        batch = self.index(runner)
+        return batch if self.convert is None else self.convert(batch)
+
+    cdef object index(self, Runner runner):
         """Call the indexer; once more if it has drawn from generators that it imported just now."""
         indexer = self.indexer  # the first call changes it
         if self.seeds is None:
@@ -423,32 +482,6 @@ cdef class BatchMaker:
         self.batch_state.drawn = None
         self.seeds.seed_batch(runner.held().epoch, runner.held().start)
         return self.indexer[runner.indices()]
-
-    cdef int make(self, Runner runner) except -1:
-        """Make the present ticket's batch and publish it; `fail` publishes an exception.
-
-        A process that the user's code forks, and that returns here, does neither: it has no part in
-        the ring. `end_copy` ends it.
-        """
-        try:
-            if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
-                self.batch_state.drawn, self.batch_state.ticket = None, runner
-            self.writer.open_ticket(runner)
-            batch = self.make_batch(runner)
-            if self.convert is not None:
-                batch = self.convert(batch)
-            if forks_here[0] != self.depth:
-                self.end_copy(None)
-            if self.writer.publish_batch(runner, batch):
-                return 0
-            record = self.batch_writer.write(runner, batch)
-            del batch  # publish checks whether the indexer has kept arrays in the slot
-            self.batch_writer.publish(runner, record)
-        except BaseException as error:  # SystemExit, too, is the user's to see
-            if forks_here[0] != self.depth:
-                self.end_copy(error)
-            self.fail(runner, error)
-        return 0
 
     def make_here(self, Runner runner not None, here):
         """Claim a ticket and work on it, on the trainer's own thread, if there is one. This is test mode.
@@ -471,22 +504,10 @@ cdef class BatchMaker:
             here.batch_context = self.batch_state
             if self.seeds is not None:
                 self.seeds.lend()
-            self.make(runner)
+            self.work(runner)
         finally:
             if runner.cell >= 0:
                 runner.give_back()
             here.batch_context = left
             if self.seeds is not None:
                 self.seeds.restore()
-
-    def serve(self, Runner runner not None):
-        """Work on the present ticket, then on those that can be claimed at once.
-
-        Not on many slow ones: between two calls, the interpreter lets other threads run, collects
-        garbage, and frees what other threads have dropped. So `SERVE_NS` after the first claim, only
-        the ticket in hand is worked on.
-        """
-        cdef uint64_t begun = runner.since
-        self.make(runner)
-        while runner.since - begun < SERVE_NS and runner.claim_at_once():
-            self.make(runner)

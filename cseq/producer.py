@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cseq import codec, context, failure, indexer
 from cseq._core import Runner
-from cseq._memory import copy_of, fork_depth
+from cseq._memory import copy_of
 from cseq._source import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
+from cseq._work import NO_MORE, Work
 from cseq.launcher.base import end_copy
 from cseq.launcher.forks import in_forked_children
 from cseq.stage import ENDED, INDEXER, RAISED, run
@@ -107,18 +108,20 @@ def main(sock: socket.socket, local: Any = None) -> None:
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
-    run(runner, Making(producer, entered.ring, entered.writer, batch_context))
+    batch_writer = SlotWriter(entered.writer, None)
+    making = Making(batch_writer, producer, entered.ring, entered.writer, batch_context)
+    run(runner, making.serve)
     indexer.dispose(make, producer, copied=True)
 
 
-_END = object()
+class Making(Work):
+    """The work on a ticket: calls the producer. `serve` is in C."""
 
-
-class Making:
-    """The work on a ticket: calls the producer, and writes the items into the slot."""
+    end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     def __init__(
         self,
+        _: SlotWriter,  # `Work` has it
         producer: Any,
         ring: Ring,
         writer: Writer,
@@ -128,41 +131,38 @@ class Making:
         self._ring = ring
         self._writer = writer
         self._batch_context = batch_context
-        self._batch_writer = SlotWriter(writer, None)
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
         self._over = 0  # the epoch of which no item follows
         self._items: Iterator[Any] | None = None
         self._at = 0  # number of the next item
-        self._depth = fork_depth()
+        self._failing = RAISED  # the status of an exception that comes now
 
-    def _check_home(self, error: BaseException | None = None) -> None:
-        """End this process if the producer has forked it: it is no worker."""
-        if fork_depth() != self._depth:
-            end_copy(error)
-
-    def __call__(self, runner: Runner) -> None:
-        """Make what the present ticket asks for, and publish it, or the exception raised."""
+    def answer(self, runner: Runner) -> Any:
+        """Make what the present ticket asks for."""
         epoch, kind, _ = self._ring.ticket(runner.cell)
         room = self._rooms[runner.cell]
-        keyed = kind == ITEM and room[KEY] != NO_KEY
-        try:
-            if keyed:
-                self._make_keyed(runner, epoch)
-            elif kind == ITEM:
-                self._make(runner, epoch)
-            else:
-                self._answer(runner, epoch, kind)
-        except BaseException as error:  # noqa: BLE001 - SystemExit, too, is the user's to see
-            self._check_home(error)
-            if not keyed:
-                self._end(epoch)
-            self._fail(runner, error, RAISED if keyed else RAISED | ENDED)
+        self._failing = RAISED | ENDED
+        if kind != ITEM:
+            return self._answer_call(runner, epoch, kind)
+        if room[KEY] == NO_KEY:
+            if self._over != epoch and epoch != self._epoch:
+                self._begin(runner, epoch)
+            items = iter(()) if self._over == epoch else self._go_to(runner.start)
+            return self._make_item(runner, lambda: next(items, NO_MORE))
+        self._failing = RAISED  # the item of a key ends nothing
+        if epoch != self._epoch:
+            self._begin(runner, epoch)
+        count = room[KEY]
+        key = self._read(runner, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
+        return self._make_item(runner, partial(self._producer.make, key))
 
-    def _fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
+    def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish an exception in place of an item, or of a reply."""
         self._batch_context.allocator = None
-        self._batch_writer.fail(runner, error, status)
+        if self._failing & ENDED:
+            self._end(runner.epoch)
+        self.batch_writer.fail(runner, error, self._failing)
 
     def _end(self, epoch: int) -> None:
         """End the stream for this epoch."""
@@ -183,8 +183,8 @@ class Making:
         memory = copy_of(self._writer.mapping_of(slot, capacity), codec.used(record))
         return codec.decode(memory, record)
 
-    def _answer(self, runner: Runner, epoch: int, kind: int) -> None:
-        """Call a method, and publish what it returns."""
+    def _answer_call(self, runner: Runner, epoch: int, kind: int) -> Any:
+        """Call a method; what it makes lies in no slot before it returns."""
         if kind == BEGIN:
             reply = self._begin(runner, epoch)
         else:
@@ -192,27 +192,8 @@ class Making:
                 self._begin(runner, epoch)
             method, args = self._read(runner, CALLED)
             reply = getattr(self._producer, method)(*args)
-        self._check_home()
-        self._batch_writer.begin(runner)
-        record = self._batch_writer.write(runner, reply)
-        del reply  # publish checks whether the producer has kept arrays in the slot
-        self._batch_writer.publish(runner, record)
-
-    def _make(self, runner: Runner, epoch: int) -> None:
-        """Make the next item."""
-        if self._over != epoch and epoch != self._epoch:
-            self._begin(runner, epoch)
-        items = iter(()) if self._over == epoch else self._go_to(runner.start)
-        self._make_item(runner, lambda: next(items, _END))
-
-    def _make_keyed(self, runner: Runner, epoch: int) -> None:
-        """Make the item of a key."""
-        if epoch != self._epoch:
-            self._begin(runner, epoch)
-        room = self._rooms[runner.cell]
-        count = room[KEY]
-        key = self._read(runner, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
-        self._make_item(runner, partial(self._producer.make, key))
+        self.batch_writer.begin(runner)
+        return reply
 
     def _go_to(self, start: int) -> Iterator[Any]:
         """Return the iterator, at the item where the ticket begins."""
@@ -222,28 +203,18 @@ class Making:
             self._at = start
         return self._items
 
-    def _make_item(self, runner: Runner, make: Callable[[], Any]) -> None:
-        """Publish an item in the way of a batch, with its arrays made in the slot."""
-        batch_writer = self._batch_writer
-        batch_writer.begin(runner)
+    def _make_item(self, runner: Runner, make: Callable[[], Any]) -> Any:
+        """Make an item, with its arrays in the slot."""
+        self.batch_writer.begin(runner)
         self._batch_context.allocator = self._writer
         item = make()
-        self._check_home()
         self._batch_context.allocator = None
-        if item is _END:
+        if item is NO_MORE:
             self._end(self._epoch)
-            self._writer.settle()
-            batch_writer.end_items(runner)
-            return
-        self._at += 1
-        try:
-            if batch_writer.try_publish(runner, item):
-                return
-            record = batch_writer.write(runner, item)
-            del item  # publish checks whether the producer has kept arrays in the slot
-            batch_writer.publish(runner, record)
-        except BaseException as error:  # noqa: BLE001 - of the user's classes; the next item is made
-            self._fail(runner, error)
+        else:
+            self._at += 1
+            self._failing = RAISED  # one that cannot be sent ends nothing
+        return item
 
 
 class EncodedItem(NamedTuple):

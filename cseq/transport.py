@@ -190,6 +190,7 @@ class SlotWriter:
 
     def end_items(self, runner: Runner) -> None:
         """Publish the ticket with nothing: no more follows in this queue."""
+        self._writer.settle()
         self._writer.end()
         self._writer.publish(runner, ENDED, (0, 0, 0, 0))
 

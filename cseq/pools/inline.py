@@ -52,7 +52,7 @@ class InlinePool(BatchPool):
         self._batch_context = context.BatchContext(0, 1, job.sampler.seed)
         self._seeds = Seeds(self._batch_context) if job.seed_globals else None
         convert = None if job.output.kind == "null" else Converter(job.output).convert
-        self._indexing = Indexing(None, self._batch_context, objects, convert, self._seeds)
+        self._indexing = Indexing(objects, None, self._batch_context, convert, self._seeds)
         super().__init__(
             job,
             ring,

@@ -114,7 +114,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     # In a process that the indexer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
     batch_writer = SlotWriter(entered.writer, task.cast)
-    indexing = indexer.Indexing(made, batch_context, batch_writer, seeds=seeds)
+    indexing = indexer.Indexing(batch_writer, made, batch_context, seeds=seeds)
 
     def tell(note: str) -> None:
         send_state(sock, NOTED, note.encode())

@@ -162,7 +162,7 @@ class ThreadPool(BatchPool):
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        indexing = indexer.Indexing(made, batch_context, self._objects, convert=self._converter())
+        indexing = indexer.Indexing(self._objects, made, batch_context, self._converter())
         self._hint.watch(indexing)
         try:
             run(runner, indexing.serve)

@@ -178,7 +178,7 @@ class Bench:
         self.ring = Ring(Block(ring_bytes(3, 4, 1), zero=True), 3, 4, 1)
         self.runner = Runner(self.ring, INDEXER, 1, last=True)
         self.edge = Objects(3)
-        self.indexing = indexer.Indexing(made, context.BatchContext(0, 1, 5), self.edge, convert)
+        self.indexing = indexer.Indexing(self.edge, made, context.BatchContext(0, 1, 5), convert)
 
     def post(self, *indices: int) -> None:
         """Post a ticket."""
