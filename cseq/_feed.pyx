@@ -227,6 +227,7 @@ cdef class Feed:
         Why items of a worker have ended, if an exception has ended them.
     """
 
+    cdef object __weakref__
     cdef readonly RunState run
     cdef public uint64_t generation
     cdef readonly Source source

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq._feed import Feed
     from cseq.launcher import Child
     from cseq.pools.base import Awaited, Working
     from cseq.segment import Segment
@@ -198,7 +200,7 @@ class Streams:
             lost=lost,
         )
         self._run = Run(pool)
-        self._feed = pool.feed
+        self._feed = pool.give_feed()
         self._finalizer = close_with(self, self._run)
         try:
             pool.supervisor.prepare(
@@ -490,6 +492,16 @@ class StreamPool(Pool):
         self.assignments: list[Request] = []  # of the epoch that is under way
         self._begun = 0  # when the present wait began
         self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
+
+    def give_feed(self) -> Feed:
+        """Return the feed, to which this pool then refers weakly.
+
+        What closes dropped `Streams` refers to the pool, and the feed to the iterator of keys,
+        and so perhaps to the `Streams`.
+        """
+        feed = self.feed
+        self.feed = weakref.proxy(feed)
+        return feed
 
     @property
     def segment(self) -> Segment:

@@ -426,6 +426,28 @@ def test_a_sampler_that_is_interrupted() -> None:
 # -- calls
 
 
+def test_streams_that_their_keys_refer_to_are_closed() -> None:
+    """Dropped, also after an exception that has the loop's frame: no process is left."""
+
+    def go() -> None:
+        s = streams()
+
+        def keys() -> Iterator[list[int]]:
+            yield from ([len(s.pids()), k] for k in range(5))
+            raise KeyboardInterrupt
+
+        begin(s, keys())
+        items = iter(s)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in items:
+                pass
+        assert len(keys_of(itertools.islice(items, 4))) > 2
+        with pytest.raises(RuntimeError, match="was interrupted"):
+            next(items)
+
+    go()  # what is left behind is looked for after each test
+
+
 def test_calls_between_items() -> None:
     """`ask` works in an epoch of keys; what it raises ends nothing."""
     with streams() as s:
