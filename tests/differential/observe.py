@@ -96,7 +96,7 @@ def failure(error: BaseException) -> Event:
     """Return what is asked of an error: type, first line of the text, and the worker it is from.
 
     torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
-    in a traceback; others may keep the text and have that line in a note.
+    in a traceback; others may keep the text and have that line in a note, or the worker in the cause.
     """
     text = bare(str(error))
     if "UFunc" in type(error).__qualname__ + text[:24]:
@@ -104,6 +104,9 @@ def failure(error: BaseException) -> Event:
     worker = [
         line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")
     ]
+    place = getattr(error.__cause__, "place", "")
+    if place and not worker:
+        worker = [f"Caught {type(error).__name__} in {place}."]
     if text.startswith("Caught "):
         name = re.match(r"Caught (\S+)", text).group(1)
         said = re.findall(rf"^(?:[\w.]+\.)?{re.escape(name)}(?:: (.*))?$", text, re.MULTILINE)
