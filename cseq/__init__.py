@@ -9,54 +9,34 @@ The journey of a batch::
       (seed,      ring        worker[…]   ring        torch →        ring        in ticket
        epoch)                                         device                     order
 
-The modules; imports point down::
+The modules; imports point down. Those with a star are a batch's way: read them in this order, from
+``sequence`` on, to know how cseq works; the rest keeps them true when something goes wrong::
 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, count what is held
     ├── __main__.py     python -m cseq run: a script, with cseq's DataLoader in torch's place
     ├── adapters/       other libraries' interfaces: torch's, RETURNN's, torchdata's
-    ├── sequence.py     MSequence, MPSequence, MTSequence: start, iterate, finish
+    ├── sequence.py     ★ MSequence, MPSequence, MTSequence: start, iterate, finish
     ├── arguments.py    the arguments of MSequence: types and checks
-    ├── checkpoint.py   state_dict and what it must agree with
     ├── stream.py       a stream of items from each worker process
-    ├── producer.py     a worker's side of a stream: makes the items that are asked for
     ├── run.py          one start of a manager, up to its end
-    ├── pools/          the loop's end of all runners; inline (this is test mode), thread, process
-    ├── supervisor.py   the worker processes of one pool: started, replaced, ended
-    ├── shared.py       the memory that a pool and its workers share: rings, slots
-    ├── worker.py       one worker process: setup, messages, stacks, at both ends
-    ├── deaths.py       how often workers die, and whether that is too often
-    ├── place.py        where the loop is: the epoch, and how many of its samples are done
-    ├── indexer.py      stage 1: indices → batch, by the user's worker
+    ├── pools/          ★ the loop's end of all runners; inline (this is test mode), thread, process
+    ├── _feed.pyx       ★ posts tickets, takes batches and items out
+    ├── order/          ★ which samples, in which order, for which rank; the loop's place
+    ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
-    ├── sampler.py      the epoch: which indices, in which order, cut into batches
-    ├── shard.py        which rank this process is, and of how many
-    ├── transport.py    the two ends of a hand-over: as an object, or through a slot
-    ├── codec.py        encodes a batch into a slot, and decodes it
-    ├── arena.py        slots of shared memory, and the leases on them
-    ├── writer.py       a worker's end of the slots
-    ├── segment.py      the anonymous file that slots lie in
-    ├── dataset.py      from_dataset: a map-style data set as a worker
-    ├── seeding.py      seeds of random, numpy.random and torch, batch by batch
-    ├── context.py      rng, empty, worker_info: for use inside an indexer
+    ├── processes/      worker processes: started, replaced when they die, ended
+    ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
+    ├── memory/         the shared memory that batches lie in
     ├── stats.py        counts, waiting times, and the bottleneck
     ├── stage.py        the loop of every runner: claim, work, publish
-    ├── launcher/       starting worker processes: forkserver, spawn, fork
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
-    ├── failure.py      an exception, packed in a worker and raised in the loop
-    ├── spawning.py     objects of multiprocessing, pickled for new processes
-    ├── pickling.py     objects as bytes: by reference, or by value for new processes
-    ├── importable.py   what a new process can import
-    ├── unpicklable.py  which part of an object cannot be pickled
-    ├── memory_limit.py  the memory of this machine and of its control groups
-    ├── descriptors.py  anonymous files, received descriptors: all close-on-exec
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
+    ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
     ├── _encoder.pyx    a batch into a slot, by a plan
-    ├── _feed.pyx       the trainer's end of the rings: posts tickets, takes batches and items out
-    ├── _source.pyx     what an epoch asks for: samples in an order, items of workers, keys
-    ├── _work.pyx       the work of a runner: making batches, publishing them
-    ├── _core.pyx       the ring, its runners, the shuffle, the batches' indices
+    ├── _work.pyx       ★ the work of a runner: making batches, publishing them
+    ├── _core.pyx       ★ the ring, its runners, the shuffle, the batches' indices
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _slots.pyx      the table of slots: the owner of each
@@ -80,10 +60,10 @@ except ModuleNotFoundError as error:
         "cseq is installed elsewhere, start Python in another folder",
         name=error.name,
     ) from None
-from cseq.context import WorkerInfo, empty, rng, worker_info
-from cseq.dataset import from_dataset
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
-from cseq.indexer import Indexer
+from cseq.indexing.context import WorkerInfo, empty, rng, worker_info
+from cseq.indexing.dataset import from_dataset
+from cseq.indexing.indexer import Indexer
 from cseq.sequence import MPSequence, MSequence, MTSequence
 from cseq.stats import Stats
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from cseq import indexer
 from cseq.check import count
-from cseq.dataset import DatasetIndexer
+from cseq.indexing import indexer
+from cseq.indexing.dataset import DatasetIndexer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import TypedDict
 
-    from cseq.indexer import Indexer
+    from cseq.indexing.indexer import Indexer
 
     class Options(TypedDict, total=False):
         """The keywords of `MSequence` behind `seed`, for the type checker."""

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cseq.launcher.forks import in_forked_children
+from cseq.processes.launcher.forks import in_forked_children
 from cseq.threads import Latch
 
 if TYPE_CHECKING:

@@ -9,19 +9,21 @@ import typing
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
 
-from cseq import arguments, checkpoint, indexer
-from cseq import shard as shards
+from cseq import arguments
 from cseq._feed import FeedIterator
 from cseq._lock import Hold, Lock
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
-from cseq.launcher import start_methods
-from cseq.memory_limit import memory_limit_of
-from cseq.place import Place
+from cseq.indexing import indexer
+from cseq.memory.memory_limit import memory_limit_of
+from cseq.order import checkpoint
+from cseq.order import shard as shards
+from cseq.order.place import Place
+from cseq.order.sampler import Sampler
 from cseq.pools import pool_of
 from cseq.pools.job import Job
+from cseq.processes.launcher import start_methods
 from cseq.run import Run, close_with
-from cseq.sampler import Sampler
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
         Worker,
     )
     from cseq.converter.output import Output
-    from cseq.indexer import Indexer
+    from cseq.indexing.indexer import Indexer
     from cseq.pools.base import BatchPool
 
     # What the loop gets; anything where that is not known.

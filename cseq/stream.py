@@ -23,7 +23,6 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cseq import codec, failure
 from cseq._core import now_ns, ring_bytes
 from cseq._feed import FeedIterator, ItemFailure
 from cseq._memory import Mapping
@@ -41,19 +40,20 @@ from cseq._source import (
     Request,
 )
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
-from cseq.deaths import Deaths, Held
+from cseq.encoding import codec, failure
+from cseq.encoding.pickling import Pickled, dump, dumps
+from cseq.encoding.transport import SlotReader
 from cseq.errors import RemoteTraceback
-from cseq.launcher import make_launcher, start_methods
-from cseq.memory_limit import memory_limit_of
-from cseq.pickling import Pickled, dump, dumps
+from cseq.indexing.producer import ENTRY, EncodedItem, KeyProducer, Producer, Task
+from cseq.memory.memory_limit import memory_limit_of
+from cseq.memory.shared import Shared
+from cseq.memory.writer import Writer
 from cseq.pools.base import Pool
-from cseq.producer import ENTRY, EncodedItem, KeyProducer, Producer, Task
+from cseq.processes.deaths import Deaths, Held
+from cseq.processes.launcher import make_launcher, start_methods
+from cseq.processes.supervisor import Supervisor
 from cseq.run import Run, close_with
-from cseq.shared import Shared
 from cseq.stage import RAISED
-from cseq.supervisor import Supervisor
-from cseq.transport import SlotReader
-from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._feed import Feed
-    from cseq.launcher import Child
+    from cseq.encoding.transport import Ends
+    from cseq.memory.segment import Segment
     from cseq.pools.base import Awaited, Working
-    from cseq.segment import Segment
+    from cseq.processes.launcher import Child
     from cseq.stats import Stats
-    from cseq.transport import Ends
 
     Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
     T = TypeVar("T")

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cseq._memory import DEBUG
 from cseq._slots import TRAINER
 from cseq.check import count, seconds
-from cseq.launcher.base import KILL
+from cseq.processes.launcher.base import KILL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cseq.processes.supervisor import Supervisor
     from cseq.run import Run
-    from cseq.supervisor import Supervisor
 
 __all__ = [
     "POINTS",

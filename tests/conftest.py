@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from prepared import Prepared
 
-    from cseq.arena import Arena
-    from cseq.writer import Writer
+    from cseq.memory.arena import Arena
+    from cseq.memory.writer import Writer
 
 with contextlib.suppress(ImportError):
     import hypothesis
@@ -553,7 +553,7 @@ def as_text(output: bytes | str | None) -> str:
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     """An arena, closed after the test."""
-    from cseq.arena import Arena
+    from cseq.memory.arena import Arena
 
     arena = Arena()
     yield arena

@@ -11,7 +11,7 @@ import numpy as np
 
 import cseq
 import loaders
-from cseq.sampler import Sampler
+from cseq.order.sampler import Sampler
 from harness.case import Case, Contender, Goal, scaled
 from work import Echo, Floats, Images, Sleepy, Work
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cseq.codec import map_leaves
 from cseq.converter.export import Counts, pack
 from cseq.converter.host import Host, copy, is_array, is_usable, target_of
 from cseq.converter.lane import Lane, UnderWay, open_lane
+from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
     from cseq.converter import Array, Batch, Event, Tensor

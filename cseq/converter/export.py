@@ -9,9 +9,9 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from cseq.codec import map_leaves
 from cseq.converter.lane import Lane, UnderWay, open_lane
-from cseq.transport import Lost
+from cseq.encoding.codec import map_leaves
+from cseq.encoding.transport import Lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

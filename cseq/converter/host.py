@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from cseq import failure
-from cseq.codec import castable, map_leaves, torch_type
+from cseq.encoding import failure
+from cseq.encoding.codec import castable, map_leaves, torch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable

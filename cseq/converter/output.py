@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from cseq.codec import map_leaves
+from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cseq import failure
 from cseq._feed import Decoder, Feed
 from cseq._lock import RunState
 from cseq._source import OrderSource
+from cseq.encoding import failure
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Ring
-    from cseq.place import Place
+    from cseq.encoding.transport import BatchReader
+    from cseq.order.place import Place
+    from cseq.order.sampler import Indices
     from cseq.pools.job import Job
-    from cseq.sampler import Indices
-    from cseq.supervisor import Supervisor
-    from cseq.transport import BatchReader
+    from cseq.processes.supervisor import Supervisor
 
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
     Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what

@@ -9,19 +9,20 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq import context, failure, indexer
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
-from cseq.context import here
 from cseq.converter.host import Converter
+from cseq.encoding import failure
+from cseq.encoding.transport import Objects
+from cseq.indexing import context, indexer
+from cseq.indexing.context import here
+from cseq.indexing.seeding import Seeds
 from cseq.pools.base import BatchPool
-from cseq.seeding import Seeds
 from cseq.stage import INDEXER
 from cseq.stats import Stats
-from cseq.transport import Objects
 
 if TYPE_CHECKING:
-    from cseq.place import Place
+    from cseq.order.place import Place
     from cseq.pools.job import Job
 
 __all__ = ["InlinePool"]

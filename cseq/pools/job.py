@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from cseq.converter.output import Output
-    from cseq.sampler import Sampler
+    from cseq.order.sampler import Sampler
 
 __all__ = ["Job"]
 

@@ -17,21 +17,22 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq import context, failure, indexer
 from cseq._core import Runner, await_hangup
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
-from cseq.deaths import Deaths, Held
-from cseq.launcher import make_launcher
-from cseq.launcher.forks import in_forked_children
+from cseq.encoding import failure
+from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
+from cseq.indexing import context, indexer
+from cseq.indexing.seeding import Seeds
+from cseq.memory.shared import Shared
 from cseq.pools.base import BatchPool, apart, wake_at
 from cseq.pools.thread import ThreadGroup, add_converters
-from cseq.seeding import Seeds
-from cseq.shared import Shared
+from cseq.processes.deaths import Deaths, Held
+from cseq.processes.launcher import make_launcher
+from cseq.processes.launcher.forks import in_forked_children
+from cseq.processes.supervisor import Supervisor
+from cseq.processes.worker import FAILED, NOTED, READY, enter, send_state
 from cseq.stage import CONVERTER, INDEXER, run
-from cseq.supervisor import Supervisor
-from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
-from cseq.worker import FAILED, NOTED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
     from cseq.converter.cuda import CudaConverter
     from cseq.converter.export import Receiver
     from cseq.converter.page_locks import PageLocks
-    from cseq.place import Place
+    from cseq.encoding.transport import BatchReader
+    from cseq.order.place import Place
     from cseq.pools.base import Awaited
     from cseq.pools.job import Job
+    from cseq.processes.worker import Entered
     from cseq.stats import Stats
-    from cseq.transport import BatchReader
-    from cseq.worker import Entered
 
 __all__ = ["ProcessPool", "main"]
 

@@ -9,22 +9,23 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq import context, failure, indexer
 from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
 from cseq.converter.host import Converter
+from cseq.encoding import failure
+from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
+from cseq.indexing import context, indexer
 from cseq.pools.base import BatchPool, apart, wake_at
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
-from cseq.transport import Objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq.encoding.transport import Source
     from cseq.pools.base import Awaited
     from cseq.pools.job import Job
-    from cseq.transport import Source
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
 

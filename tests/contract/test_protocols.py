@@ -443,7 +443,7 @@ def test_interrupted_set_epoch(kind: Kind) -> None:
         with kind.begin(make(kind)) as manager:
             batches = iter(manager)
             with interrupted(
-                countdown, "sequence.py", "place.py", "pools/base.py", "sampler.py"
+                countdown, "sequence.py", "order/place.py", "pools/base.py", "order/sampler.py"
             ) as struck:
                 manager.set_epoch(3)
             epoch = manager.epoch

@@ -96,7 +96,8 @@ def failure(error: BaseException) -> Event:
     """Return what is asked of an error: type, first line of the text, and the worker it is from.
 
     torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
-    in a traceback; others may keep the text and have that line in a note, or the worker in the cause.
+    in a traceback; others may keep the text, and have that line in a note, or the worker in the
+    cause.
     """
     text = bare(str(error))
     if "UFunc" in type(error).__qualname__ + text[:24]:

@@ -30,7 +30,7 @@ from cseq.converter.host import Converter
 from cseq.converter.lane import open_lane
 from cseq.converter.output import for_test, parse, resolve
 from cseq.converter.page_locks import PageLocks
-from cseq.transport import Lost
+from cseq.encoding.transport import Lost
 
 # Some tenths of a second of work for the device, so that what is wrongly not waited for shows.
 def delay():

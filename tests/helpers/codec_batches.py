@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from slots import writer_of
 
-from cseq import codec
-from cseq.arena import Arena
-from cseq.codec import decode, encode, used
-from cseq.writer import Writer
+from cseq.encoding import codec
+from cseq.encoding.codec import decode, encode, used
+from cseq.memory.arena import Arena
+from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

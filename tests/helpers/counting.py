@@ -11,7 +11,7 @@ import numpy as np
 from kinds import QUICKEST
 
 from cseq._memory import Mapping
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:

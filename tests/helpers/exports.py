@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.codec import map_leaves
 from cseq.converter import cuda, output
 from cseq.converter.export import SHM, Counts, Handle
+from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
     import pytest

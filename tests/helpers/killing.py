@@ -10,8 +10,8 @@ import select
 import time
 from typing import Any
 
-from cseq.launcher import describe_exit
-from cseq.launcher.base import KILL, KILLED
+from cseq.processes.launcher import describe_exit
+from cseq.processes.launcher.base import KILL, KILLED
 from cseq.run import await_closings
 
 __all__ = ["CODE", "KILLED", "WORDS", "await_closings", "is_alive", "kill"]

@@ -11,7 +11,7 @@ import pytest
 from indexers import Indices1
 
 import cseq
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cseq.launcher import make_launcher, start_methods
+from cseq.processes.launcher import make_launcher, start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cseq.launcher import Child, Launcher
+    from cseq.processes.launcher import Child, Launcher
 
 PATIENCE = 60.0  # seconds: only a test that fails waits so long
 

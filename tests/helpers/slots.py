@@ -8,13 +8,13 @@ import numpy as np
 
 from cseq._memory import Block
 from cseq._slots import Slots
-from cseq.segment import Segment
-from cseq.writer import Writer
+from cseq.memory.segment import Segment
+from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from cseq._memory import Mapping
     from cseq._slots import Lease
-    from cseq.arena import Arena
+    from cseq.memory.arena import Arena
 
 
 class Scratch(Writer):

@@ -8,11 +8,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cseq import codec
 from cseq._memory import Mapping
-from cseq.pickling import dump
-from cseq.segment import Segment
-from cseq.writer import Writer
+from cseq.encoding import codec
+from cseq.encoding.pickling import dump
+from cseq.memory.segment import Segment
+from cseq.memory.writer import Writer
 
 
 class Indexer:

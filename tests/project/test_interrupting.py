@@ -7,7 +7,7 @@ import sys
 
 from interrupting import interrupted
 
-from cseq import failure
+from cseq.encoding import failure
 
 
 class Silent(Exception):
@@ -20,7 +20,7 @@ class Silent(Exception):
 def test_it_does_not_strike_between_a_raise_and_its_handler() -> None:
     """No signal handler runs there, and no exception is taken for one in hand for ever."""
     for countdown in itertools.count(1):
-        with interrupted(countdown, "failure.py") as struck:
+        with interrupted(countdown, "encoding/failure.py") as struck:
             failure.str_of(Silent())
         assert sys.exc_info() == (None, None, None)
         if not struck.is_set():

@@ -26,16 +26,16 @@ import numpy as np
 from streams import Alarm, StreamTrial
 
 import cseq
-import cseq.deaths
+import cseq.processes.deaths
 from cseq import testing
-from cseq.context import generator
+from cseq.indexing.context import generator
 from cseq.run import await_closings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Chance, not the data, kills here, and may well strike the same batch many times.
-cseq.deaths.TRIES = 10**9
+cseq.processes.deaths.TRIES = 10**9
 
 CLOSE_SECONDS = 60.0  # for what was dropped last
 END: Any = object()  # comes instead of a batch

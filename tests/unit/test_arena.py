@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slots import acquire, filled, whole
 
-from cseq import arena as arena_module
-from cseq import writer as writer_module
 from cseq._memory import SMALL, Block, Mapping
 from cseq._slots import TRAINER, Lease, Slots
-from cseq.arena import Arena
-from cseq.memory_limit import MIB
-from cseq.segment import FIRST
-from cseq.writer import Writer
+from cseq.memory import arena as arena_module
+from cseq.memory import writer as writer_module
+from cseq.memory.arena import Arena
+from cseq.memory.memory_limit import MIB
+from cseq.memory.segment import FIRST
+from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -290,9 +290,9 @@ def test_no_view_ever_changes(data: st.DataObject) -> None:
 LIMITED = """
 import resource
 from pathlib import Path
-from cseq.arena import Arena
-from cseq.memory_limit import MIB
-from cseq.writer import Writer
+from cseq.memory.arena import Arena
+from cseq.memory.memory_limit import MIB
+from cseq.memory.writer import Writer
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)
 slot = arena.slots.take()

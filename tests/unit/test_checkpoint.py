@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cseq import checkpoint
-from cseq.sampler import Sampler
+from cseq.order import checkpoint
+from cseq.order.sampler import Sampler
 
 
 def sampler(**options: Any) -> Sampler:

@@ -31,13 +31,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from slots import writer_of
 
-from cseq import codec
 from cseq._memory import Block, copy_of
-from cseq.arena import Arena
-from cseq.codec import castable, decode, encode, map_leaves, used
+from cseq.encoding import codec
+from cseq.encoding.codec import castable, decode, encode, map_leaves, used
+from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
-    from cseq.writer import Writer
+    from cseq.memory.writer import Writer
 
 way = codec_batches.way
 MOST_KNOWN = 64  # structures that a reader remembers

@@ -29,13 +29,13 @@ from codec_batches import (
     sent,
 )
 
-from cseq import codec
-from cseq.codec import decode, encode, map_leaves
+from cseq.encoding import codec
+from cseq.encoding.codec import decode, encode, map_leaves
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cseq.writer import Writer
+    from cseq.memory.writer import Writer
 
 way = codec_batches.way
 
@@ -292,8 +292,8 @@ import os, subprocess, sys
 from dataclasses import dataclass
 from typing import NamedTuple
 import cloudpickle, numpy as np
-from cseq.arena import Arena
-from cseq.codec import decode
+from cseq.memory.arena import Arena
+from cseq.encoding.codec import decode
 
 class Pair(NamedTuple):
     first: object
@@ -313,8 +313,8 @@ def make():
 
 WORKER = '''
 import pickle, sys
-from cseq.writer import Writer
-from cseq.codec import encode
+from cseq.memory.writer import Writer
+from cseq.encoding.codec import encode
 fd, width, slot, capacity = map(int, sys.argv[1:])
 writer = Writer(fd, width)
 writer.select(slot, capacity)
@@ -363,9 +363,9 @@ def test_nothing_is_imported_for_arrays() -> None:
     code = """
 import sys
 import numpy as np
-from cseq.arena import Arena
-from cseq.writer import Writer
-from cseq.codec import decode, encode
+from cseq.memory.arena import Arena
+from cseq.memory.writer import Writer
+from cseq.encoding.codec import decode, encode
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)
 slot = arena.slots.take()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from codec_batches import FLOAT32, Feature, Sample, copied, reread, sent
 
-from cseq import codec
-from cseq.codec import Record, decode, encode, map_leaves
+from cseq.encoding import codec
+from cseq.encoding.codec import Record, decode, encode, map_leaves
 
 if TYPE_CHECKING:
-    from cseq.writer import Writer
+    from cseq.memory.writer import Writer
 
 way = codec_batches.way
 

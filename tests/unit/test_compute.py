@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cseq import compute
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from conftest import RunScript

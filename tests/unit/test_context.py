@@ -11,7 +11,7 @@ from indexers import Augmented, Info
 from kinds import FEW, FIRST_PROCESS, INLINE, PARALLEL, THREAD, Kind, assert_same, by_name, stream
 
 import cseq
-from cseq import context
+from cseq.indexing import context
 
 every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 

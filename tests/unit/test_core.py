@@ -31,8 +31,8 @@ from cseq._encoder import SlotEncoder
 from cseq._memory import Block, Descriptor, Mapping, Memory, Window, address_of, commit, copy_of
 from cseq._plan import Plan
 from cseq._slots import TRAINER, Lease, Slots
-from cseq.arena import Arena
-from cseq.segment import Segment
+from cseq.memory.arena import Arena
+from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

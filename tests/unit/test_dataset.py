@@ -13,7 +13,7 @@ import pytest
 from kinds import FEW, INLINE, KINDS, Kind, assert_same, by_name, stream
 
 import cseq
-from cseq.dataset import default_collate
+from cseq.indexing.dataset import default_collate
 
 if TYPE_CHECKING:
     from conftest import RunScript
@@ -294,7 +294,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 import cseq
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 class Images(Dataset):
     def __len__(self):

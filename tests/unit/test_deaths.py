@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cseq import deaths as deaths_module
-from cseq.deaths import TRIES, Deaths, Held
+from cseq.processes import deaths as deaths_module
+from cseq.processes.deaths import TRIES, Deaths, Held
 
 FIRST = Held(1, 2, [4, 5], "epoch 1, batch 2, indices [4, 5]")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq import descriptors
-from cseq.launcher import start_methods
+from cseq.memory import descriptors
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -284,7 +284,7 @@ def test_what_is_received_is_above_the_standard_streams(run_script: RunScript) -
     """Also where all of them are closed; the low numbers are free again."""
     done = run_script("""
 import os, socket
-from cseq import descriptors
+from cseq.memory import descriptors
 log = os.dup2(1, 60)
 ours, theirs = socket.socketpair()
 for fd in range(3):

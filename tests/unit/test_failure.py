@@ -20,7 +20,7 @@ from indexers import Indices1, Raising
 from kinds import FEW, FIRST_PROCESS, INLINE, PROCESSES, Kind, by_name
 
 import cseq
-from cseq import failure
+from cseq.encoding import failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

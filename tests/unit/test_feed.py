@@ -16,11 +16,11 @@ from interrupting import interrupted
 from cseq._core import Ring, Runner, now_ns, ring_bytes
 from cseq._feed import FeedIterator
 from cseq._memory import Block
-from cseq.place import Place
+from cseq.encoding.transport import Objects
+from cseq.order.place import Place
+from cseq.order.sampler import Sampler
 from cseq.pools.base import BatchPool, wake_at
-from cseq.sampler import Sampler
 from cseq.stage import INDEXER
-from cseq.transport import Objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -398,7 +398,7 @@ def test_indices_are_in_the_ring() -> None:
 
 def strike(stage: Stage, countdown: int, got: list[Any]) -> bool:
     """Take a batch the long way, and raise in the middle; say whether there was such a place."""
-    with interrupted(countdown, "pools/base.py", "sampler.py") as struck:
+    with interrupted(countdown, "pools/base.py", "order/sampler.py") as struck:
         got.append(stage.next().tolist())
     return struck.is_set()
 

@@ -13,7 +13,6 @@ import pytest
 from interrupting import is_mine
 from slots import Scratch
 
-from cseq import codec
 from cseq._core import ObjectTable, Order, Ring, Runner, ring_bytes
 from cseq._feed import Decoder, Feed, FeedIterator
 from cseq._lock import RunState
@@ -22,7 +21,8 @@ from cseq._slots import Lease, Slots
 from cseq._source import ItemSource, OrderSource, Request
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
-from cseq.segment import Segment
+from cseq.encoding import codec
+from cseq.memory.segment import Segment
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:

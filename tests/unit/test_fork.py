@@ -16,8 +16,8 @@ from slots import lease, shared
 
 from cseq._memory import Mapping, Window
 from cseq._slots import fork_worker
-from cseq.memory_limit import MIB
-from cseq.segment import Segment
+from cseq.memory.memory_limit import MIB
+from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,8 +244,8 @@ import mmap, os, resource, sys
 import numpy as np
 from cseq._memory import Mapping
 from cseq._slots import Slots
-from cseq.memory_limit import MIB
-from cseq.segment import Segment
+from cseq.memory.memory_limit import MIB
+from cseq.memory.segment import Segment
 
 segment = Segment.create(600 * MIB, 2)
 slots = Slots(segment.fd, segment.width, 2)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from travelling import Indexer, Pair, Slotted, arrives_elsewhere, goes_by_value, make
 
-from cseq import importable
-from cseq.importable import Importable, named_here
-from cseq.pickling import dump
+from cseq.encoding import importable
+from cseq.encoding.importable import Importable, named_here
+from cseq.encoding.pickling import dump
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,12 +13,12 @@ import ringing
 from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, INLINE, Kind, by_name
 
-from cseq import context, indexer
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
 from cseq.converter.output import Output
+from cseq.encoding.transport import Objects
+from cseq.indexing import context, indexer
 from cseq.stage import BATCH, INDEXER, RAISED
-from cseq.transport import Objects
 
 
 class Callable1:

@@ -16,15 +16,15 @@ import pytest
 from interrupting import first_hits, interrupted
 from killing import await_death
 
-from cseq import launcher
-from cseq.launcher import forks, make_launcher, start_methods
+from cseq.processes import launcher
+from cseq.processes.launcher import forks, make_launcher, start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from conftest import RunScript
 
-    from cseq.launcher import Child, Launcher
+    from cseq.processes.launcher import Child, Launcher
 from launching import PATIENCE, ask, closing, end_of, entries, linux, make, method
 
 pytestmark = pytest.mark.needs("POSIX")
@@ -126,7 +126,7 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(
     home = str(Path(launcher.__file__).parents[2])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if os.path.abspath(p) != home])
     child = make().launch(0)
-    assert ask(child, "sys.modules['cseq.launcher'].__file__") == launcher.__file__
+    assert ask(child, "sys.modules['cseq.processes.launcher'].__file__") == launcher.__file__
     child.sock.close()
 
 
@@ -508,7 +508,7 @@ def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(
 
 STORM = """
 import os, signal, sys, threading
-from cseq.launcher import make_launcher
+from cseq.processes.launcher import make_launcher
 import time
 
 os.setpgid(0, 0)
@@ -552,7 +552,7 @@ def python_path(folder: Path) -> str:
 
 SCRIPT = """
 import sys, time
-from cseq.launcher import make_launcher
+from cseq.processes.launcher import make_launcher
 
 print("the script runs")
 launcher = make_launcher(sys.argv[1], entry="entries:ready")
@@ -585,7 +585,7 @@ def test_a_trainer_without_standard_streams_launches(
 
 VICTIM = """
 import os, signal, sys
-from cseq.launcher import make_launcher
+from cseq.processes.launcher import make_launcher
 
 launcher = make_launcher(sys.argv[1], entry="entries:ready")
 children = [launcher.launch(number) for number in range(2)]
@@ -672,7 +672,7 @@ class TestFork:
         monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
         def fork(countdown: int) -> bool:
-            with interrupted(countdown, "launcher/") as struck:
+            with interrupted(countdown, "processes/launcher/") as struck:
                 pid = os.fork()
                 if pid == 0:
                     os._exit(0)
@@ -691,7 +691,7 @@ class TestFork:
 
 FILTERS = """
 import os, sys, threading, warnings
-from cseq.launcher import make_launcher
+from cseq.processes.launcher import make_launcher
 
 seen, events, children = [], [], []
 os.register_at_fork(before=lambda: seen.append(warnings.filters))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,8 +140,8 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
     )
     done = run_script(
-        JOB + "import threading, slow, cseq.supervisor\n"
-        "cseq.supervisor.SHORT = 0.2\n"
+        JOB + "import threading, slow, cseq.processes.supervisor\n"
+        "cseq.processes.supervisor.SHORT = 0.2\n"
         "class Interrupts(logging.Handler):\n"
         "    def emit(self, record):\n"
         "        if 'slow' in record.getMessage():\n"
@@ -151,7 +151,7 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         "begun = []\n"
         "for method in ('forkserver', 'spawn'):\n"
         "    manager = cseq.MPSequence(slow.Indexer, 12, 1, out_type='null', start_method=method)\n"
-        "    cseq.supervisor.GRACE = 1.0\n"
+        "    cseq.processes.supervisor.GRACE = 1.0\n"
         "    try:\n"
         "        with manager.start() as batches:\n"
         "            next(iter(batches))\n"

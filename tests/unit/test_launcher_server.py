@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import pids
 
-from cseq.launcher import server, waiting
+from cseq.processes.launcher import server, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import RunScript
 
-    from cseq.launcher import Launcher
+    from cseq.processes.launcher import Launcher
 from launching import PATIENCE, ask, end_of, entries, linux, make, method, served
 
 pytestmark = pytest.mark.needs("POSIX")
@@ -181,7 +181,7 @@ def test_an_interrupted_launch_is_undone(
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
-        "import errno\nfrom cseq.launcher import child\nfrom entries import answer\n"
+        "import errno\nfrom cseq.processes.launcher import child\nfrom entries import answer\n"
         "fork = child.fork\n"
         "def fail():\n    child.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\n"
         "child.fork = fail"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from launching import PATIENCE, entries
 
-from cseq import launcher
-from cseq.launcher import make_launcher, processes, start_methods, waiting
-from cseq.launcher.waiting import hung_up
+from cseq.processes import launcher
+from cseq.processes.launcher import make_launcher, processes, start_methods, waiting
+from cseq.processes.launcher.waiting import hung_up
 
 pytestmark = pytest.mark.needs("POSIX")
 
@@ -38,7 +38,7 @@ def test_hung_up_by_kqueue(monkeypatch: pytest.MonkeyPatch, flags: int, ended: b
 
     fake = {"KQ_EV_ADD": 1, "KQ_EV_CLEAR": 32, "KQ_EV_EOF": 0x8000, "KQ_FILTER_READ": -1}
     system = SimpleNamespace(kqueue=Queue, kevent=lambda *event: event, **fake)
-    monkeypatch.setattr("cseq.launcher.waiting.select", system)
+    monkeypatch.setattr("cseq.processes.launcher.waiting.select", system)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert hung_up(ours) is ended

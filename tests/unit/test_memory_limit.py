@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cseq.memory_limit import (
+from cseq.memory.memory_limit import (
     GIB,
     available_memory,
     default_memory_limit,

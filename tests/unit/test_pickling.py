@@ -27,7 +27,7 @@ from travelling import (
     write_batch,
 )
 
-from cseq.pickling import dump, dumps
+from cseq.encoding.pickling import dump, dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -251,7 +251,7 @@ def test_plain_workers_need_no_cloudpickle(run_script: RunScript) -> None:
     """It is imported only when something has to go by value."""
     done = run_script(
         "import sys, functools, collections\n"
-        "from cseq.pickling import dump\n"
+        "from cseq.encoding.pickling import dump\n"
         "dump(functools.partial(collections.Counter, [1, 2]))\n"
         "print('cloudpickle' in sys.modules)\n"
         "dump(lambda: 1)\n"
@@ -290,7 +290,7 @@ SCRIPT = """
 import pickle, subprocess, sys
 from dataclasses import dataclass
 import numpy as np
-from cseq.pickling import dump
+from cseq.encoding.pickling import dump
 
 scale = np.full(4, 10)
 

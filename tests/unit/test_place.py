@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cseq.place import Last, Place
+from cseq.order.place import Last, Place
 
 END = 10
 

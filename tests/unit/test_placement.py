@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import ringing
 
-from cseq import MPSequence, codec, empty, failure
-from cseq import writer as writer_module
+from cseq import MPSequence, empty
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block, Mapping, SlotAllocator
 from cseq._slots import Slots
-from cseq.arena import Arena
-from cseq.transport import SlotReader, SlotWriter
-from cseq.writer import KEEPS, Writer
+from cseq.encoding import codec, failure
+from cseq.encoding.transport import SlotReader, SlotWriter
+from cseq.memory import writer as writer_module
+from cseq.memory.arena import Arena
+from cseq.memory.writer import KEEPS, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -545,8 +546,9 @@ KEEPING = """
 import time
 import numpy as np
 import cseq
-from cseq import _memory, deaths, testing
-from cseq.writer import KEEPS
+from cseq import _memory, testing
+from cseq.processes import deaths
+from cseq.memory.writer import KEEPS
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 

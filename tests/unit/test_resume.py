@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cseq
-from cseq.context import generator
+from cseq.indexing.context import generator
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cseq import run
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from conftest import RunScript
@@ -31,10 +31,10 @@ def children():
 HANGING = f"""
 {PROCESSES}
 import gc, sys, threading, time
-import cseq, cseq.supervisor
+import cseq, cseq.processes.supervisor
 from cseq.stream import Streams
 
-cseq.supervisor.GRACE = 2.0
+cseq.processes.supervisor.GRACE = 2.0
 method, what = sys.argv[1:]
 
 class Hangs:
@@ -67,10 +67,10 @@ DROPPED = f"""
 begun = time.monotonic()
 del dropped, circle
 gc.collect()
-print(time.monotonic() - begun < cseq.supervisor.GRACE / 2)
+print(time.monotonic() - begun < cseq.processes.supervisor.GRACE / 2)
 while children():  # the hang guard of the test ends this
     time.sleep(0.01)
-print(time.monotonic() - begun >= cseq.supervisor.GRACE)
+print(time.monotonic() - begun >= cseq.processes.supervisor.GRACE)
 """
 
 AT_EXIT = f"""

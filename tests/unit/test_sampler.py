@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cseq
-from cseq.sampler import Sampler
+from cseq.order.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,8 +20,8 @@ from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 from reference import golden_states
 
 import cseq
-from cseq import context, seeding
 from cseq._work import NumpyGenerator, PythonGenerator
+from cseq.indexing import context, seeding
 
 if TYPE_CHECKING:
     from conftest import RunScript
@@ -126,7 +126,7 @@ def test_after_a_resume() -> None:
 LAZY = """
 import sys
 import cseq
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 class Lazy:
     '''Imports what it draws from in its batches, and torch only in some of them.'''
@@ -176,7 +176,7 @@ import random
 import numpy as np
 import torch
 import cseq
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 class Noise:
     def __getitem__(self, indices):
@@ -454,7 +454,7 @@ def test_a_bit_generator_of_the_users() -> None:
 AGAIN = """
 import sys
 import cseq
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 class Counting:
     '''Imports a module in a batch, or when it is made, and draws from it, or does not.'''

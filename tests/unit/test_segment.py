@@ -10,10 +10,10 @@ import tempfile
 import pytest
 from slots import filled, whole
 
-from cseq.arena import Arena
-from cseq.memory_limit import MIB
-from cseq.segment import FIRST, LARGE, Segment, reserved, room_for
-from cseq.writer import Writer
+from cseq.memory.arena import Arena
+from cseq.memory.memory_limit import MIB
+from cseq.memory.segment import FIRST, LARGE, Segment, reserved, room_for
+from cseq.memory.writer import Writer
 
 
 @pytest.mark.needs("POSIX")

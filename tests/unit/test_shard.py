@@ -12,7 +12,7 @@ from indexers import Indices1
 from kinds import FEW, Kind, by_name
 
 import cseq
-from cseq import shard
+from cseq.order import shard
 
 if TYPE_CHECKING:
     from conftest import RunScript

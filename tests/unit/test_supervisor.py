@@ -16,17 +16,17 @@ from conftest import import_path
 from killing import CODE, kill
 from kinds import QUICKEST
 
-from cseq import supervisor as supervisor_module
 from cseq._core import Runner, now_ns
-from cseq.deaths import Deaths, Held
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
-from cseq.launcher import make_launcher, start_methods
-from cseq.launcher.base import KILLED
-from cseq.segment import Segment
-from cseq.shared import Shared
+from cseq.memory.segment import Segment
+from cseq.memory.shared import Shared
+from cseq.processes import supervisor as supervisor_module
+from cseq.processes.deaths import Deaths, Held
+from cseq.processes.launcher import make_launcher, start_methods
+from cseq.processes.launcher.base import KILLED
+from cseq.processes.supervisor import Supervisor
+from cseq.processes.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
 from cseq.stage import INDEXER
-from cseq.supervisor import Supervisor
-from cseq.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-    from cseq.launcher import Child
+    from cseq.processes.launcher import Child
 
 
 def obey(sock: socket.socket, local: Any = None) -> None:
@@ -333,7 +333,7 @@ def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) 
         read.append(len(packed))
         return WorkerError(f"worker {worker}")
 
-    monkeypatch.setattr("cseq.supervisor.failure.unpack", unpack)
+    monkeypatch.setattr("cseq.processes.supervisor.failure.unpack", unpack)
     one = pool(b"F3")
     supervisor = one.start()
     one.await_failure()
@@ -557,7 +557,7 @@ def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> 
         raise MemoryError("full")
 
     one = pool(method="spawn")
-    monkeypatch.setattr("cseq.writer.commit", commit)
+    monkeypatch.setattr("cseq.memory.writer.commit", commit)
     with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
         one.supervisor.prepare(np.zeros(1000), name="indexer")
     assert one.events.all == []

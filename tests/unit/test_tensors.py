@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cseq import codec
 from cseq._memory import copy_of
+from cseq.encoding import codec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq.writer import Writer
+    from cseq.memory.writer import Writer
 
 torch = pytest.importorskip("torch", reason="tensors are torch's")
 

@@ -10,23 +10,23 @@ import pytest
 from slots import acquire
 
 import cseq
-from cseq import failure
 from cseq._core import Order, Ring, Runner, ring_bytes
 from cseq._feed import Decoder, Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import SMALL, Block
 from cseq._slots import Slots
 from cseq._source import OrderSource
-from cseq.arena import Arena
-from cseq.segment import FIRST
+from cseq.encoding import failure
+from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
+from cseq.memory.arena import Arena
+from cseq.memory.segment import FIRST
+from cseq.memory.writer import Writer
 from cseq.stage import CONVERTER, INDEXER, RAISED
-from cseq.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
-from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq.transport import BatchReader
+    from cseq.encoding.transport import BatchReader
 
 
 class Returned(Exception):

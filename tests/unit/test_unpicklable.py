@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from travelling import Indexer, Pair, Record, Slotted, Stateful, make
 
-from cseq import unpicklable
-from cseq.pickling import dump
+from cseq.encoding import unpicklable
+from cseq.encoding.pickling import dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ def test_the_argument_has_its_own_name() -> None:
 def test_a_global_that_cannot_be_pickled_is_named(run_script: RunScript) -> None:
     """A script's function takes its global names along; the message says which one."""
     done = run_script(
-        "import threading\nfrom cseq.pickling import dump\nlock = threading.Lock()\n"
+        "import threading\nfrom cseq.encoding.pickling import dump\nlock = threading.Lock()\n"
         "class Worker:\n    def __getitem__(self, i): return lock\n"
         "try:\n    dump(Worker)\nexcept TypeError as error:\n    print(error)"
     )

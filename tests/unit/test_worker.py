@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cseq import worker as worker_module
-from cseq.worker import (
+from cseq.processes import worker as worker_module
+from cseq.processes.worker import (
     ENTERED,
     FAILED,
     HEADER,
@@ -105,7 +105,7 @@ def test_no_stack(ends: tuple[WorkerProcess, socket.socket]) -> None:
 
 BETWEEN = """
 import faulthandler, os, socket, sys, threading, time
-import cseq, cseq.worker
+import cseq, cseq.processes.worker
 
 class Slow:
     def __init__(self):
@@ -117,9 +117,9 @@ class Slow:
                 half = len(data) // 2
                 self.sock.sendall(data[:half])
                 for _ in range(5):
-                    os.kill(os.getpid(), cseq.worker.STACK_SIGNAL)
+                    os.kill(os.getpid(), cseq.processes.worker.STACK_SIGNAL)
                 self.sock.sendall(data[half:])
-        send = cseq.worker.send_state
+        send = cseq.processes.worker.send_state
         def in_halves(sock, state, body=b""):
             send(Halves(sock), state, body)
         import cseq.pools.process as process

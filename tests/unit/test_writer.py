@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slots import acquire, take, whole
 
-from cseq import memory_limit
-from cseq import writer as writer_module
-from cseq.arena import Arena
-from cseq.memory_limit import MIB
-from cseq.segment import FIRST, Segment
-from cseq.writer import Writer
+from cseq.memory import memory_limit
+from cseq.memory import writer as writer_module
+from cseq.memory.arena import Arena
+from cseq.memory.memory_limit import MIB
+from cseq.memory.segment import FIRST, Segment
+from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,13 @@ import numpy as np
 from returnn.datasets.basic import Dataset
 
 from cseq._core import derive
-from cseq.context import PURPOSE_ITEM, Numbers
-from cseq.seeding import Seeds
+from cseq.indexing.context import PURPOSE_ITEM, Numbers
+from cseq.indexing.seeding import Seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from cseq.context import BatchContext
+    from cseq.indexing.context import BatchContext
 
 __all__ = ["SequenceSeeds"]
 

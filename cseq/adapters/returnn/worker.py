@@ -19,10 +19,10 @@ from returnn.config import SubProcCopyGlobalConfigPreInitFunc
 from returnn.datasets.basic import init_dataset
 from returnn.datasets.cached2 import CachedDataset2
 
-from cseq import context
 from cseq.adapters.returnn.seeds import SequenceSeeds
-from cseq.importable import promise
-from cseq.launcher.child import set_name
+from cseq.encoding.importable import promise
+from cseq.indexing import context
+from cseq.processes.launcher.child import set_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate, default_convert
 
-from cseq import context
 from cseq.adapters.torch import names
+from cseq.indexing import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable

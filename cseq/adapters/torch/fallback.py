@@ -17,8 +17,8 @@ from cseq.adapters.torch.inline import InlineIterator
 from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
 from cseq.adapters.torch.options import VALUES
 from cseq.adapters.torch.order import look, put
-from cseq.launcher import start_methods
-from cseq.unpicklable import UnpicklableError
+from cseq.encoding.unpicklable import UnpicklableError
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,11 +6,11 @@ import reprlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq import context
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.adapters.torch.taking import Taking
+from cseq.indexing import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cseq import failure
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import leaves_no_trace, states_before
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.adapters.torch.taking import Taking
+from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
-from cseq.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
+from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
 from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cseq.launcher import Child
+    from cseq.processes.launcher import Child
     from cseq.stream import Streams
 
 __all__ = ["WorkerProcess"]

@@ -16,15 +16,15 @@ import numpy.random  # here, and not in every worker that is forked
 import torch
 
 from cseq.adapters.torch import names
-from cseq.context import Numbers
-from cseq.seeding import Seeds
+from cseq.indexing.context import Numbers
+from cseq.indexing.seeding import Seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from typing_extensions import Self
 
-    from cseq.context import BatchContext
+    from cseq.indexing.context import BatchContext
 
 __all__ = ["BatchSeeds", "seed_worker"]
 

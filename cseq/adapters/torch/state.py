@@ -9,11 +9,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cseq import failure
 from cseq._feed import MOST_SKIPPED
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
-from cseq.pickling import dumps
+from cseq.encoding import failure
+from cseq.encoding.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cseq import context, failure
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots
 from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
 from cseq.adapters.torch.stateful import DatasetState
-from cseq.pickling import dumps
+from cseq.encoding import failure
+from cseq.encoding.pickling import dumps
+from cseq.indexing import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,7 +163,7 @@ class Epoch(NamedTuple):
 
 
 class Batches:
-    """A worker's producer (see `cseq.producer.Producer`)."""
+    """A worker's producer (see `cseq.indexing.producer.Producer`)."""
 
     def __init__(self, worker: Worker, number: int, num_workers: int) -> None:
         self._worker = worker

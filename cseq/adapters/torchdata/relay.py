@@ -18,9 +18,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Any, cast
 
-from cseq import failure
 from cseq._lock import Lock
 from cseq.adapters.torchdata.library import Epoch, IterDataPipe
+from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.threads import Threads
 

@@ -24,7 +24,7 @@ from cseq.adapters.torchdata.library import (
     traverse_dps,
 )
 from cseq.adapters.torchdata.relay import DISPATCHING, Dispatched
-from cseq.pickling import dumps
+from cseq.encoding.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

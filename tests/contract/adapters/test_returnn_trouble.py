@@ -136,7 +136,13 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     assert dataset.stats().restarts == 1
 
 
-STEPS = ("adapters/returnn/__init__.py", "stream.py", "pools/base.py", "transport.py", "codec.py")
+STEPS = (
+    "adapters/returnn/__init__.py",
+    "stream.py",
+    "pools/base.py",
+    "encoding/transport.py",
+    "encoding/codec.py",
+)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -311,7 +317,7 @@ def test_no_process_outlives_the_trainer(run_script: RunScript, end: str) -> Non
     """At a normal end, at `os._exit` and at SIGKILL alike: who holds its output has gone."""
     script = f"""
 import os
-from cseq.launcher.base import KILL
+from cseq.processes.launcher.base import KILL
 from cseq.adapters.returnn import MultiProcDataset
 plan = {{"class": "Task12AXDataset", "num_seqs": 9}}
 inner = {{"class": MultiProcDataset, "dataset": plan, "num_workers": 1, "buffer_size": 1}}

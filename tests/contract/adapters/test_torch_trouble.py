@@ -83,7 +83,7 @@ def test_ctrl_c_anywhere_in_next_without_workers(
         monkeypatch.setattr(names, "profiler_enabled", lambda: True)
     options: dict[str, Any] = {"dataset": Missing(9), **INTERRUPTED[kind]}
     made = cseq.DataLoader(batch_size=None, **options)
-    interrupt_anywhere(made, "inline.py", "taking.py", "seeds.py", "../../seeding.py")
+    interrupt_anywhere(made, "inline.py", "taking.py", "seeds.py", "../../indexing/seeding.py")
 
 
 def interrupt_anywhere(made: Any, *files: str) -> None:

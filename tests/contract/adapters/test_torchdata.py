@@ -465,7 +465,7 @@ def test_functions_of_other_services_reach_the_workers() -> None:
 DISTRIBUTED = """
 import torch.distributed as dist
 from cseq.adapters.torchdata import MultiProcessingReadingService
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 from torchdata.dataloader2 import DataLoader2, DistributedReadingService, SequentialReadingService
 from torchdata.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES

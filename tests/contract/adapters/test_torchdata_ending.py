@@ -92,7 +92,7 @@ def test_shutdown_with_a_thread_that_reads() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers that hang be killed soon."""
-    monkeypatch.setattr("cseq.supervisor.GRACE", 0.1)
+    monkeypatch.setattr("cseq.processes.supervisor.GRACE", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -350,15 +350,15 @@ def test_timeout_of_the_dispatching_process() -> None:
     with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=0.3) as loaded:
         items = iter(loaded)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cseq.supervisor.GRACE", 0.1)
+            patch.setattr("cseq.processes.supervisor.GRACE", 0.1)
             with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
                 next(items)
 
 
 ORPHANS = """
 import os
-from cseq.launcher import start_methods
-from cseq.launcher.base import KILL
+from cseq.processes.launcher import start_methods
+from cseq.processes.launcher.base import KILL
 from cseq.adapters.torchdata import MultiProcessingReadingService
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper

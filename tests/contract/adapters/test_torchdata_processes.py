@@ -71,7 +71,7 @@ def test_killed_dispatching_process() -> None:
 
 AT_EXIT = """
 from cseq.adapters.torchdata import MultiProcessingReadingService
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES

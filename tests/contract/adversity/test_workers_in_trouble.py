@@ -113,7 +113,8 @@ FAULTY = """
 import sys, time
 import numpy as np
 import cseq
-from cseq import _memory, deaths, testing
+from cseq import _memory, testing
+from cseq.processes import deaths
 from cseq.converter import output
 
 if sys.argv[2] == "cuda":
@@ -193,7 +194,7 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
 def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
     counts = itertools.count(5)
-    monkeypatch.setattr("cseq.deaths.oom_kills", lambda: next(counts))
+    monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
     with (
         manager(Poison).start() as m,
         pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1\)"),

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cseq
-from cseq import codec
 from cseq._core import Ring, Runner, ring_bytes
 from cseq._memory import Block
 from cseq._slots import TRAINER, Slots
 from cseq._source import Request
-from cseq.arena import Arena
+from cseq.encoding import codec
+from cseq.memory.arena import Arena
+from cseq.memory.writer import Writer
 from cseq.stream import Streams
-from cseq.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import default_collate, default_convert  # noqa: E402
 from torch_data import same  # noqa: E402
 
-from cseq import context  # noqa: E402
 from cseq.adapters.torch import collate, names  # noqa: E402
+from cseq.indexing import context  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -169,8 +169,8 @@ def test_datapipes() -> None:
 
 def test_multiprocessings_own() -> None:
     """What `worker` calls of multiprocessing, in a new process, and what `spawning` changes."""
-    from cseq.launcher.identity import PROCESS
-    from cseq.spawning import CONTEXT, PICKLER
+    from cseq.processes.launcher.identity import PROCESS
+    from cseq.processes.spawning import CONTEXT, PICKLER
 
     util: Any = multiprocessing.util
     parent = PROCESS._ParentProcess("trainer", 7, None)

@@ -17,9 +17,9 @@ from kinds import QUICKEST  # noqa: E402
 from torch_data import Plain  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq.launcher import direct, start_methods  # noqa: E402
-from cseq.launcher.base import KILLED  # noqa: E402
-from cseq.supervisor import Supervisor  # noqa: E402
+from cseq.processes.launcher import direct, start_methods  # noqa: E402
+from cseq.processes.launcher.base import KILLED  # noqa: E402
+from cseq.processes.supervisor import Supervisor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few processors
 
@@ -124,7 +124,9 @@ def test_ctrl_c_while_it_is_asked_for_its_end(method: str, monkeypatch: pytest.M
     (process,) = iterator._workers
 
     def ask(countdown: int) -> bool:
-        with interrupted(countdown, "launcher/", "threads.py", "adapters/torch/") as struck:
+        with interrupted(
+            countdown, "processes/launcher/", "threads.py", "adapters/torch/"
+        ) as struck:
             assert process.exitcode in (None, KILLED)
             process.is_alive()
             process.join(0.001)

@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch")
 
 import cseq  # noqa: E402
 from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
-from cseq.pickling import dump  # noqa: E402
-from cseq.spawning import Descriptor, Workers, spawning  # noqa: E402
-from cseq.unpicklable import UnpicklableError  # noqa: E402
+from cseq.encoding.pickling import dump  # noqa: E402
+from cseq.encoding.unpicklable import UnpicklableError  # noqa: E402
+from cseq.processes.spawning import Descriptor, Workers, spawning  # noqa: E402
 
 if TYPE_CHECKING:
     from conftest import RunScript

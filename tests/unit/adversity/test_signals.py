@@ -24,8 +24,8 @@ from killing import await_death
 
 import cseq
 from cseq import testing
-from cseq.launcher import make_launcher
 from cseq.pools.process import ENTRY
+from cseq.processes.launcher import make_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -201,7 +201,8 @@ class Paced:
 
 
 TAKING = (
-    "pools/base.py", "transport.py", "arena.py", "codec.py", "pools/process.py",
+    "pools/base.py", "encoding/transport.py", "memory/arena.py", "encoding/codec.py",
+    "pools/process.py",
     "pools/thread.py",
 )  # fmt: skip
 
@@ -301,7 +302,11 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
             iterator = iter(m)
             got = [next(iterator)[0]]
             with interrupted(
-                countdown, "pools/inline.py", "pools/base.py", "indexer.py", "failure.py"
+                countdown,
+                "pools/inline.py",
+                "pools/base.py",
+                "indexing/indexer.py",
+                "encoding/failure.py",
             ):
                 got.append(next(iterator)[0])
             skipped = len(m.skipped) - bad * (countdown - 1)
@@ -311,7 +316,14 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
             assert len(m.skipped) == bad * countdown
 
 
-BEGINNING = "sequence.py", "pools/base.py", "place.py", "run.py", "sampler.py", "pools/inline.py"
+BEGINNING = (
+    "sequence.py",
+    "pools/base.py",
+    "order/place.py",
+    "run.py",
+    "order/sampler.py",
+    "pools/inline.py",
+)
 
 
 class Epochs:

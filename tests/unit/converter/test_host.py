@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from slots import acquire
 
-from cseq import codec
-from cseq.arena import Arena
 from cseq.converter.host import Converter
 from cseq.converter.output import cast_dtype, parse, rehearse, resolve
-from cseq.writer import Writer
+from cseq.encoding import codec
+from cseq.memory.arena import Arena
+from cseq.memory.writer import Writer
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 

@@ -30,9 +30,9 @@ from keyed import (
 from streaming import lost_slots
 
 import cseq
-import cseq.deaths
+import cseq.processes.deaths
 from cseq._slots import Lease
-from cseq.launcher import start_methods
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

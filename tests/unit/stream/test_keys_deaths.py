@@ -30,7 +30,7 @@ from killing import kill
 from streaming import lost_slots
 
 import cseq
-import cseq.deaths
+import cseq.processes.deaths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -118,7 +118,7 @@ def test_workers_killed_at_any_time(
     monkeypatch: pytest.MonkeyPatch, ordered: bool, assign: str
 ) -> None:
     """Killed at random, again and again, with arrays that are kept: each item comes, once."""
-    monkeypatch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may strike one thrice
+    monkeypatch.setattr(cseq.processes.deaths, "TRIES", 10**9)  # chance may strike one thrice
     rng = random.Random(5)
     with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
         for _ in range(1 if SPAWNED else 2):
@@ -190,10 +190,10 @@ STEPS = (
     "stream.py",
     "pools/base.py",
     "run.py",
-    "transport.py",
-    "arena.py",
-    "codec.py",
-    "failure.py",
+    "encoding/transport.py",
+    "memory/arena.py",
+    "encoding/codec.py",
+    "encoding/failure.py",
 )
 MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 

@@ -40,10 +40,10 @@ from kinds import QUICKEST
 from streaming import lost_slots
 
 import cseq
-import cseq.deaths
+import cseq.processes.deaths
 from cseq import testing
 from cseq._slots import Lease
-from cseq.launcher import direct
+from cseq.processes.launcher import direct
 from cseq.stream import EncodedItem, Streams
 
 if TYPE_CHECKING:
@@ -607,7 +607,9 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
         pytest.MonkeyPatch.context() as patch,
         streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
     ):
-        patch.setattr(cseq.deaths, "TRIES", 10**9)  # chance may well strike one ticket three times
+        patch.setattr(
+            cseq.processes.deaths, "TRIES", 10**9
+        )  # chance may well strike one ticket three times
         for lengths, steps in epochs:
             s.begin(lengths)
             expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]

@@ -14,9 +14,9 @@ from counting import Broken, Gated, Numbers, TwoArguments, in_process, next_or_n
 from streaming import lost_slots
 
 import cseq
-import cseq.deaths
+import cseq.processes.deaths
+from cseq.encoding.unpicklable import UnpicklableError
 from cseq.stream import ItemFailure
-from cseq.unpicklable import UnpicklableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

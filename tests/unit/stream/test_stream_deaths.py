@@ -17,8 +17,8 @@ from killing import CODE, WORDS, await_death, kill
 from kinds import QUICKEST
 
 import cseq
-import cseq.deaths
-from cseq.launcher.base import KILLED
+import cseq.processes.deaths
+from cseq.processes.launcher.base import KILLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ def test_a_worker_that_dies_in_a_call(tmp_path: Path) -> None:
 def test_workers_killed_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at random, one or all, again and again: the items are those of no deaths at all."""
     monkeypatch.setattr(
-        cseq.deaths, "TRIES", 10**9
+        cseq.processes.deaths, "TRIES", 10**9
     )  # chance may well strike one ticket three times
     rng = random.Random(5)
     with streams(num_workers=3, max_restarts=10_000, prefetch=6) as s:
@@ -275,7 +275,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_timeout", ["raise", "restart"])
 def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
     """One that does not even take its ticket up meets the timeout, too."""
-    monkeypatch.setattr("cseq.worker.STACK_SECONDS", 0.1)
+    monkeypatch.setattr("cseq.processes.worker.STACK_SECONDS", 0.1)
     with streams(timeout=0.3, on_timeout=on_timeout) as s:
         s.begin([3, 3])
         assert len(list(s)) == 6

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "pools/base.py", "run.py", "transport.py", "arena.py", "writer.py", "codec.py",
-    "failure.py", "pickling.py",
+    "stream.py", "pools/base.py", "run.py", "encoding/transport.py", "memory/arena.py",
+    "memory/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
 )  # fmt: skip
 
 
@@ -431,7 +431,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
 @pytest.mark.parametrize("verb", ["raise", "close"])
 def test_a_signal_while_begin_starts_the_workers(verb: str) -> None:
     """Wherever it comes: there is an epoch, or the next call begins one; or all is closed."""
-    steps = (*STEPS, "supervisor.py")
+    steps = (*STEPS, "processes/supervisor.py")
     lengths = (4, 5)
 
     def step(countdown: int) -> bool:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq import context, failure
 from cseq._memory import SMALL
+from cseq.encoding import failure
+from cseq.indexing import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -28,20 +28,21 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq import codec, descriptors
 from cseq._core import Ring, exit_on_hangup, now_ns
 from cseq._memory import DEBUG, Descriptor, Mapping, keep_freed
 from cseq._slots import Slots
-from cseq.launcher import reading
-from cseq.launcher.child import introduce
+from cseq.encoding import codec
+from cseq.memory import descriptors
+from cseq.memory.writer import Writer
+from cseq.processes.launcher import reading
+from cseq.processes.launcher.child import introduce
 from cseq.threads import Latch
-from cseq.writer import Writer
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from cseq.launcher import Child
+    from cseq.processes.launcher import Child
 
 __all__ = [
     "ENTERED",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import compute
 from cseq._memory import fork, fork_depth
-from cseq.descriptors import receive_exactly
-from cseq.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, reading
-from cseq.launcher.forks import close_in_forks, in_forked_children
-from cseq.launcher.record import (
+from cseq.memory.descriptors import receive_exactly
+from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, reading
+from cseq.processes.launcher.forks import close_in_forks, in_forked_children
+from cseq.processes.launcher.record import (
     BORN,
     CUDA,
     DONE,
@@ -35,13 +35,13 @@ from cseq.launcher.record import (
     THREADS,
     receive,
 )
-from cseq.launcher.waiting import PidFd, hung_up
+from cseq.processes.launcher.waiting import PidFd, hung_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq.launcher.base import Identity, Start
-    from cseq.launcher.record import Record
+    from cseq.processes.launcher.base import Identity, Start
+    from cseq.processes.launcher.record import Record
 
 
 # Threads, by name, that a library starts again in a forked process: jemalloc's (in pyarrow).
@@ -195,7 +195,7 @@ def introduce(*, is_copy: bool = False) -> None:
     """
     global _unknown
     if _unknown is not None and "multiprocessing.process" in sys.modules:
-        identity = importlib.import_module("cseq.launcher.identity")
+        identity = importlib.import_module("cseq.processes.launcher.identity")
         identity.adopt(*_unknown, is_copy=is_copy)
         _unknown = None
 
@@ -221,7 +221,7 @@ def _leave(code: int, number: int) -> NoReturn:
     """End the process, without waiting for its threads."""
     try:
         if "concurrent.futures.process" in sys.modules:
-            importlib.import_module("cseq.launcher.identity").close_pools()
+            importlib.import_module("cseq.processes.launcher.identity").close_pools()
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - no caller above handles it
         _report(number)

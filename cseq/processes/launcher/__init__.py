@@ -26,7 +26,7 @@ For all three:
 
 from __future__ import annotations
 
-from cseq.launcher.base import (
+from cseq.processes.launcher.base import (
     SHIELDED,
     Child,
     Launcher,
@@ -35,7 +35,7 @@ from cseq.launcher.base import (
     reading,
     start_methods,
 )
-from cseq.launcher.forks import close_in_forks
+from cseq.processes.launcher.forks import close_in_forks
 
 __all__ = [
     "SHIELDED",
@@ -75,9 +75,9 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
         names = ", ".join(map(repr, there))
         raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
     if method == "forkserver":
-        from cseq.launcher.server import ForkServerLauncher
+        from cseq.processes.launcher.server import ForkServerLauncher
 
         return ForkServerLauncher(entry, threads)
-    from cseq.launcher import direct  # a trainer imports one of the two modules
+    from cseq.processes.launcher import direct  # a trainer imports one of the two modules
 
     return (direct.SpawnLauncher if method == "spawn" else direct.ForkLauncher)(entry, threads)

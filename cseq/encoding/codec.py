@@ -42,16 +42,16 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._plan import LONG, Plan, Reader, is_plain
-from cseq.importable import named_here
-from cseq.pickling import dumps, import_torch
-from cseq.unpicklable import unpicklable
+from cseq.encoding.importable import named_here
+from cseq.encoding.pickling import dumps, import_torch
+from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from cseq._memory import Memory
-    from cseq.pickling import Pickled
-    from cseq.writer import Writer
+    from cseq.encoding.pickling import Pickled
+    from cseq.memory.writer import Writer
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]

@@ -9,7 +9,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from cseq.descriptors import lifted
+from cseq.memory.descriptors import lifted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,26 +25,26 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from cseq import codec, failure
+from cseq.encoding import codec, failure
+from cseq.encoding.pickling import dump
 from cseq.errors import WorkerTimeout
-from cseq.launcher import describe_exit
-from cseq.launcher.base import FOREVER, KILL, KILLED
-from cseq.launcher.forks import pair
-from cseq.pickling import dump
-from cseq.segment import GRAIN, Segment, whole_grains
+from cseq.memory.segment import GRAIN, Segment, whole_grains
+from cseq.memory.writer import Writer
+from cseq.processes.launcher import describe_exit
+from cseq.processes.launcher.base import FOREVER, KILL, KILLED
+from cseq.processes.launcher.forks import pair
+from cseq.processes.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
 from cseq.stage import START_SHARE, overdue
 from cseq.threads import Latch, Threads, await_told, tell
-from cseq.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
-from cseq.writer import Writer
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from cseq.deaths import Deaths, Held
-    from cseq.launcher import Child, Launcher
-    from cseq.pickling import Pickled
-    from cseq.shared import Shared
+    from cseq.encoding.pickling import Pickled
+    from cseq.memory.shared import Shared
+    from cseq.processes.deaths import Deaths, Held
+    from cseq.processes.launcher import Child, Launcher
 
 __all__ = ["Supervisor"]
 
@@ -168,7 +168,7 @@ class Supervisor:
         else:  # pickled once, into a file that every worker reads
             with contextlib.ExitStack() as stack:
                 if "multiprocessing" in sys.modules:  # else there are no objects of it
-                    from cseq.spawning import spawning
+                    from cseq.processes.spawning import spawning
 
                     stack.enter_context(spawning())
                 pickled = dump(worker, name=name)

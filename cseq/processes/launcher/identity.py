@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cseq.launcher.base import Identity
+    from cseq.processes.launcher.base import Identity
 
 __all__ = ["adopt", "close_pools"]
 

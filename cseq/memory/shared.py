@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from cseq._core import Ring, ring_bytes
 from cseq._memory import Mapping, commit
-from cseq.arena import Arena
-from cseq.segment import Segment, whole_grains
+from cseq.memory.arena import Arena
+from cseq.memory.segment import Segment, whole_grains
 from cseq.stage import spins
 
 if TYPE_CHECKING:
-    from cseq.arena import Locks
+    from cseq.memory.arena import Locks
 
 __all__ = ["Shared"]
 

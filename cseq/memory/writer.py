@@ -30,8 +30,8 @@ from cseq._memory import (
 )
 from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
-from cseq.memory_limit import MIB, check_available
-from cseq.segment import FIRST, room_for
+from cseq.memory.memory_limit import MIB, check_available
+from cseq.memory.segment import FIRST, room_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

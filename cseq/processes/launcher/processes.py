@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cseq import compute
 from cseq._lock import Lock
-from cseq.descriptors import anonymous_file
-from cseq.launcher.base import KILL, KILLED, SHIELDED
-from cseq.launcher.waiting import PidFd
+from cseq.memory.descriptors import anonymous_file
+from cseq.processes.launcher.base import KILL, KILLED, SHIELDED
+from cseq.processes.launcher.waiting import PidFd
 from cseq.threads import Latch, tell
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
 
-    from cseq.launcher.base import Identity, Start
+    from cseq.processes.launcher.base import Identity, Start
 
 PAUSE = 0.005  # seconds between two looks at a process that cannot be waited for
 
@@ -179,7 +179,7 @@ try:
 except EOFError:
     os._exit(0)  # the trainer is gone
 sys.path[:] = start["path"]
-from cseq.launcher.child import begin
+from cseq.processes.launcher.child import begin
 begin(start)
 """
 

@@ -21,16 +21,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from cseq import codec, context, failure, indexer
 from cseq._core import Runner
 from cseq._memory import copy_of
 from cseq._source import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._work import NO_MORE, Work
-from cseq.launcher.base import end_copy
-from cseq.launcher.forks import in_forked_children
+from cseq.encoding import codec, failure
+from cseq.encoding.transport import SlotWriter
+from cseq.indexing import context, indexer
+from cseq.processes.launcher.base import end_copy
+from cseq.processes.launcher.forks import in_forked_children
+from cseq.processes.worker import FAILED, READY, enter, send_state
 from cseq.stage import ENDED, INDEXER, RAISED, run
-from cseq.transport import SlotWriter
-from cseq.worker import FAILED, READY, enter, send_state
 
 if TYPE_CHECKING:
     import socket
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq._memory import Memory
-    from cseq.writer import Writer
+    from cseq.memory.writer import Writer
 
 __all__ = ["ENTRY", "EncodedItem", "KeyProducer", "Producer", "Task", "main"]
 
-ENTRY = "cseq.producer:main"
+ENTRY = "cseq.indexing.producer:main"
 
 
 class Producer(Protocol):

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq._lock import Lock
-from cseq.importable import MAIN, Importable, named_here
-from cseq.unpicklable import unpicklable
+from cseq.encoding.importable import MAIN, Importable, named_here
+from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 from cseq._lock import Lock
 from cseq._memory import BULKY, SMALL, Mapping, Memory, commit, copy_of
 from cseq._slots import Slots
-from cseq.memory_limit import memory_limit_of
-from cseq.segment import FIRST, Segment, room_for
+from cseq.memory.memory_limit import memory_limit_of
+from cseq.memory.segment import FIRST, Segment, room_for
 
 if TYPE_CHECKING:
     from cseq._core import Ring

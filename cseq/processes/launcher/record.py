@@ -6,7 +6,7 @@ import contextlib
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cseq import descriptors
+from cseq.memory import descriptors
 
 if TYPE_CHECKING:
     import socket

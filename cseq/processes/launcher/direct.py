@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from cseq import compute
 from cseq._slots import fork_worker
-from cseq.launcher.base import LAST, Launcher, flush_output
-from cseq.launcher.child import begin_as_copy
-from cseq.launcher.forks import handing_over, pair
-from cseq.launcher.processes import (
+from cseq.processes.launcher.base import LAST, Launcher, flush_output
+from cseq.processes.launcher.child import begin_as_copy
+from cseq.processes.launcher.forks import handing_over, pair
+from cseq.processes.launcher.processes import (
     PosixProcess,
     describe_start,
     signals_blocked,
@@ -23,7 +23,7 @@ from cseq.threads import await_told
 if TYPE_CHECKING:
     import socket
 
-    from cseq.launcher.base import Child
+    from cseq.processes.launcher.base import Child
 
 
 class _DirectLauncher(Launcher):

@@ -15,8 +15,8 @@ import signal
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cseq.encoding.pickling import dumps
 from cseq.errors import RemoteTraceback, WorkerError
-from cseq.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,11 +13,11 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from cseq import failure
 from cseq._work import BatchMaker
 from cseq.converter.output import explain_cast
-from cseq.dataset import DatasetIndexer
-from cseq.launcher.base import end_copy
+from cseq.encoding import failure
+from cseq.indexing.dataset import DatasetIndexer
+from cseq.processes.launcher.base import end_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Runner
     from cseq.converter.output import Output
-    from cseq.seeding import Seeds
+    from cseq.indexing.seeding import Seeds
 
 __all__ = [
     "Indexer",

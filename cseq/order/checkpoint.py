@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._core import ALGORITHM
 from cseq.check import count
-from cseq.sampler import MOST_SEED
+from cseq.order.sampler import MOST_SEED
 
 if TYPE_CHECKING:
-    from cseq.sampler import Sampler
+    from cseq.order.sampler import Sampler
 
 __all__ = ["check", "make"]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._lock import Lock
 from cseq._memory import Descriptor
-from cseq.launcher.base import FOREVER, KILL, LAST, START, Launcher, describe_exit
-from cseq.launcher.forks import in_forked_children, pair
-from cseq.launcher.processes import describe_start, executable_of, signals_blocked, spawn
-from cseq.launcher.record import (
+from cseq.processes.launcher.base import FOREVER, KILL, LAST, START, Launcher, describe_exit
+from cseq.processes.launcher.forks import in_forked_children, pair
+from cseq.processes.launcher.processes import describe_start, executable_of, signals_blocked, spawn
+from cseq.processes.launcher.record import (
     BORN,
     EXIT,
     FAIL,
@@ -30,15 +30,15 @@ from cseq.launcher.record import (
     SIGNAL,
     receive,
 )
-from cseq.launcher.waiting import PidFd, hung_up, readable
+from cseq.processes.launcher.waiting import PidFd, hung_up, readable
 from cseq.threads import Latch, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextvars import Context
 
-    from cseq.launcher.base import Child
-    from cseq.launcher.record import Record
+    from cseq.processes.launcher.base import Child
+    from cseq.processes.launcher.record import Record
 
 
 LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it is cancelled

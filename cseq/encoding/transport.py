@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cseq import codec, failure
 from cseq._core import ObjectTable
 from cseq._memory import SMALL
 from cseq._work import ObjectWriter, TicketWriter
+from cseq.encoding import codec, failure
 from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from cseq._memory import Mapping, Memory
     from cseq._plan import Reader
     from cseq._slots import Slots
-    from cseq.arena import Arena
-    from cseq.writer import Writer
+    from cseq.memory.arena import Arena
+    from cseq.memory.writer import Writer
 
     Fields = tuple[int, ...]
 

@@ -14,7 +14,7 @@ import stat
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq.pickling import reducing
+from cseq.encoding.pickling import reducing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

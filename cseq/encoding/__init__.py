@@ -1,0 +1,9 @@
+"""How a batch, an exception or the user's worker travels to another process.
+
+``transport``    ★ the two ends of a hand-over: as an object, or through a slot
+``codec``        encodes a batch into a slot, and decodes it
+``failure``      an exception, packed in a worker and raised in the loop
+``pickling``     objects as bytes: by reference, or by value for new processes
+``importable``   what a new process can import
+``unpicklable``  which part of an object cannot be pickled
+"""

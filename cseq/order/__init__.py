@@ -1,0 +1,7 @@
+"""The order of an epoch, this rank's share of it, and the loop's place in it.
+
+``sampler``     ★ which indices, in which order, cut into batches
+``shard``       which rank this process is, and of how many
+``place``       the epoch, and how many of its samples are done
+``checkpoint``  `state_dict`, and what it must agree with
+"""
