@@ -24,6 +24,7 @@ import pickle
 import re
 import signal
 import struct
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -242,7 +243,7 @@ class WorkerProcess:
         # The main thread's stack comes last.
         frames = FRAME.findall(self.stack().rsplit("\n\n", maxsplit=1)[-1])
         imports = [path for path, _, name in frames if name == "<module>" and path[0] != "<"]
-        own = os.path.join(os.path.dirname(__file__), "")
+        own = os.path.join(sys.modules["cseq"].__path__[0], "")
         others = [path for path in imports if not path.startswith(own)]
         if imports:  # the last of them is the outermost
             folder, file = os.path.split((others or imports)[-1])

@@ -101,7 +101,7 @@ def arrives_elsewhere(obj: object, expression: str) -> str:
     segment, record = write_batch(obj)
     written = bytes(Mapping(segment.fd, 0, record.used))
     code = (
-        "import sys\nfrom cseq import codec\n"
+        "import sys\nfrom cseq.encoding import codec\n"
         "memory = bytearray(sys.stdin.buffer.read())\n"
         f"obj = codec.decode_pickled(memory, codec.Record(*{tuple(record)}))\n"
         f"print(({expression}))"

@@ -255,7 +255,7 @@ def describe_start(role: str, entry: str, **more: Any) -> Start:
 def _search_path() -> list[str]:
     """Return sys.path, with the folder of this very cseq if it is not there (any more)."""
     path = [os.fsdecode(place) for place in sys.path if isinstance(place, (str, bytes))]
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
     # Relative ones stay as they are: the working directory may have been deleted.
     known = [os.path.normpath(place) for place in path if os.path.isabs(place)]
     return path if home in known else [*path, home]

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,49 +110,6 @@ def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -
     done = run_script(STARTING, kind, method)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("True"), done.stdout
-
-
-IMPORTS = """
-import sys
-import numpy as np
-import cseq
-
-begun = []
-
-def look(frame, event, argument):  # an import that finds its module there takes no locks
-    if frame.f_code.co_name == "_get_module_lock":
-        begun.append(frame.f_locals["name"])
-
-class Draws:
-    def __getitem__(self, indices):
-        return indices + cseq.rng().integers(2)
-
-kind, method, out_type = sys.argv[1:]
-options = {"start_method": method} if method not in ("", "test") else {}
-m = getattr(cseq, kind)(Draws, 100, out_type=out_type, **options)
-sys.settrace(look)
-with m.start_test() if method == "test" else m.start():
-    for batch in m:
-        pass
-sys.settrace(None)
-print(begun)
-"""
-
-
-@pytest.mark.parametrize("out_type", ["null", "cpu"])
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MPSequence", "spawn"),
-     ("MTSequence", ""), ("MTSequence", "test")],
-)  # fmt: skip
-def test_the_main_thread_imports_nothing(
-    run_script: RunScript, run_prepared: RunScript, kind: str, method: str, out_type: str
-) -> None:
-    """Ctrl-C in an import can leave locks behind that the next start would wait for."""
-    if out_type == "cpu" and find_spec("torch") is None:
-        pytest.skip("without torch, that is said")
-    done = (run_prepared if out_type == "cpu" else run_script)(IMPORTS, kind, method, out_type)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
