@@ -14,6 +14,7 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import figures  # noqa: E402 - docs/figures.py
+from docutils import nodes  # noqa: E402
 from sphinx.ext.autodoc.mock import mock  # noqa: E402
 from sphinx.util import logging  # noqa: E402
 
@@ -113,7 +114,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"int|str|bool|float|object|list|dict|tuple|callable|type|None|Self|Generic|Protocol",
     ),
-    ("py:.*", r"cseq\.(sequence|indexer|context)\..*|.*\bB(_co)?|.*\bT(_co)?"),
+    ("py:.*", r"cseq\.(sequence|indexing\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?"),
 ]
 
 # -- HTML
@@ -172,7 +173,20 @@ def link_to_files(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = LINK.sub(resolve, source[0])
 
 
+def link_messages(app: Sphinx, doctree: nodes.document) -> None:
+    """Give each row of the page of errors an address: the words of its message."""
+    if app.env.docname != "reference/errors":
+        return
+    for row in doctree.findall(nodes.row):
+        if isinstance(row.parent, nodes.tbody):
+            address = nodes.make_id(row[0].astext())
+            row["ids"].append(address)
+            link = nodes.reference("", "#", refid=address, classes=["headerlink"])
+            row[0][0].append(link)
+
+
 def setup(app: Sphinx) -> None:
-    """Add what is ours: figures, and links to files of the repository."""
+    """Add what is ours: figures, links to files of the repository and to messages."""
     figures.setup(app)
     app.connect("source-read", link_to_files)
+    app.connect("doctree-read", link_messages)
