@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from cseq._core import Ring
+from cseq._core import Ring, Runner, ring_bytes
+from cseq._memory import Block
+
+
+def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -> Ring:
+    """Make a ring in private memory."""
+    return Ring(Block(ring_bytes(cells, size, runners), zero=True), cells, size, runners, calls)
+
+
+def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Runner:
+    """Take a runner and a ticket."""
+    runner = Runner(ring, stage, owner, last=last)
+    assert runner.claim() is True
+    return runner
 
 
 def tickets(ring: Ring) -> list[tuple[int, int]]:
