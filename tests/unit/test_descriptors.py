@@ -191,20 +191,28 @@ def test_executed_programs_inherit_nothing(
 # --- standard streams that the trainer has closed ----------------------------------------------
 
 CLOSED_JOB = """
-import os, sys
+import os, sys, time
 log = os.dup2(1, 60)
 for fd in map(int, sys.argv[2]):
     os.close(fd)
 
-def opened():
+def present():
     found = []
     for fd in map(int, sys.argv[2]):
         try:
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
             pass
-    # But for subprocess's own pipe, which is there until a spawned program has begun.
-    return [link for link in found if not link.startswith("pipe:")]
+    return found
+
+def opened():
+    # What has such a number and keeps it. The system gives a new descriptor the lowest free one,
+    # which another thread lifts; subprocess's own pipe has it until a spawned program has begun.
+    found, end = present(), time.monotonic() + 0.5
+    while found and time.monotonic() < end:
+        still = present()
+        found = [link for link in found if link in still and not link.startswith("pipe:")]
+    return found
 
 import numpy as np, cseq
 from cseq import testing
