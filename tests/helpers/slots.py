@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._memory import Block
+from cseq._memory import Block, commit
 from cseq._slots import Slots
 from cseq.memory.segment import Segment
 from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cseq._memory import Mapping
     from cseq._slots import Lease
     from cseq.memory.arena import Arena
+
+
+PAGE = 65536  # a multiple of every system's page size
+
+
+@contextmanager
+def file_of(nbytes: int) -> Iterator[int]:
+    """Make a file without a name, all of it committed."""
+    segment = Segment.create(nbytes)
+    commit(segment.fd, 0, nbytes)
+    yield segment.fd
+    segment.close()
 
 
 class Scratch(Writer):

@@ -22,28 +22,18 @@ import numpy as np
 import pytest
 import ringing
 from ringing import claim, make_ring
+from slots import PAGE, file_of
 
 from cseq import _core
 from cseq._core import FIELDS, PARK_NS, Ring, Runner, ring_bytes
-from cseq._memory import Block, Mapping, address_of, commit
+from cseq._memory import Block, Mapping, address_of
 from cseq._slots import TRAINER, Slots
 from cseq.memory.arena import Arena
-from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NAP = os.environ.get("CSEQ_WAIT") == "nap"
-PAGE = 65536  # a multiple of every system's page size
-
-
-@contextmanager
-def file_of(nbytes: int) -> Iterator[int]:
-    """Make a file without a name, all of it committed."""
-    segment = Segment.create(nbytes)
-    commit(segment.fd, 0, nbytes)
-    yield segment.fd
-    segment.close()
 
 
 # -- the ring

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +17,6 @@ from cseq._encoder import SlotEncoder
 from cseq._memory import Descriptor, Mapping, commit
 from cseq._plan import Plan
 from cseq._slots import Slots
-from cseq.memory.segment import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-PAGE = 65536  # a multiple of every system's page size
-
-
-@contextmanager
-def file_of(nbytes: int) -> Iterator[int]:
-    """Make a file without a name, all of it committed."""
-    segment = Segment.create(nbytes)
-    commit(segment.fd, 0, nbytes)
-    yield segment.fd
-    segment.close()
 
 
 class Slot(SlotEncoder):

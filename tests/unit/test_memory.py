@@ -6,30 +6,18 @@ import gc
 import os
 import sys
 import weakref
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from slots import PAGE, file_of
 
 from cseq._memory import Block, Mapping, Memory, Window, address_of, commit, copy_of
 from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-PAGE = 65536  # a multiple of every system's page size
-
-
-@contextmanager
-def file_of(nbytes: int) -> Iterator[int]:
-    """Make a file without a name, all of it committed."""
-    segment = Segment.create(nbytes)
-    commit(segment.fd, 0, nbytes)
-    yield segment.fd
-    segment.close()
+    from collections.abc import Callable
 
 
 def test_a_block_is_aligned() -> None:

@@ -6,31 +6,13 @@ import gc
 import itertools
 import random
 import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from slots import lease, shared
+from slots import PAGE, file_of, lease, shared
 
-from cseq._memory import Mapping, commit
+from cseq._memory import Mapping
 from cseq._slots import TRAINER, Lease, Slots
-from cseq.memory.segment import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-PAGE = 65536  # a multiple of every system's page size
-
-
-@contextmanager
-def file_of(nbytes: int) -> Iterator[int]:
-    """Make a file without a name, all of it committed."""
-    segment = Segment.create(nbytes)
-    commit(segment.fd, 0, nbytes)
-    yield segment.fd
-    segment.close()
 
 
 def test_the_lowest_free_slot() -> None:
@@ -162,5 +144,5 @@ def test_slots_freed_on_other_threads_are_found() -> None:
 
 
 def test_a_lease_is_not_made_by_hand() -> None:
-    """A lease that nobody granted has no bytes and frees nothing."""
+    """A lease made by hand has no bytes and frees nothing."""
     assert Lease().nbytes == 0
