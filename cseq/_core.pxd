@@ -51,7 +51,7 @@ cdef class Ring:
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start) noexcept
+                    uint32_t count, uint64_t start, uint64_t seed) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void count(self, cseq_cell* c) noexcept:

@@ -491,10 +491,11 @@ cdef class Ring:
         return -1
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-             uint32_t count, uint64_t start=0):
+             uint32_t count, uint64_t start=0, uint64_t seed=0):
         """Post a ticket in a free cell, whose indices are written.
 
-        `start` is the position of the first sample in the order of the epoch. The runners are woken
+        `start` is the position of the first sample in the order of the epoch, and `seed` that of the
+        order and of the generators for the batch. The runners are woken
         when `wake_at` tickets have gathered and whenever the trainer waits, but not while one of
         them will see the ticket by itself (see `gil_spin`).
         """
@@ -503,15 +504,16 @@ cdef class Ring:
             raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
         if cseq_ring_state(self.r, cell) != CSEQ_FREE:
             raise RuntimeError(f"cell {cell} is not free")
-        self.offer(cell, ticket, epoch, batch, count, start)
+        self.offer(cell, ticket, epoch, batch, count, start, seed)
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start) noexcept:
+                    uint32_t count, uint64_t start, uint64_t seed) noexcept:
         """`post`, in a cell that is free."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
         c.start = start
+        c.seed = seed
         c.count = count
         c.capacity = 0
         cseq_store_rlx_u64(&c.started_ns, 0)
@@ -776,6 +778,11 @@ cdef class Runner:
         if self.cell < 0:
             raise RuntimeError("no ticket in hand: claim one first")
         return self.c
+
+    @property
+    def seed(self):
+        """Of the order of the epoch, and of the generators."""
+        return self.held().seed
 
     @property
     def epoch(self):

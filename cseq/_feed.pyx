@@ -871,7 +871,7 @@ cdef class Feed:
             if cell == ring.r.capacity:
                 raise RuntimeError("a worker is busy with two calls, which it never should be")
         refer(ring, cell, request, assignment, name)
-        ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0)
+        ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0, 0)
         ring.calling = <int>cell
         ring.wake()
         self.ticket += 1

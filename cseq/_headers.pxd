@@ -79,6 +79,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint64_t batch
         uint64_t start       # position of its first sample in the order of the epoch
         uint32_t count       # samples
+        uint64_t seed        # of the order and the generators
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed
         uint64_t started_ns  # when it was claimed; 0 before

@@ -125,7 +125,7 @@ cdef class OrderSource(Source):
             self.order.copy(start, count, indices)
         else:
             memcpy(indices, self.filled.data, 8 * <size_t>count)
-        ring.offer(cell, ticket, self.epoch, self.first + self.posted, count, start)
+        ring.offer(cell, ticket, self.epoch, self.first + self.posted, count, start, self.order.seed)
         self.posted += 1
         return units
 
@@ -243,9 +243,9 @@ cdef class ItemSource(StreamSource):
         self.latest = number
         refer(ring, cell, None, self.assignment(number), None)
         if asked:
-            ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, asked - 1)
+            ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, asked - 1, 0)
         else:
-            ring.offer(cell, ticket, self.epoch, ASK_BEGIN, 0, 0)
+            ring.offer(cell, ticket, self.epoch, ASK_BEGIN, 0, 0, 0)
         self.asked[number] += 1
         return 1 if asked else 0
 
@@ -397,7 +397,7 @@ cdef class KeySource(StreamSource):
             memcpy(words + KEY_INTS, ints.data, <size_t>ints.size)
         else:
             refer(ring, cell, <Request>key, self.assignment(number), None)
-        ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, self.posted)
+        ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, self.posted, 0)
         self.posted += 1
         return 1
 

@@ -60,7 +60,7 @@ cdef class BatchSeeds:
     cdef readonly dict missing
     cdef tuple names  # of `missing`, when `is_due` was asked last
     cdef BatchState batch_state
-    cdef uint64_t seed_word, epoch, key
+    cdef uint64_t making, seed_word, epoch, key
     cdef bint has_key, lent
     cdef bint looked  # since the batch before: no module is there that was missing
     cdef list saved
@@ -71,7 +71,7 @@ cdef class BatchSeeds:
     cpdef void lend(self) noexcept
     cpdef restore(self)
     cdef int paste(self) except -1
-    cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1
+    cdef int seed_batch(self, uint64_t seed, uint64_t epoch, uint64_t start) except -1
 
 
 cdef class Work:

@@ -281,7 +281,7 @@ cdef class BatchSeeds:
     Parameters
     ----------
     batch_context : BatchContext
-        Has the seed and the present batch.
+        Has the present batch, and the seed for the making of an indexer.
 
     Attributes
     ----------
@@ -293,8 +293,8 @@ cdef class BatchSeeds:
         What `restore` restores: the first of the generators in `present`, and their states.
     """
 
-    def __cinit__(self, batch_context):
-        self.batch_state, self.seed_word = batch_context, batch_context.seed
+    def __cinit__(self, batch_context, *_):
+        self.batch_state, self.making = batch_context, batch_context.seed
         self.present, self.missing, self.names, self.saved = [], {}, (), []
 
     cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
@@ -329,11 +329,11 @@ cdef class BatchSeeds:
         """Set the states of the batch, or sequence, at this place in the epoch that has this key."""
         self.write(key, place, PURPOSE_BATCH)
 
-    cdef int seed_batch(self, uint64_t epoch, uint64_t start) except -1:
+    cdef int seed_batch(self, uint64_t seed, uint64_t epoch, uint64_t start) except -1:
         """Set the states of the batch that begins at this position of an epoch."""
-        if epoch != self.epoch or not self.has_key:
-            cseq_derive(self.seed_word, epoch, PURPOSE_BATCH, &self.key, 1)
-            self.epoch, self.has_key = epoch, True
+        if epoch != self.epoch or seed != self.seed_word or not self.has_key:
+            cseq_derive(seed, epoch, PURPOSE_BATCH, &self.key, 1)
+            self.seed_word, self.epoch, self.has_key = seed, epoch, True
         if not self.looked:
             return self.write(self.key, start, PURPOSE_BATCH)
         self.looked = False
@@ -343,9 +343,9 @@ cdef class BatchSeeds:
         """Set the states of the present batch, or of an indexer that is being made."""
         ticket = self.batch_state.ticket
         if ticket is None:
-            self.write(self.seed_word, 0, PURPOSE_MAKING)
+            self.write(self.making, 0, PURPOSE_MAKING)
         else:
-            self.seed_batch(ticket.epoch, ticket.start)
+            self.seed_batch(ticket.seed, ticket.epoch, ticket.start)
 
     cpdef void lend(self) noexcept:
         """Save each generator's state before it is set, until `restore`: they are the trainer's."""
@@ -467,10 +467,11 @@ cdef class BatchMaker(Work):
 
     cdef object index(self, Runner runner):
         """Call the indexer; once more if it has drawn from generators that it imported just now."""
+        cdef cseq_cell* c = runner.held()
         indexer = self.indexer  # the first call changes it
         if self.seeds is None:
             return indexer[runner.indices()]
-        self.seeds.seed_batch(runner.held().epoch, runner.held().start)
+        self.seeds.seed_batch(c.seed, c.epoch, c.start)
         try:
             batch = indexer[runner.indices()]
             if not self.is_to_repeat():
@@ -480,7 +481,7 @@ cdef class BatchMaker(Work):
                 raise
         batch = None
         self.batch_state.drawn = None
-        self.seeds.seed_batch(runner.held().epoch, runner.held().start)
+        self.seeds.seed_batch(c.seed, c.epoch, c.start)
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):

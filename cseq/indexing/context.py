@@ -33,6 +33,10 @@ class Ticket(Protocol):
     """What identifies the present batch: a runner's `Runner`, for example."""
 
     @property
+    def seed(self) -> int:
+        """Of the order of the epoch, and of the generators."""
+
+    @property
     def epoch(self) -> int:
         """The epoch."""
 
@@ -48,6 +52,7 @@ class Ticket(Protocol):
 class Numbers(NamedTuple):
     """A `Ticket` of work that no ticket of a ring asks for by these numbers: an adapter's."""
 
+    seed: int
     epoch: int
     batch: int
     start: int
@@ -83,7 +88,8 @@ class WorkerInfo:
 class BatchContext(BatchState):
     """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket.
 
-    The ticket, and the generator drawn for it, are in C: `BatchState`.
+    The ticket, and the generator drawn for it, are in C: `BatchState`. `seed` is for the making of
+    an indexer; each ticket has the seed of its batch.
     """
 
     __slots__ = ("allocator", "num_workers", "number", "seed")
@@ -91,7 +97,7 @@ class BatchContext(BatchState):
     ticket: Ticket | None
     drawn: np.random.Generator | None
 
-    def __init__(self, number: int, num_workers: int, seed: int) -> None:
+    def __init__(self, number: int, num_workers: int, seed: int = 0) -> None:
         self.number = number
         self.num_workers = num_workers
         self.seed = seed
@@ -104,7 +110,7 @@ class BatchContext(BatchState):
                 "cseq.rng() belongs to a batch: call it in __getitem__, not in __init__"
             )
         if self.drawn is None:
-            self.drawn = generator(self.seed, self.ticket.epoch, self.ticket.start)
+            self.drawn = generator(self.ticket.seed, self.ticket.epoch, self.ticket.start)
         return self.drawn
 
     def set(self, ticket: Ticket) -> None:

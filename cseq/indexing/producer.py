@@ -97,7 +97,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     entered = enter(sock)
     number, task = entered.setup.number, entered.setup.task
     runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
-    batch_context = context.BatchContext(number, task.num_workers, 0)
+    batch_context = context.BatchContext(number, task.num_workers)
     context.enter(batch_context)
     try:
         make = entered.read(local)

@@ -153,7 +153,7 @@ class Seeds(_work.BatchSeeds):
     Parameters
     ----------
     batch_context : BatchContext
-        Has the seed and the present batch; without a batch, the indexer is being made.
+        Has the present batch; without a batch, the indexer is being made.
     """
 
     def __init__(self, *_: object) -> None:

@@ -302,8 +302,8 @@ class Place:
 
     batch = 3
 
-    def __init__(self, epoch: int, start: int) -> None:
-        self.epoch, self.start = epoch, start
+    def __init__(self, seed: int, epoch: int, start: int) -> None:
+        self.seed, self.epoch, self.start = seed, epoch, start
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_golden_states(record: dict[str, Any]) -> None:
     seed, epoch, start = record["seed"], record["epoch"], record["start"]
     batch_context = context.BatchContext(0, 1, seed)
     if start is not None:
-        batch_context.set(Place(epoch, start))
+        batch_context.set(Place(seed, epoch, start))
     seeds = seeding.Seeds(batch_context)
     torch = pytest.importorskip("torch") if record["start"] == 32 else sys.modules.get("torch")
     np.random.randn()  # an odd number of Gaussian ones: the second of a pair is forgotten

@@ -71,12 +71,11 @@ class SequenceSeeds:
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
         self._epoch = epoch
         self._passed = []
-        self._batch_context.seed = self._key
         self._batch_context.clear()
 
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
-        self._batch_context.set(Numbers(self._epoch, number, place))
+        self._batch_context.set(Numbers(self._key, self._epoch, number, place))
         [self._word] = derive(self._key, place, PURPOSE_ITEM, 1)
         self._seeds.seed(self._key, place)
         for set_seed in (*self._setters, *(generator.seed for generator in self._passed)):

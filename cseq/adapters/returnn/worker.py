@@ -108,7 +108,7 @@ class Producer:
         self._dataset: Any = None  # made when it is needed, and again after `finish`
         self._serial: int | None = None  # of the request that the dataset was prepared for
         self._keys: list[str] | None = None  # of its data, in this epoch
-        self._batch_context = context.BatchContext(number, num_workers, 0)
+        self._batch_context = context.BatchContext(number, num_workers)
         context.enter(self._batch_context)
         self._seeds = SequenceSeeds(self._batch_context)
         self._shards = self._shards_of(plan.dataset["_num_shards"], plan.dataset["_shard_index"])

@@ -50,7 +50,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         # `_received` has the next key, and behind it its batch, if that is made.
         self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
         self._begin(resume)
-        self._batch_context = context.BatchContext(0, 0, 0)
+        self._batch_context = context.BatchContext(0, 0)
         is_seeded = rng == "batch"
         self._seeds = BatchSeeds(self._batch_context, self._base_seed) if is_seeded else None
         self._open(resume, state)

@@ -22,8 +22,6 @@ from cseq.indexing.seeding import Seeds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from typing_extensions import Self
-
     from cseq.indexing.context import BatchContext
 
 __all__ = ["BatchSeeds", "seed_worker"]
@@ -63,22 +61,18 @@ class BatchSeeds(Seeds):
     Parameters
     ----------
     batch_context : BatchContext
-        Of this worker, or one to be entered for batches that the trainer makes; it gets the seed.
+        Of this worker, or one to be entered for batches that the trainer makes.
     base_seed : int
         What the seeds of the epoch's batches are derived from.
     """
 
-    def __new__(cls, batch_context: BatchContext, base_seed: int) -> Self:
-        """Read the seed, which is in C."""
-        batch_context.seed = base_seed
-        return super().__new__(cls, batch_context)
-
     def __init__(self, batch_context: BatchContext, base_seed: int) -> None:
-        super().__init__(batch_context, base_seed)
-        self._batch_context = batch_context
+        super().__init__(batch_context)
+        self._batch_context, self._base_seed = batch_context, base_seed
 
     def seed_for(self, batch: int) -> int:
         """Seed for a batch; return torch's seed."""
-        self._batch_context.set(Numbers(0, batch, batch))  # nothing is known of samples
+        # Nothing is known of samples.
+        self._batch_context.set(Numbers(self._base_seed, 0, batch, batch))
         self.seed_present()
         return torch.default_generator.initial_seed()
