@@ -20,6 +20,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── stream.py       a stream of items from each worker process
     ├── run.py          one start of a manager, up to its end
+    ├── fleet/          batches from other machines: parcels of tickets, and who makes them
     ├── pools/          ★ the loop's end of all runners; inline (this is test mode), thread, process
     ├── _feed.pyx       ★ posts tickets, takes batches and items out
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
@@ -34,6 +35,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
+    ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _work.pyx       ★ the work of a runner: making batches, publishing them
     ├── _core.pyx       ★ the ring, its runners, the shuffle, the batches' indices
