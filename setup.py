@@ -124,7 +124,6 @@ FAMILIES = [
     "_source",
     "_feed",
     "_encoder",
-    "_parcel",
 ]
 
 core = [

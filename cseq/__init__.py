@@ -16,13 +16,13 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── testing.py      for tests of training scripts: kill workers, count what is held
     ├── __main__.py     python -m cseq run: a script, with cseq's DataLoader in torch's place
     ├── adapters/       other libraries' interfaces: torch's, RETURNN's, torchdata's
-    ├── sequence.py     ★ MSequence, MPSequence, MTSequence: start, iterate, finish
-    ├── arguments.py    the arguments of MSequence: types and checks
+    ├── sequence.py     ★ MSequence, MPSequence, MTSequence: their arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
+    ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── run.py          one start of a manager, up to its end
-    ├── fleet/          batches from other machines: parcels of tickets, and who makes them
-    ├── pools/          ★ the loop's end of all runners; inline (this is test mode), thread, process
+    ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ posts tickets, takes batches and items out
+    ├── arguments.py    the arguments of MSequence, and those of Streams, too: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
@@ -35,7 +35,6 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
-    ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _work.pyx       ★ the work of a runner: making batches, publishing them
     ├── _core.pyx       ★ the ring, its runners, the shuffle, the batches' indices

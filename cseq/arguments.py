@@ -1,12 +1,14 @@
-"""The arguments of MSequence: their types, and the longer ones of their checks."""
+"""The arguments of MSequence, and those that Streams take, too: types, checks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from cseq.check import count
+from cseq.check import choice, count, modules, seconds
 from cseq.indexing import indexer
 from cseq.indexing.dataset import DatasetIndexer
+from cseq.memory.memory_limit import memory_limit_of
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,10 +17,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import TypedDict
 
+    from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
+    from cseq.order.sampler import Sampler
 
     class Options(TypedDict, total=False):
-        """The keywords of `MSequence` behind `seed`, for the type checker."""
+        """The keywords of `MSequence` after `seed`, for the type checker."""
 
         dtype: Any
         drop_last: bool
@@ -61,9 +65,93 @@ if TYPE_CHECKING:
     # Any string, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
-__all__ = ["batch_size_of", "converters_of", "dtype_of", "samples_of"]
+__all__ = [
+    "MAX_RESTARTS",
+    "Job",
+    "WorkerOptions",
+    "batch_size_of",
+    "converters_of",
+    "dtype_of",
+    "samples_of",
+]
 
+MAX_RESTARTS = 100  # in an epoch, where nothing else is said
 MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
+
+
+class WorkerOptions(NamedTuple):
+    """How workers are started, replaced and limited: options of `MSequence` and `Streams`, checked.
+
+    Attributes
+    ----------
+    memory_limit : int
+        In bytes.
+    """
+
+    start_method: str | None
+    max_restarts: int
+    timeout: float | None
+    on_timeout: str
+    memory_limit: int
+    threads: int | None
+    preload: tuple[str, ...] | Literal[False] | None
+
+    @classmethod
+    def checked(
+        cls,
+        start_method: Any,
+        max_restarts: Any,
+        timeout: Any,
+        on_timeout: Any,
+        memory_limit: Any,
+        threads: Any,
+        preload: Any,
+    ) -> WorkerOptions:
+        """Check these arguments."""
+        return cls(
+            choice("start_method", start_method, (None, *start_methods())),
+            count("max_restarts", max_restarts, least=0),
+            seconds("timeout", timeout),
+            choice("on_timeout", on_timeout, ("raise", "restart")),
+            memory_limit_of(memory_limit),
+            None if threads is None else count("threads", threads),
+            modules("preload", preload),
+        )
+
+
+class Job(NamedTuple):
+    """The arguments of `MSequence`, checked; `MSequence.start` resolves them and makes a pool.
+
+    Attributes
+    ----------
+    output : Output
+        What `out_type` and `dtype` ask for; in a pool: as far as this machine has it.
+    num_converters : int
+        In a pool, 0 where there is no CUDA.
+    compat : bool or None
+        CUDA conversion in threads; None: as the system requires.
+    """
+
+    worker: Any
+    sampler: Sampler
+    output: Output
+    num_workers: int
+    num_converters: int
+    buffer: int
+    ordered: bool
+    compat: bool | None
+    on_error: str
+    seed_globals: bool
+    options: WorkerOptions
+
+    @property
+    def room(self) -> int:
+        """The most samples that a batch can have."""
+        return min(self.sampler.batch_size, self.sampler.dset_size)
+
+    def without_worker(self) -> Job:
+        """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
+        return self._replace(worker=None)
 
 
 def batch_size_of(batch_size: Any) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cseq.pools.base import Pool
 
-__all__ = ["Run", "await_closings", "close_elsewhere", "close_with"]
+__all__ = ["Run", "await_closings", "close_elsewhere"]
 
 NAME = "cseq-close"  # of the threads that close dropped runs
 
@@ -41,19 +41,27 @@ class Run(Generic[P]):
     ----------
     lock : Lock
         See `RunState`.
+    is_ended : bool
+        `close` was called: it can only be closed, also if that was interrupted.
     """
 
     def __init__(self, pool: P) -> None:
         self.pool = pool
         self.lock = pool.run.lock
-        self.is_ended = False  # its owner has begun to close it, perhaps without coming to the end
+        self.is_ended = False
         self._pid = os.getpid()
+        self._finalizer: weakref.finalize[..., Any] | None = None
         _runs.add(self)
 
     @property
     def is_ours(self) -> bool:
         """Whether this process started it, and is not a forked child of one that did."""
         return os.getpid() == self._pid
+
+    def close_with(self, owner: object) -> None:
+        """Close this run when its owner is garbage collected, until `close` has ended it."""
+        self._finalizer = weakref.finalize(owner, close_elsewhere, self.close)
+        self._finalizer.atexit = False  # `_close_all` sees to that
 
     def interrupt(self) -> int:
         """End all iterators made so far, also one that waits in another thread.
@@ -71,22 +79,17 @@ class Run(Generic[P]):
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
+        self.is_ended = True
         self.interrupt()
-        if not self.is_ours:
-            return
-        with self.lock.hold(LOCK_SECONDS):  # the inline pool cannot be interrupted
-            self.pool.close()
+        if self.is_ours:
+            with self.lock.hold(LOCK_SECONDS):  # the inline pool cannot be interrupted
+                self.pool.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()  # not before: an interrupted close is called again
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
 _closings: set[Latch] = set()  # of runs whose owners were dropped, until they are closed
-
-
-def close_with(owner: object, run: Run[Any]) -> weakref.finalize[..., Any]:
-    """Close a run when its owner is garbage collected; `detach` undoes this."""
-    finalizer = weakref.finalize(owner, close_elsewhere, run.close)
-    finalizer.atexit = False  # `_close_all` sees to that
-    return finalizer
 
 
 def close_elsewhere(close: Callable[[], object]) -> None:

@@ -1,35 +1,27 @@
-"""MSequence, MPSequence, MTSequence: start, iterate, finish."""
+"""MSequence, MPSequence, MTSequence: their arguments, epochs, states."""
 
 from __future__ import annotations
 
-import enum
 import inspect
 import os
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from cseq import arguments
 from cseq._feed import FeedIterator
-from cseq._lock import Hold, Lock
-from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
+from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
 from cseq.converter import output as outputs
 from cseq.indexing import indexer
-from cseq.memory.memory_limit import memory_limit_of
+from cseq.manager import Manager
 from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.place import Place
-from cseq.order.sampler import Sampler
+from cseq.order.sampler import RankSampler, Sampler
 from cseq.pools import pool_of
-from cseq.pools.job import Job
-from cseq.processes.launcher import start_methods
-from cseq.run import Run, close_with
-from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self, TypeVar, Unpack
 
@@ -46,7 +38,6 @@ if TYPE_CHECKING:
     )
     from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
-    from cseq.pools.base import BatchPool
 
     # What the loop gets; anything where that is not known.
     B_co = TypeVar("B_co", covariant=True, default=Any)
@@ -59,44 +50,9 @@ __all__ = ["MPSequence", "MSequence", "MTSequence"]
 MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_EPOCH = 2**64 - 1
 THREAD_TYPE_AT = 7  # its place among the arguments
-MEANWHILE = "a signal handler has finished the manager meanwhile"
 
 
-class State(enum.Enum):
-    """The state of a manager; `start` first ends what runs, and so begins at IDLE.
-
-    ::
-
-        IDLE ──start──► RUNNING ──with──► ENTERED
-          ▲                │                 │
-          └─────finish─────┴──end of `with`──┘
-    """
-
-    IDLE = "not started"
-    RUNNING = "started"
-    ENTERED = "in its own 'with'"
-
-
-class RankSampler:
-    """`MSequence.sampler`: `set_epoch` and a length, for frameworks that ask for them."""
-
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: MSequence[Any]) -> None:
-        self._manager = manager
-
-    def __len__(self) -> int:
-        """Samples that this rank gets in an epoch."""
-        manager = self._manager
-        manager._settle_shard()
-        return manager._sampler.samples
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iterator, or of the latest one if it has given nothing yet."""
-        self._manager.set_epoch(epoch)
-
-
-class MSequence(Generic[B_co]):
+class MSequence(Manager, Generic[B_co]):
     """Feeds a training loop with batches: in order, each sample once an epoch.
 
     Parameters
@@ -249,7 +205,7 @@ class MSequence(Generic[B_co]):
         start_method: StartMethod | None = None,
         shard: tuple[int, int] | Literal["auto"] | None = None,
         on_error: OnError = "raise",
-        max_restarts: int = 100,
+        max_restarts: int = arguments.MAX_RESTARTS,
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
         memory_limit: int | str | None = None,
@@ -260,9 +216,8 @@ class MSequence(Generic[B_co]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            known = list(inspect.signature(MSequence).parameters)
-            if isinstance(self, _Kind):
-                known.remove("thread_type")
+            kind = _Kind if isinstance(self, _Kind) else MSequence
+            known = inspect.signature(kind).parameters
             raise unexpected(type(self).__name__, next(iter(unknown)), known)
         if thread_type not in ("proc", "thread"):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
@@ -284,7 +239,7 @@ class MSequence(Generic[B_co]):
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        self._job = Job(
+        self._job = arguments.Job(
             worker=worker,
             sampler=sampler,
             output=outputs.parse(out_type, arguments.dtype_of(worker, dtype)),
@@ -293,24 +248,14 @@ class MSequence(Generic[B_co]):
             buffer=count("buffer", buffer, most=MOST_BUFFER),
             ordered=flag("ordered", ordered),
             compat=None,
-            start_method=choice("start_method", start_method, (None, *start_methods())),
             on_error=choice("on_error", on_error, ("raise", "skip")),
-            max_restarts=count("max_restarts", max_restarts, least=0),
-            timeout=seconds("timeout", timeout),
-            on_timeout=choice("on_timeout", on_timeout, ("raise", "restart")),
-            memory_limit=memory_limit_of(memory_limit),
-            threads=None if threads is None else count("threads", threads),
-            preload=modules("preload", preload),
             seed_globals=flag("seed_globals", seed_globals),
+            options=arguments.WorkerOptions.checked(
+                start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
+            ),
         )
-        self._state = State.IDLE
-        self._lock = Lock()  # around changes of state
-        self._run: Run[BatchPool] | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._check_seed(self._shard or shards.ALONE)
-        self._place = Place()
-        self._stats = Stats()  # of the last run, when nothing runs
-        self._skipped: list[tuple[int, int, str]] = []
+        super().__init__()
 
     @property
     def _sampler(self) -> Sampler:
@@ -388,14 +333,6 @@ class MSequence(Generic[B_co]):
                 yield "place", f"{self._place.position:,} samples in"
             yield "state", self._state.value
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
-            "that needs one, with the same arguments, and load_state_dict(state_dict()) for the "
-            "place"
-        )
-
     @property
     def dset_size(self) -> int:
         """Samples in an epoch, over all ranks."""
@@ -457,13 +394,6 @@ class MSequence(Generic[B_co]):
                     else:  # the iterator stays, and so does its place
                         self._begin(run, place, number, 0, run.pool.feed.generation)
 
-    def _alone(self) -> Hold:
-        """Hold the lock, for a call that cannot be made in the middle of another one."""
-        if self._run is not None:
-            self._run.lock.refuse_mine()
-        self._lock.refuse_mine()
-        return self._lock.hold()
-
     @property
     def sampler(self) -> RankSampler:
         """An object with two methods of torch's ``DistributedSampler``, for frameworks.
@@ -471,7 +401,12 @@ class MSequence(Generic[B_co]):
         ``len()`` counts the samples that this rank gets in an epoch; ``set_epoch`` is the
         manager's.
         """
-        return RankSampler(self)
+        return RankSampler(self._count_samples, self.set_epoch)
+
+    def _count_samples(self) -> int:
+        """Count the samples that this rank gets in an epoch."""
+        self._settle_shard()
+        return self._sampler.samples
 
     @property
     def batch_sampler(self) -> None:
@@ -556,81 +491,8 @@ class MSequence(Generic[B_co]):
         resolved = outputs.resolve(output)
         converters = self._job.num_converters if resolved.use_cuda else 0
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
-        self._run = run = Run(make(job))
-        try:
-            self._finalizer = close_with(self, run)
-            run.pool.open()  # not before: a signal handler may raise anywhere
-            if self._run is not run:
-                raise InterruptedError(MEANWHILE)
-            self._state = State.RUNNING
-        except BaseException as error:
-            if self._run is run:
-                self._end()
-                raise
-            run.close()  # a signal handler has finished the manager while it was being opened
-            if isinstance(error, Exception) and not isinstance(error, InterruptedError):
-                raise InterruptedError(MEANWHILE) from error
-            raise
+        self._open(make(job))
         return self
-
-    def finish(self) -> None:
-        """Stop the workers; returns within a bounded time. Calling it twice is fine.
-
-        Raises
-        ------
-        OSError
-            Inside the manager's own ``with``, whose end calls it.
-        """
-        with self._lock.hold():
-            self._refuse_inside_with("finish")
-            self._end()
-
-    def _end(self) -> None:
-        """End what runs, if anything does; where a signal handler raises, another call goes on."""
-        run = self._run
-        if run is not None:
-            pool = run.pool
-            self._place.keep()
-            self._stats, self._skipped = pool.stats(), pool.skipped
-            try:
-                run.close()
-            finally:
-                run.is_ended = True  # what is left of it can only be ended
-                self._state = State.IDLE
-            self._run = None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self._finalizer = None
-        self._state = State.IDLE
-
-    def _refuse_inside_with(self, verb: str) -> None:
-        """Raise OSError inside the manager's own ``with``, which needs what runs."""
-        if self._state is State.ENTERED:
-            raise OSError(
-                f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
-                "the block first"
-            )
-
-    def __enter__(self) -> Self:
-        with self._lock.hold():
-            if self._state is not State.RUNNING:
-                raise OSError(
-                    f"'with' needs a manager that was just started, this one is "
-                    f"{self._state.value}; write: with manager.start() as m:"
-                )
-            self._state = State.ENTERED
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._state is State.ENTERED:  # before any call: `finish` is to work behind an interrupt
-            self._state = State.RUNNING
-        with self._lock.hold():
-            self._end()
 
     def __iter__(self) -> Iterator[B_co]:
         """Return an iterator over the next epoch; earlier iterators are interrupted.
@@ -652,32 +514,13 @@ class MSequence(Generic[B_co]):
                     stacklevel=2,
                 )
                 self._start("start", self._job.output, self._kind, None)
-            run = self._run
-            if run is None:
-                raise InterruptedError(MEANWHILE)
-            if not run.is_ours:
-                raise OSError(
-                    "this manager was started by the process that forked this one; call "
-                    "start() here, or make a manager of its own"
-                )
+            run = self._present()
             self._settle_shard()
             generation = run.interrupt()
             with run.lock.hold():  # from here on, no batch is delivered
                 self._place = place = self._place.next(self._sampler.end)
                 self._begin(run, place, place.epoch, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
-
-    def _begin(
-        self, run: Run[BatchPool], place: Place, epoch: int, consumed: int, generation: int
-    ) -> None:
-        """Begin an epoch; InterruptedError if the manager was finished meanwhile."""
-        try:
-            run.pool.begin(place, epoch, consumed, generation)
-        except Exception:
-            if self._run is run:
-                raise
-        if self._run is not run:
-            raise InterruptedError(MEANWHILE)
 
     # -- checkpoint and resume
 
@@ -694,10 +537,6 @@ class MSequence(Generic[B_co]):
         ------
         ValueError
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
-
-        Examples
-        --------
-        See `load_state_dict`.
         """
         with self._lock.hold():
             place = self._place
@@ -761,36 +600,6 @@ class MSequence(Generic[B_co]):
                 self._end()
                 self._job = self._job._replace(sampler=self._sampler.changed(seed=state["seed"]))
             self._own_seed = False
-
-    # -- what it did
-
-    def stats(self) -> Stats:
-        """Return counts and times since the last start.
-
-        Returns
-        -------
-        Stats
-            A snapshot: numbers of batches, seconds, and what limits the rate (`Stats.bottleneck`).
-
-        Examples
-        --------
-        >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null")
-        >>> with manager.start_test() as batches:
-        ...     count = sum(1 for _ in batches)
-        ...     manager.stats().batches
-        4
-        """
-        with self._lock.hold():
-            return self._stats if self._run is None else self._run.pool.stats()
-
-    @property
-    def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error.
-
-        The latest 1000 of them; `stats` counts all.
-        """
-        with self._lock.hold():
-            return list(self._skipped) if self._run is None else self._run.pool.skipped
 
 
 class _Kind(MSequence[B_co]):

@@ -17,43 +17,14 @@ each worker at first, then one for each item that it returns.
 
 from __future__ import annotations
 
-import contextlib
-import reprlib
-import weakref
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from cseq._core import now_ns, ring_bytes
 from cseq._feed import FeedIterator, ItemFailure
-from cseq._memory import Mapping
-from cseq._slots import Lease
-from cseq._source import (
-    BEGIN,
-    CALL,
-    CALLED,
-    IN_REQUEST,
-    ITEM,
-    KEY,
-    KEYS,
-    ItemSource,
-    KeySource,
-    Request,
-)
-from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
-from cseq.encoding import codec, failure
-from cseq.encoding.pickling import Pickled, dump, dumps
-from cseq.encoding.transport import SlotReader
-from cseq.errors import RemoteTraceback
-from cseq.indexing.producer import ENTRY, EncodedItem, KeyProducer, Producer, Task
-from cseq.memory.memory_limit import memory_limit_of
-from cseq.memory.shared import Shared
-from cseq.memory.writer import Writer
-from cseq.pools.base import Pool
-from cseq.processes.deaths import Deaths, Held
-from cseq.processes.launcher import make_launcher, start_methods
-from cseq.processes.supervisor import Supervisor
-from cseq.run import Run, close_with
-from cseq.stage import RAISED
+from cseq.arguments import MAX_RESTARTS, WorkerOptions
+from cseq.check import MOST_WORKERS, choice, count, flag
+from cseq.indexing.producer import EncodedItem, KeyProducer, Producer
+from cseq.pools.stream import StreamPool
+from cseq.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,23 +32,13 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from cseq._feed import Feed
-    from cseq.encoding.transport import Ends
-    from cseq.memory.segment import Segment
-    from cseq.pools.base import Awaited, Working
     from cseq.processes.launcher import Child
     from cseq.stats import Stats
 
-    Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
-    T = TypeVar("T")
-
 __all__ = ["EncodedItem", "ItemFailure", "KeyProducer", "Producer", "Streams"]
 
-DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
-MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
 MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
-CALLS = 2  # cells for calls: one that was given up may still be worked on
 
 
 class Streams:
@@ -162,7 +123,7 @@ class Streams:
         prefetch: int = 10,
         key_size: int = 512,
         start_method: str | None = None,
-        max_restarts: int = 100,
+        max_restarts: int = MAX_RESTARTS,
         timeout: float | None = None,
         timed_from: Literal["item", "wait"] = "item",
         on_timeout: str = "raise",
@@ -181,18 +142,16 @@ class Streams:
                 f"producer={producer!r} cannot be called; give producer(number, num_workers)"
             )
         early = choice("launch", launch, ("now", "begin")) == "now"
-        preload = modules("preload", preload)
+        workers = count("num_workers", num_workers, most=MOST_WORKERS)
+        options = WorkerOptions.checked(
+            start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
+        )
         pool = StreamPool(
-            count("num_workers", num_workers, most=MOST_WORKERS),
+            workers,
+            options,
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
             key_size=count("key_size", key_size, least=0, most=MOST_KEY),
-            start_method=choice("start_method", start_method, (None, *start_methods())),
-            max_restarts=count("max_restarts", max_restarts, least=0),
-            timeout=seconds("timeout", timeout),
             patient=choice("timed_from", timed_from, ("item", "wait")) == "wait",
-            restart=choice("on_timeout", on_timeout, ("raise", "restart")) == "restart",
-            memory_limit=memory_limit_of(memory_limit),
-            threads=None if threads is None else count("threads", threads),
             encoded=flag("encoded", encoded),
             errors=choice("errors", errors, ("raise", "return")),
             unit=unit,
@@ -201,10 +160,10 @@ class Streams:
         )
         self._run = Run(pool)
         self._feed = pool.give_feed()
-        self._finalizer = close_with(self, self._run)
+        self._run.close_with(self)
         try:
             pool.supervisor.prepare(
-                producer, name="producer", preload=preload, timeout=pool.timeout
+                producer, name="producer", preload=options.preload, timeout=options.timeout
             )
             if early:
                 pool.supervisor.launch()
@@ -224,7 +183,7 @@ class Streams:
         While there are references to an item's memory here, another process that has the file finds
         it there: ``item.memory.nbytes`` bytes from the beginning of slot ``item.slot`` on.
         """
-        segment = self._run.pool.segment
+        segment = self._run.pool.supervisor.shared.arena.segment
         return segment.fd, segment.width
 
     def begin(
@@ -378,7 +337,6 @@ class Streams:
     def close(self) -> None:
         """Stop the workers; returns within a bounded time. Calling it twice is fine."""
         self._run.close()
-        self._finalizer.detach()  # not before: if `close` is interrupted, it can be called again
 
     def stats(self) -> Stats:
         """Return counts and times so far: a batch is an item, and so is a sample."""
@@ -386,7 +344,7 @@ class Streams:
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers, in their order; None for one that is just being started."""
-        return self._run.pool.pids()
+        return self._run.pool.supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
         """Latest process of each worker, by the worker's number; it may have ended.
@@ -415,405 +373,6 @@ class Streams:
         """Return the run, if it can be used here."""
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")
-        if not self._finalizer.alive:
+        if self._run.is_ended:
             raise OSError("these streams were closed; make new ones")
         return self._run
-
-
-class StreamPool(Pool):
-    """The pool of `Streams`; for one thread at a time, except `interrupt` and `close`."""
-
-    supervisor: Supervisor
-
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        prefetch: int,
-        key_size: int,
-        start_method: str | None,
-        max_restarts: int,
-        timeout: float | None,
-        patient: bool,
-        restart: bool,
-        memory_limit: int,
-        threads: int | None,
-        encoded: bool,
-        errors: Literal["raise", "return"],
-        unit: str,
-        show: Callable[[Any], Any] | None,
-        lost: str,
-    ) -> None:
-        self._unit, self._show = unit, show
-        self.timeout, self._patient, self._restart = timeout, patient, restart
-        self._prefetch = prefetch
-        self._depth = depth = min(prefetch, DEEPEST)
-        # Besides items, a worker may hold a BEGIN and one ticket that was given up.
-        besides = 2 + CALLS
-        # One worker may have all keys, unless the cells for them would take too much memory.
-        room = KEYS + key_size
-        cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
-        affordable = MOST_BYTES // (num_workers * cell) - besides
-        self._most = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
-        self._shared = shared = Shared(
-            self._most + besides,
-            room,
-            1,
-            owners=num_workers,
-            memory_limit=memory_limit,
-            rings=num_workers,
-            calls=CALLS,
-            tickets=num_workers * (depth + besides),
-        )
-        self.supervisor = Supervisor(
-            make_launcher(start_method, entry=ENTRY, threads=threads),
-            shared,
-            readers=num_workers,
-            task=lambda _: Task(num_workers),
-            describe=self._describe_held,
-            deaths=Deaths(max_restarts, num_workers, unit, "look at what makes it", lost),
-        )
-        self._arena = shared.arena
-        self._slots = SlotReader(self._arena)
-        super().__init__(
-            shared.rings,
-            EncodedReader(self._arena) if encoded else self._slots,
-            errors=errors,
-            num_workers=num_workers,
-            interrupted="no epoch is under way: none was begun, or it was interrupted; "
-            "call begin()",
-        )
-        for ring in self.rings:
-            # Waking a worker costs more than a small item does. It sleeps only when all items asked
-            # for are ready, so it is woken when half of them are asked for again.
-            ring.wake_at = (depth + 1) // 2
-        self._writers: list[Writer] = []  # that nothing is written with
-        self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
-        self.assignments: list[Request] = []  # of the epoch that is under way
-        self._begun = 0  # when the present wait began
-        self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
-
-    def give_feed(self) -> Feed:
-        """Return the feed, to which this pool then refers weakly.
-
-        What closes dropped `Streams` refers to the pool, and the feed to the iterator of keys,
-        and so perhaps to the `Streams`.
-        """
-        feed = self.feed
-        self.feed = weakref.proxy(feed)
-        return feed
-
-    @property
-    def segment(self) -> Segment:
-        """The file of the slots."""
-        return self._arena.segment
-
-    # -- requests
-
-    def _write(self, value: Any, name: str) -> Request:
-        """Write something for a worker into a slot.
-
-        A signal handler may do the same meanwhile, with another writer.
-        """
-        pickled = self._pickle(value, name)
-        request = Request(self._arena.slots)
-        segment = self._arena.segment
-        writer = self._writers.pop() if self._writers else Writer(segment.fd, segment.width)
-        writer.select(request.slot, self._arena.request(request.slot))
-        record = codec.encode_pickled(pickled, writer)
-        request.locate(writer.capacity, record)
-        self._writers.append(writer)
-        return request
-
-    def _pickle(self, value: Any, name: str) -> Pickled:
-        """Pickle something for a worker; one that was forked from this process has its classes."""
-        if self.supervisor.takes_objects:
-            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
-                buffers: list[memoryview] = []
-                return Pickled(dumps([value], buffers), buffers)
-        return dump(value, name=name)
-
-    def _write_key(self, key: Any, number: int) -> Request:
-        """Write a key into a slot; TypeError if it cannot be pickled."""
-        return self._write(key, f"key {number} of epoch {self._epoch - 1}")
-
-    # -- waiting
-
-    def _await(
-        self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
-    ) -> T:
-        """Sleep until `look` finds something; times are measured from here on."""
-        self._idle, self._begun = {}, now_ns() if self._patient else 0
-        return super()._await(generation, look, awaited)
-
-    def _check(self, awaited: Awaited | None) -> None:
-        """Raise errors of workers; raise or restart for what takes too long."""
-        self.supervisor.check()
-        if self.timeout is not None:
-            first = dict(reversed(self.feed.awaited() if awaited is None else awaited))
-            working = self._awaited(first)
-            self.supervisor.check_time(working, self.timeout, restart=self._restart)
-
-    def _awaited(self, awaited: dict[int, int]) -> Working:
-        """Return what some workers work on, and since when (ns), but not before the wait began.
-
-        `awaited`: by worker, the cell of the ticket that is waited for.
-        """
-        found = []
-        for number, cell in awaited.items():
-            owner = number + 1
-            working = self._working(number)
-            if working or not self.supervisor.is_ready(owner):
-                self._idle.pop(owner, None)
-            else:  # its process may be stopped
-                since = self._idle.setdefault(owner, now_ns())
-                working = [(owner, since, self._place(number, cell))]
-            found += [(owner, max(since, self._begun), place) for owner, since, place in working]
-        return found
-
-    def _working(self, number: int) -> Working:
-        """Return what a worker works on, and since when (ns of `now_ns`)."""
-        ring = self.rings[number]
-        held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
-        return [(number + 1, since, self._place(number, cell)) for cell, since in held if since]
-
-    def _place(self, number: int, cell: int) -> str:
-        """Name the item, or the call, of the ticket in a cell."""
-        return self._named_by(number, cell, self._key(number, cell))
-
-    def _named_by(self, number: int, cell: int, key: Any) -> str:
-        """Name the item of a key, or the call, of the ticket in a cell."""
-        epoch, kind, _ = self.rings[number].ticket(cell)
-        if kind == BEGIN:
-            return f"the beginning of epoch {epoch - 1} in worker {number}"
-        if kind == CALL:
-            kept = self.rings[number].kept[cell]
-            return f"{kept[-1] if kept else 'a call'} in worker {number}"
-        named = f"{self._unit} {self.rings[number].start(cell)}"
-        of_key = "" if key is None else f" ({reprlib.repr(key)})"
-        return f"{named}{of_key} of worker {number}, epoch {epoch - 1}"
-
-    def _key(self, number: int, cell: int) -> Any:
-        """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
-        ring = self.rings[number]
-        if ring.ticket(cell)[1] != ITEM:
-            return None
-        words = ring.indices(cell)
-        count = int(words[KEY])
-        if count >= 0:
-            key = words[KEYS : KEYS + count].tolist()
-        elif count == IN_REQUEST:
-            slot, capacity, *record = words[CALLED].tolist()
-            # Not by the arena, whose lock the loop's thread may have.
-            memory = Mapping(self.segment.fd, slot * self.segment.width, capacity, own=True)
-            try:
-                key = codec.decode(memory, record)
-            except Exception:  # noqa: BLE001 - the user's class; the item has a number, too
-                return None
-        else:
-            return None
-        return key if self._show is None else self._show(key)
-
-    def _describe_held(self, owner: int, cell: int) -> Held:
-        """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
-        number = owner - 1
-        epoch, _, count = self.rings[number].ticket(cell)
-        start = self.rings[number].start(cell)
-        try:
-            key = self._key(number, cell)
-            place = self._named_by(number, cell, key)
-        except BaseException:  # noqa: BLE001 - the user's class must not end this thread
-            key, place = None, self._named_by(number, cell, None)
-        items = list(range(start, start + count))
-        if key is not None:
-            items = key if isinstance(key, list) else [key]
-        return Held(epoch - 1, start, items, place)
-
-    def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, str]:
-        """Name the item in an exception; say why a worker's items have ended, if they have."""
-        error = _signed(error, number)
-        place = f"{self._unit} {self.rings[number].start(cell)} of worker {number}"
-        named = failure.named(error, f"{place}, epoch {self._epoch - 1}")
-        return named, _ended_by(error, number)
-
-    # -- the epoch
-
-    def begin(
-        self,
-        assignments: Sequence[Any],
-        keys: Iterator[Any] | None,
-        generation: int,
-        *,
-        ordered: bool,
-        free: bool,
-        first: int,
-    ) -> list[Any]:
-        """Begin an epoch: post its tickets, start the workers; return the replies."""
-        feed = self.feed
-        self._end()
-        try:
-            self.supervisor.check()
-            self.supervisor.deaths.begin()
-            self._arena.tidy()
-            self._epoch += 1
-            requests = self._write_all(assignments)
-            source: ItemSource | KeySource
-            if keys is None:
-                source = ItemSource(
-                    self.rings, self._epoch, requests, depth=self._depth, first=first
-                )
-            else:
-                source = KeySource(
-                    self.rings,
-                    self._epoch,
-                    requests,
-                    keys,
-                    self._write_key,
-                    depth=self._most,
-                    first=first,
-                    prefetch=self._prefetch,
-                    in_order=ordered,
-                    free=free,
-                )
-            feed.begin(source, ordered=ordered)
-            self.assignments = requests
-            feed.refill()
-            source.open()
-            for ring in self.rings:
-                ring.wake()
-            self.supervisor.launch()
-            replies = []
-            if keys is None:
-                begun = [(k, *feed.tickets(k)[0]) for k in range(self.num_workers)]
-                replies = [self._reply(*post, generation) for post in begun]
-            self.check(generation)
-        except BaseException as error:
-            self._end()
-            if isinstance(error, Exception):
-                self.check(generation)
-            raise
-        feed.generation = generation
-        self.clock.run()
-        return replies
-
-    def _write_all(self, assignments: Sequence[Any]) -> list[Request]:
-        """Write the workers' assignments; an object given for several is written once."""
-        written: dict[int, Request] = {}
-        for assignment in assignments:
-            if id(assignment) not in written:
-                written[id(assignment)] = self._write(assignment, "assignment")
-        return [written[id(assignment)] for assignment in assignments]
-
-    def _end(self) -> None:
-        """Give up the epoch, and the calls that are under way."""
-        self.assignments = []
-        self.feed.end()
-
-    def check(self, generation: int) -> None:
-        """Raise InterruptedError if another generation has begun."""
-        if self.run.generation != generation:
-            raise InterruptedError(
-                "the epoch was interrupted, or the streams were closed"
-            ) from None
-
-    # -- calls
-
-    def ask(
-        self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
-    ) -> list[Any]:
-        """Call a method in some workers. A call that is interrupted is given up by the next one."""
-        generation = self.run.generation
-        try:
-            self.supervisor.check()
-            self.supervisor.launch()
-            for number in workers if behind else ():
-                for cell, ticket in self.feed.tickets(number)[-1:]:
-                    self._await_answer(number, cell, ticket, generation)
-            request = self._write((method, args), f"{method}'s arguments")
-            posts = [(number, *self._post_call(number, request, method)) for number in workers]
-            del request  # it is freed with the last ticket that refers to it
-            return [self._reply(*post, generation) for post in posts]
-        except InterruptedError:
-            self.check(generation)
-            raise
-
-    def _post_call(self, number: int, request: Request, method: str) -> tuple[int, int]:
-        """Post a call; return cell and number of its ticket."""
-        name, known = f"a call of {method}()", self.assignments
-        if known:
-            return self.feed.post_call(number, request, name, known[number], self._epoch)
-        return self.feed.post_call(number, request, name)
-
-    def _await_answer(self, number: int, cell: int, ticket: int, generation: int) -> Answer | None:
-        """Sleep until a ticket is answered. None: it is not in the ring any more."""
-        peek = self.rings[number].peek
-        answer: Any = self._await(generation, lambda: peek(cell, ticket), [(number, cell)])
-        return answer or None
-
-    def _reply(self, number: int, cell: int, ticket: int, generation: int) -> Any:
-        """Wait for the answer to a call, and take it out."""
-        answer = self._await_answer(number, cell, ticket, generation)
-        if answer is None:
-            raise InterruptedError("a signal handler has made another call")
-        if not answer[0] & RAISED:
-            reply = self._slots.decode(cell, *answer[1:])
-            self.feed.dismiss(number, cell, ticket)
-            return reply
-        error = self._slots.error(cell, *answer[1:])
-        place = self._place(number, cell)
-        self.feed.dismiss(number, cell, ticket, _ended_by(error, number))
-        try:
-            failure.deliver(_signed(error, number), place)
-        finally:
-            del error  # its traceback refers to this frame: a reference cycle
-
-    # -- the rest
-
-    def stats(self) -> Stats:
-        """Return counts and times of this pool so far."""
-        deaths = self.supervisor.deaths
-        return replace(
-            super().stats(),
-            restarts=deaths.restarts,
-            retries=deaths.retries,
-            copies=self._arena.copies,
-        )
-
-    def pids(self) -> list[int | None]:
-        """Process ids of the workers."""
-        return [self.supervisor.pid(number + 1) for number in range(self.num_workers)]
-
-    def close(self) -> None:
-        """End the workers and free the memory; returns within a bounded time."""
-        self.supervisor.close()
-        for writer in self._writers:
-            writer.close()
-        self._shared.close()
-
-
-class EncodedReader(SlotReader):
-    """Leaves items as the workers have encoded them."""
-
-    @property
-    def ends(self) -> Ends:
-        """The slots; nothing is decoded in C."""
-        return {"slots": self._arena.slots}
-
-    def decode(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> Any:  # noqa: ARG002
-        """Return the item as it lies in its slot, or a copy."""
-        lent = self._arena.lend(slot, codec.used(record), capacity)
-        return EncodedItem(lent, record, slot if type(lent) is Lease else -1)
-
-
-def _signed(error: BaseException, worker: int) -> BaseException:
-    """Set the worker's number on the cause of its exception, if it was raised there."""
-    cause = error.__cause__
-    if isinstance(cause, RemoteTraceback):
-        cause.worker = worker
-    return error
-
-
-def _ended_by(error: BaseException, worker: int) -> str:
-    """Return a text that says what has ended a worker's stream."""
-    text = failure.str_of(error)
-    return f"an exception has ended the stream of worker {worker} ({type(error).__name__}: {text})"

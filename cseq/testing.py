@@ -126,8 +126,7 @@ def pids(running: Any) -> list[int | None]:
     Where workers are forked, a dead one is replaced while the loop waits for a batch, or in
     `await_workers`.
     """
-    supervisor = _supervisor(running)
-    return [supervisor.pid(owner) for owner in range(1, supervisor.shared.owners + 1)]
+    return _supervisor(running).pids()
 
 
 def ready(running: Any) -> list[bool]:

@@ -9,11 +9,11 @@ handles of tensors on the device there, and `Imports` fetches the tensors. A run
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cseq._core import ObjectTable
 from cseq._memory import SMALL
-from cseq._work import ObjectWriter, TicketWriter
+from cseq._work import ObjectWriter
 from cseq.encoding import codec, failure
 from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
 
@@ -59,49 +59,14 @@ NO_SLOT = 0xFFFFFFFF  # of a ticket that lies in none
 log = logging.getLogger("cseq")
 
 
+# What a runner, a converter and the trainer have. A reader changes nothing: `Feed` frees the cell.
+BatchWriter: TypeAlias = "Objects | SlotWriter"
+Source: TypeAlias = "Objects | SlotReader"
+BatchReader: TypeAlias = "Objects | SlotReader"
+
+
 class Lost(RuntimeError):
     """A batch lies in the memory of a process that has ended."""
-
-
-class BatchWriter(Protocol):
-    """Takes a batch from a runner."""
-
-    @property
-    def ticket_writer(self) -> TicketWriter:
-        """Its part in C: publishes most batches in one call."""
-
-    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
-        """Write the batch to where the next stage, or the trainer, reads it; return its record."""
-
-    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
-        """Publish the ticket; the caller holds no reference to the batch any more."""
-
-    def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish the ticket with an exception instead of a batch."""
-
-
-class Source(Protocol):
-    """Gives a converter the batch of its ticket."""
-
-    def fetch(self, runner: Runner) -> Any:
-        """Return the batch of the present ticket."""
-
-
-class BatchReader(Protocol):
-    """Decodes the batches of tickets in the ring, for the trainer; changes nothing.
-
-    `Feed` frees the cell, and frees or leases its slot.
-    """
-
-    @property
-    def ends(self) -> Ends:
-        """Keywords for the `Decoder` of this end."""
-
-    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
-        """Return the batch."""
-
-    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
-        """Return the exception that was raised instead."""
 
 
 class Importer(Protocol):
@@ -136,12 +101,12 @@ class Objects:
         return {**below, "objects": self._held}
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
-        """Store the batch under the cell's number."""
+        """Store the batch under the cell's number, for the next stage, or the trainer."""
         self._held[runner.cell] = batch
         return ()
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
-        """Publish the ticket."""
+        """Publish the ticket; the caller holds no reference to the batch any more."""
         runner.publish(BATCH, record)
 
     def fail(self, runner: Runner, error: BaseException) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from cseq._core import Runner
+    from cseq.memory.writer import Writer
+
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
 
 # What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5
@@ -29,40 +32,16 @@ PURPOSE_RNG = 2  # `rng`
 PURPOSE_ITEM = 3  # generators that adapters seed, for each item
 
 
-class Ticket(Protocol):
-    """What identifies the present batch: a runner's `Runner`, for example."""
-
-    @property
-    def seed(self) -> int:
-        """Of the order of the epoch, and of the generators."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch."""
-
-    @property
-    def batch(self) -> int:
-        """The batch's running number within the epoch."""
-
-    @property
-    def start(self) -> int:
-        """Position of the batch's first sample in the order of the epoch."""
-
-
 class Numbers(NamedTuple):
-    """A `Ticket` of work that no ticket of a ring asks for by these numbers: an adapter's."""
+    """What identifies work of an adapter, which no ticket of a ring asks for by these numbers."""
 
-    seed: int
+    seed: int  # of the order of the epoch, and of the generators
     epoch: int
-    batch: int
-    start: int
+    batch: int  # its running number within the epoch
+    start: int  # position of its first sample in the order of the epoch
 
 
-class Allocator(Protocol):
-    """What makes an array in the batch's slot: a `Writer`."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Make an array in the slot."""
+Ticket: TypeAlias = "Runner | Numbers"  # identifies the present batch
 
 
 @dataclass(frozen=True)
@@ -101,7 +80,7 @@ class BatchContext(BatchState):
         self.number = number
         self.num_workers = num_workers
         self.seed = seed
-        self.allocator: Allocator | None = None
+        self.allocator: Writer | None = None  # makes arrays in the batch's slot
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""

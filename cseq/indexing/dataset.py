@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -10,6 +11,7 @@ import numpy as np
 
 from cseq._memory import SMALL
 from cseq.encoding import failure
+from cseq.encoding.pickling import import_torch
 from cseq.indexing import context
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DatasetIndexer", "from_dataset"]
+__all__ = ["IN_PLACE", "DatasetIndexer", "empty_tensor", "from_dataset"]
 
 Samples: TypeAlias = "Sequence[Any]"
 
@@ -236,7 +238,7 @@ def _stack_tensors(torch: Any, tensors: Samples) -> Any:
     # As plain tensors: a subclass (torchvision's Image) would make the batch one of its own kind.
     return torch.stack(
         [each.as_subclass(torch.Tensor) for each in tensors],
-        out=_room_for_tensors(torch, first, len(tensors)),
+        out=empty_tensor((len(tensors), *first.shape), first.dtype),
     )
 
 
@@ -250,10 +252,10 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
     )
 
 
-def _room_for_tensors(torch: Any, first: Any, count: int) -> Any:
-    """Make a tensor in the slot that holds so many like the first one."""
-    room = torch.from_numpy(context.empty(first.nbytes * count, np.uint8))
-    return room.view(first.dtype).view(count, *first.shape)
+def empty_tensor(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Make a tensor in the slot, as `cseq.empty` makes an array."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return import_torch().from_numpy(context.empty(nbytes, np.uint8)).view(dtype).view(shape)
 
 
 # -- large arrays, stacked while the samples are fetched
@@ -266,11 +268,8 @@ class _Stack:
         self._kind = type(first)
         self._shape, self._dtype = first.shape, first.dtype
         self._torch = torch = None if isinstance(first, np.ndarray) else sys.modules["torch"]
-        self.whole = (
-            context.empty((count, *first.shape), first.dtype)
-            if torch is None
-            else _room_for_tensors(torch, first, count)
-        )
+        empty = context.empty if torch is None else empty_tensor
+        self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
         """Copy the array of a sample to its row, and return the row; or the array as it is."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cseq._memory import Memory
     from cseq.memory.writer import Writer
 
-__all__ = ["ENTRY", "EncodedItem", "KeyProducer", "Producer", "Task", "main"]
+__all__ = ["ENTRY", "EncodedItem", "KeyProducer", "Producer", "main"]
 
 ENTRY = "cseq.indexing.producer:main"
 
@@ -78,12 +78,6 @@ class KeyProducer(Protocol):
         """
 
 
-class Task(NamedTuple):
-    """What a worker process has to do."""
-
-    num_workers: int
-
-
 def main(sock: socket.socket, local: Any = None) -> None:
     """Run one worker process.
 
@@ -95,13 +89,13 @@ def main(sock: socket.socket, local: Any = None) -> None:
         The callable that makes the producer, if it was inherited by `os.fork` and is in no file.
     """
     entered = enter(sock)
-    number, task = entered.setup.number, entered.setup.task
+    number, num_workers = entered.setup.number, entered.setup.task
     runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
-    batch_context = context.BatchContext(number, task.num_workers)
+    batch_context = context.BatchContext(number, num_workers)
     context.enter(batch_context)
     try:
         make = entered.read(local)
-        producer = make(number, task.num_workers)
+        producer = make(number, num_workers)
     except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
         send_state(sock, FAILED, failure.pack(error))
         return

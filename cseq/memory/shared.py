@@ -69,27 +69,27 @@ class Shared:
         """Descriptors of the rings' file and of the slots'."""
         return self._segment.fd, self.arena.segment.fd
 
-    def locate(self, owner: int) -> tuple[Ring, int]:
-        """Return a worker's ring, and its number there."""
-        above, ring = divmod(owner - 1, len(self.rings))
-        return self.rings[ring], above + 1
+    def _locate(self, owner: int) -> tuple[int, int]:
+        """Return the number of a worker's ring, and the worker's number there."""
+        above, at = divmod(owner - 1, len(self.rings))
+        return at, above + 1
 
     def place(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
         """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
-        ring, number = self.locate(owner)
-        where = self.rings.index(ring) * self._segment.width, self._ring_bytes
+        at, number = self._locate(owner)
+        where = at * self._segment.width, self._ring_bytes
         slots = self.arena.segment
         return number, where, slots.width, slots.slots if has_slots else 0
 
     def held(self, owner: int) -> list[int]:
         """Return the cells of the tickets that a worker works on."""
-        ring, number = self.locate(owner)
-        return ring.held(number)
+        at, number = self._locate(owner)
+        return self.rings[at].held(number)
 
     def reclaim(self, owner: int) -> None:
         """Post the tickets of a worker that has certainly ended again, and free its slots."""
-        ring, number = self.locate(owner)
-        ring.repost(number)
+        at, number = self._locate(owner)
+        self.rings[at].repost(number)
         self.arena.reclaim(owner, self.rings)
 
     def notify_all(self) -> None:

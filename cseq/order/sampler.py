@@ -28,9 +28,11 @@ from cseq._core import Order
 from cseq.check import count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-__all__ = ["Sampler"]
+__all__ = ["RankSampler", "Sampler"]
 
 Indices: TypeAlias = "NDArray[np.int64]"
 
@@ -50,7 +52,7 @@ class Cut(NamedTuple):
     start: int  # position of the first one's first sample
     stride: int  # positions from one to the next: samples of a global batch
     size: int  # samples of a full batch
-    part: int  # samples of the batch behind them; 0: there is none
+    part: int  # samples of the batch after them; 0: there is none
     consumed: int  # samples that all ranks together have had before batch 0
 
 
@@ -326,3 +328,17 @@ def _read_only(indices: object) -> NDArray[Any]:
         raise TypeError(f"dset_size is no array of integers: {error}") from error
     view.flags.writeable = False
     return view
+
+
+class RankSampler:
+    """`MSequence.sampler`: `set_epoch` and a length, for frameworks that ask for them."""
+
+    __slots__ = ("_count", "set_epoch")
+
+    def __init__(self, count: Callable[[], int], set_epoch: Callable[[int], None]) -> None:
+        self._count = count
+        self.set_epoch = set_epoch
+
+    def __len__(self) -> int:
+        """Samples that this rank gets in an epoch."""
+        return self._count()

@@ -1,10 +1,10 @@
 """The pools, which run the stages.
 
 ``base``     the feed over rings, and the Python that it calls
-``job``      the arguments of `MSequence`, checked
 ``inline``   the calling thread, batch by batch: this is test mode
 ``thread``   threads of this process
 ``process``  worker processes
+``stream``   worker processes, each with items of its own
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq.arguments import Job
     from cseq.pools.base import BatchPool
-    from cseq.pools.job import Job
 
 __all__ = ["pool_of"]
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Ring
+    from cseq.arguments import Job, WorkerOptions
     from cseq.encoding.transport import BatchReader
     from cseq.order.place import Place
     from cseq.order.sampler import Indices
-    from cseq.pools.job import Job
     from cseq.processes.supervisor import Supervisor
 
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
     Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
 
-__all__ = ["BatchPool", "Pool", "apart", "named", "wake_at"]
+__all__ = ["BatchPool", "Pool", "apart", "wake_at"]
 
 T = TypeVar("T")
 
@@ -55,13 +55,6 @@ def apart(buffer: int) -> int:
     return max(1, buffer // 2)
 
 
-def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
-    """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
-    epoch, batch, count = ring.ticket(cell)
-    indices: list[int] = ring.indices(cell)[:count].tolist()
-    return epoch, batch, indices, failure.where(epoch, batch, indices)
-
-
 class Pool:
     """Runners, the rings that they share with the loop, and the feed: the loop's end of these.
 
@@ -74,6 +67,7 @@ class Pool:
         See `Feed`.
     batch_reader : BatchReader
         Where finished batches come out.
+    options : WorkerOptions
     errors, discard, make, interrupted
         See `Feed`.
     convert, leaf_for : callable, optional
@@ -98,6 +92,7 @@ class Pool:
         rings: list[Ring],
         batch_reader: BatchReader,
         *,
+        options: WorkerOptions,
         errors: Literal["raise", "skip", "return"] = "raise",
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
@@ -111,6 +106,7 @@ class Pool:
         self.rings = rings
         self._batch_reader = batch_reader
         self._convert = convert
+        self._options = options
         self.num_workers, self._num_converters = num_workers, num_converters
         self._threads = threads
         self.run = RunState()
@@ -141,6 +137,13 @@ class Pool:
 
         `awaited`: the tickets that are waited for; None: those that the feed waits for.
         """
+
+    def _check_time(self, working: Working) -> None:
+        """Raise, or restart the worker, for what takes longer than `timeout`, or a slow start."""
+        supervisor, options = self.supervisor, self._options
+        assert supervisor is not None
+        assert options.timeout is not None
+        supervisor.check_time(working, options.timeout, restart=options.on_timeout == "restart")
 
     def _describe(self, _: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
         """Name the ticket in an exception; see `Feed`."""
@@ -203,7 +206,16 @@ class Pool:
         times = self.clock.read()
         workers, converters = times.idle[:num_workers], times.idle[num_workers:]
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
+        supervised = {}
+        if self.supervisor is not None:
+            deaths, arena = self.supervisor.deaths, self.supervisor.shared.arena
+            supervised = {
+                "restarts": deaths.restarts,
+                "retries": deaths.retries,
+                "copies": arena.copies,
+            }
         return Stats(
+            **supervised,
             batches=sum(ring.taken_batches for ring in rings),
             samples=sum(ring.taken_samples for ring in rings),
             nbytes=sum(ring.taken_bytes for ring in rings),
@@ -230,6 +242,7 @@ class BatchPool(Pool):
         super().__init__(
             [ring],
             batch_reader,
+            options=job.options,
             errors="skip" if job.on_error == "skip" else "raise",
             interrupted="this iterator was interrupted: the manager was started or finished, or a "
             "newer iterator began; call iter() on the manager again",
@@ -237,6 +250,7 @@ class BatchPool(Pool):
         )
         self._job = job
         self._ring = ring
+        self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
 
     def open(self) -> None:
         """Start the runners. If this raises, or a signal handler does, `close` ends them."""
@@ -269,6 +283,8 @@ class BatchPool(Pool):
         were made are kept. `generation`: that of the iterator that is to have the batches.
         """
         feed, before, job = self.feed, self.feed.place, self._job
+        if self.supervisor is not None:
+            self.supervisor.begin()
         feed.generation = generation
         if before is not None and not self.begun and before.is_at(epoch, consumed):
             feed.place, place.progress = place, self
@@ -285,7 +301,9 @@ class BatchPool(Pool):
 
     def named(self, cell: int) -> tuple[int, int, list[int], str]:
         """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
-        return named(self._ring, cell)
+        epoch, batch, count = self._ring.ticket(cell)
+        indices: list[int] = self._rooms[cell][:count].tolist()
+        return epoch, batch, indices, failure.where(epoch, batch, indices)
 
     def _describe(
         self, _: int, cell: int, error: BaseException

@@ -22,8 +22,8 @@ from cseq.stage import INDEXER
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
+    from cseq.arguments import Job
     from cseq.order.place import Place
-    from cseq.pools.job import Job
 
 __all__ = ["InlinePool"]
 

@@ -41,13 +41,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cseq._core import Ring
+    from cseq.arguments import Job
     from cseq.converter.cuda import CudaConverter
     from cseq.converter.export import Receiver
     from cseq.converter.page_locks import PageLocks
     from cseq.encoding.transport import BatchReader
-    from cseq.order.place import Place
     from cseq.pools.base import Awaited
-    from cseq.pools.job import Job
     from cseq.processes.worker import Entered
     from cseq.stats import Stats
 
@@ -167,6 +166,7 @@ class ProcessPool(BatchPool):
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        options = job.options
         in_processes = job.num_converters > 0 and converter_kind(job.compat, os.name) == "process"
         # Converter threads copy to the device from where a batch lies.
         on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
@@ -180,18 +180,18 @@ class ProcessPool(BatchPool):
             job.room,
             job.num_workers + job.num_converters,
             owners=job.num_workers + (job.num_converters if in_processes else 0),
-            memory_limit=job.memory_limit,
+            memory_limit=options.memory_limit,
             locks=self._locks,
         )
         (ring,), self._arena = self._shared.rings, self._shared.arena
         advice = "look at what the indexer does with these indices"
         self.supervisor = Supervisor(
-            make_launcher(job.start_method, entry=ENTRY, threads=job.threads),
+            make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
             self._shared,
             readers=job.num_workers,
             task=self._task,
             describe=lambda _, cell: Held(*self.named(cell)),
-            deaths=Deaths(job.max_restarts, job.num_workers, "batch", advice),
+            deaths=Deaths(options.max_restarts, job.num_workers, "batch", advice),
         )
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         ring.apart = apart(job.buffer)
@@ -223,9 +223,9 @@ class ProcessPool(BatchPool):
             self._group.start()
         self.supervisor.prepare(
             job.worker,
-            preload=job.preload,
+            preload=self._options.preload,
             needs=[] if self._receiver is None else ["torch"],
-            timeout=job.timeout,
+            timeout=self._options.timeout,
         )
         self.supervisor.launch()
 
@@ -265,25 +265,14 @@ class ProcessPool(BatchPool):
         """Raise errors of workers and threads; raise or restart for a batch that takes too long."""
         self.supervisor.check()
         self._group.check()
-        if self._job.timeout is not None:
-            working = [w for w in self.in_work() if w[0] <= self._shared.owners]
-            restart = self._job.on_timeout == "restart"
-            self.supervisor.check_time(working, self._job.timeout, restart=restart)
+        if self._options.timeout is not None:
+            self._check_time([w for w in self.in_work() if w[0] <= self._shared.owners])
 
     def stats(self) -> Stats:
-        """Count what this pool has done so far."""
-        return replace(
-            super().stats(),
-            restarts=self.supervisor.deaths.restarts,
-            retries=self.supervisor.deaths.retries + (self._imports.lost if self._imports else 0),
-            copies=self._arena.copies,
-        )
-
-    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
-        """Begin an epoch."""
-        self.supervisor.deaths.begin()
-        self._arena.tidy()
-        super().begin(place, epoch, consumed, generation)
+        """Return counts and times; a batch that is converted again is made again, too."""
+        stats = super().stats()
+        lost = 0 if self._imports is None else self._imports.lost
+        return replace(stats, retries=stats.retries + lost)
 
     def close(self) -> None:
         """End the workers, and then free what they used."""

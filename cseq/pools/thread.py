@@ -23,9 +23,9 @@ from cseq.threads import Latch, Threads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq.arguments import Job
     from cseq.encoding.transport import Source
     from cseq.pools.base import Awaited
-    from cseq.pools.job import Job
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
 
@@ -207,10 +207,11 @@ class ThreadPool(BatchPool):
     def _check(self, _: Awaited | None) -> None:
         """Raise the exception that ended a thread, or WorkerTimeout for what takes too long."""
         self._group.check()
-        if self._job.timeout is None:
+        timeout = self._options.timeout
+        if timeout is None:
             return
         starting = list(self._starting.items())
-        for owner, took in overdue(self.in_work(), starting, self._job.timeout):
+        for owner, took in overdue(self.in_work(), starting, timeout):
             raise WorkerTimeout(
                 f"{took}; its thread is here:\n{self._group.stack(f'cseq-w{owner - 1}')}"
                 "(threads cannot be restarted; the processes of an MPSequence can)"

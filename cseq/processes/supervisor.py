@@ -201,6 +201,11 @@ class Supervisor:
         if self._ended.wait(0):  # what a worker raises is for the loop, however early it is
             self.check()
 
+    def begin(self) -> None:
+        """Begin an epoch: with a new budget for deaths, and without memory that is not needed."""
+        self.deaths.begin()
+        self.shared.arena.tidy()
+
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file of its own, as requests are written to slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
@@ -465,6 +470,10 @@ class Supervisor:
         """Whether a worker has reported that it is ready, and is not known to have ended."""
         worker = self._workers.get(owner)
         return worker is not None and worker.state == READY
+
+    def pids(self) -> list[int | None]:
+        """Return the process ids of all workers; see `pid`."""
+        return [self.pid(owner) for owner in range(1, self.shared.owners + 1)]
 
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id; None while it is being started or replaced."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cseq.arguments import MAX_RESTARTS
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.stream import Streams
 
@@ -47,9 +48,9 @@ from cseq.adapters.returnn.worker import Maker, Plan, Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
-    from cseq.stream import StreamPool
 
 __all__ = ["MultiProcDataset", "install"]
 
@@ -149,7 +150,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         _meta_info_cache: dict[str, Any] | None = None,
         *,
         start_method: str | None = None,
-        max_restarts: int = 100,
+        max_restarts: int = MAX_RESTARTS,
         timeout: float | None = None,
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,

@@ -8,7 +8,6 @@ calls `torch.stack` or `torch.cat` gains by `collating`.
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,13 @@ from torch.utils.data import default_collate, default_convert
 
 from cseq.adapters.torch import names
 from cseq.indexing import context
+from cseq.indexing.dataset import IN_PLACE, empty_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["collating", "stack_in_slots"]
 
-IN_PLACE = 16384  # bytes from which it is worth while: a smaller batch is copied in one go
 WATCHED = 1 << 20  # bytes from which a copy takes longer than to watch a collate function's calls
 EVERY = 32  # batches: of so many, one is watched if nothing is gained
 
@@ -37,12 +36,6 @@ def stack_in_slots() -> None:
         entries[torch.Tensor] = collate_tensors
     if entries.get(np.ndarray) is names.array_entry:
         entries[np.ndarray] = collate_arrays
-
-
-def empty(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Make a tensor in the slot."""
-    room = torch.from_numpy(context.empty(math.prod(shape) * dtype.itemsize, np.uint8))
-    return room.view(dtype).view(shape)
 
 
 def is_plain(value: Any) -> bool:
@@ -57,7 +50,7 @@ def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
     first = batch[0]
     if is_plain(first):
         if first.nbytes * len(batch) >= IN_PLACE and not first.is_quantized:
-            return torch.stack(batch, 0, out=empty(first.dtype, (len(batch), *first.shape)))
+            return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
             return stacked
@@ -131,7 +124,7 @@ class _Watch(TorchFunctionMode):
             shape = _shape_of(options.get("tensors"), stacked=function is torch.stack)
         if shape is None:
             return function(*args, **kwargs)
-        out = empty(options["tensors"][0].dtype, shape)
+        out = empty_tensor(shape, options["tensors"][0].dtype)
         self.made.append(weakref.ref(out))
         return function(options["tensors"], 0, out=out)
 

@@ -17,6 +17,7 @@ from cseq.adapters.torch.inline import InlineIterator
 from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
 from cseq.adapters.torch.options import VALUES
 from cseq.adapters.torch.order import look, put
+from cseq.arguments import MAX_RESTARTS
 from cseq.encoding.unpicklable import UnpicklableError
 from cseq.processes.launcher import start_methods
 
@@ -115,7 +116,7 @@ def make_iterator(
     on_error: str,
     resume: Resume | None = None,
     snapshot_every: int | None = None,
-    max_restarts: int = 100,
+    max_restarts: int = MAX_RESTARTS,
 ) -> Any:
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 

@@ -23,9 +23,9 @@ from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torch.state import Resume
+    from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
-    from cseq.stream import StreamPool
 
 __all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
 
@@ -77,7 +77,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         on_error: str,
         resume: Resume | None = None,
         snapshot_every: int | None = None,
-        max_restarts: int = 100,
+        max_restarts: int,
     ) -> None:
         self._shutdown = True
         keeps_state = snapshot_every is not None

@@ -18,6 +18,7 @@ from cseq.adapters.torch.order import (
     inner_of,
 )
 from cseq.adapters.torch.state import Progress, Resume, read
+from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
-    from cseq.stream import StreamPool
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
@@ -110,7 +111,7 @@ class DataLoader(Torchs[T_co]):
     rng: str | None = None
     on_error: str | None = None
     snapshot_every_n_steps: int | None = None
-    max_restarts: int = 100
+    max_restarts: int = MAX_RESTARTS
     _wants_states = False  # `state_dict` or `load_state_dict` was called
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
@@ -140,7 +141,7 @@ class DataLoader(Torchs[T_co]):
             rng: Literal["worker", "batch"] | None = None,
             on_error: Literal["raise", "skip"] | None = None,
             snapshot_every_n_steps: int | None = None,
-            max_restarts: int = 100,
+            max_restarts: int = MAX_RESTARTS,
         ) -> None: ...
 
     else:
@@ -151,7 +152,7 @@ class DataLoader(Torchs[T_co]):
             rng: str | None = None,
             on_error: str | None = None,
             snapshot_every_n_steps: int | None = None,
-            max_restarts: int = 100,
+            max_restarts: int = MAX_RESTARTS,
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, **kwargs)

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     import types
 
     from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
-    from cseq.stream import StreamPool
 
 __all__ = ["MultiProcessingReadingService"]
 
@@ -225,9 +225,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if state["seeded"] and _peeked(given) == _peeked(before):
             return given, 0  # `_restore_checkpoint_beginning_of_epoch` was called
         return before, state["position"]
-
-    def finalize_iteration(self) -> None:
-        """Do nothing: a finished epoch has nothing left, and a stale iterator may call this."""
 
     def finalize(self) -> None:
         """Stop everything, in any state, also twice. A loader that is dropped does not wait."""

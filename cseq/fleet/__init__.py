@@ -1,1 +1,0 @@
-"""Batches from other machines: parcels of tickets, and who makes them."""

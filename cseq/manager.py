@@ -1,0 +1,189 @@
+"""A manager's lifecycle: started, used in a `with`, finished."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NoReturn
+
+from cseq._lock import Hold, Lock
+from cseq.order.place import Place
+from cseq.run import Run
+from cseq.stats import Stats
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from cseq.pools.base import BatchPool
+
+__all__ = ["Manager"]
+
+MEANWHILE = "a signal handler has finished the manager meanwhile"
+
+
+class State(enum.Enum):
+    """The state of a manager; `start` first ends what runs, and so begins at IDLE.
+
+    ::
+
+        IDLE ──start──► RUNNING ──with──► ENTERED
+          ▲                │                 │
+          └─────finish─────┴──end of `with`──┘
+    """
+
+    IDLE = "not started"
+    RUNNING = "started"
+    ENTERED = "in its own 'with'"
+
+
+class Manager:
+    """What has one run after another: its pool, the place of the loop, and the lock around both."""
+
+    def __init__(self) -> None:
+        self._state = State.IDLE
+        self._lock = Lock()  # around changes of state
+        self._run: Run[BatchPool] | None = None
+        self._place = Place()
+        self._stats = Stats()  # of the last run, when nothing runs
+        self._skipped: list[tuple[int, int, str]] = []
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
+            "that needs one, with the same arguments, and load_state_dict(state_dict()) for the "
+            "place"
+        )
+
+    def _alone(self) -> Hold:
+        """Hold the lock, for a call that cannot be made in the middle of another one."""
+        if self._run is not None:
+            self._run.lock.refuse_mine()
+        self._lock.refuse_mine()
+        return self._lock.hold()
+
+    def _open(self, pool: BatchPool) -> None:
+        """Start a pool; nothing runs."""
+        self._run = run = Run(pool)
+        try:
+            run.close_with(self)
+            pool.open()  # not before: a signal handler may raise anywhere
+            if self._run is not run:
+                raise InterruptedError(MEANWHILE)
+            self._state = State.RUNNING
+        except BaseException as error:
+            if self._run is run:
+                self._end()
+                raise
+            run.close()  # a signal handler has finished the manager while it was being opened
+            if isinstance(error, Exception) and not isinstance(error, InterruptedError):
+                raise InterruptedError(MEANWHILE) from error
+            raise
+
+    def _present(self) -> Run[BatchPool]:
+        """Return what runs, for an iterator of this process."""
+        run = self._run
+        if run is None:
+            raise InterruptedError(MEANWHILE)
+        if not run.is_ours:
+            raise OSError(
+                "this manager was started by the process that forked this one; call "
+                "start() here, or make a manager of its own"
+            )
+        return run
+
+    def _begin(
+        self, run: Run[BatchPool], place: Place, epoch: int, consumed: int, generation: int
+    ) -> None:
+        """Begin an epoch; InterruptedError if the manager was finished meanwhile."""
+        try:
+            run.pool.begin(place, epoch, consumed, generation)
+        except Exception:
+            if self._run is run:
+                raise
+        if self._run is not run:
+            raise InterruptedError(MEANWHILE)
+
+    def finish(self) -> None:
+        """Stop the workers; returns within a bounded time. Calling it twice is fine.
+
+        Raises
+        ------
+        OSError
+            Inside the manager's own ``with``, whose end calls it.
+        """
+        with self._lock.hold():
+            self._refuse_inside_with("finish")
+            self._end()
+
+    def _end(self) -> None:
+        """End what runs, if anything does; where a signal handler raises, another call goes on."""
+        run = self._run
+        if run is not None:
+            pool = run.pool
+            self._place.keep()
+            self._stats, self._skipped = pool.stats(), pool.skipped
+            try:
+                run.close()
+            finally:
+                self._state = State.IDLE
+            self._run = None
+        self._state = State.IDLE
+
+    def _refuse_inside_with(self, verb: str) -> None:
+        """Raise OSError inside the manager's own ``with``, which needs what runs."""
+        if self._state is State.ENTERED:
+            raise OSError(
+                f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
+                "the block first"
+            )
+
+    def __enter__(self) -> Self:
+        with self._lock.hold():
+            if self._state is not State.RUNNING:
+                raise OSError(
+                    f"'with' needs a manager that was just started, this one is "
+                    f"{self._state.value}; write: with manager.start() as m:"
+                )
+            self._state = State.ENTERED
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._state is State.ENTERED:  # before any call: `finish` is to work after an interrupt
+            self._state = State.RUNNING
+        with self._lock.hold():
+            self._end()
+
+    def stats(self) -> Stats:
+        """Return counts and times since the last start.
+
+        Returns
+        -------
+        Stats
+            A snapshot: numbers of batches, seconds, and what limits the rate (`Stats.bottleneck`).
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null")
+        >>> with manager.start_test() as batches:
+        ...     count = sum(1 for _ in batches)
+        ...     manager.stats().batches
+        4
+        """
+        with self._lock.hold():
+            return self._stats if self._run is None else self._run.pool.stats()
+
+    @property
+    def skipped(self) -> list[tuple[int, int, str]]:
+        """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error.
+
+        The latest 1000 of them; `stats` counts all.
+        """
+        with self._lock.hold():
+            return list(self._skipped) if self._run is None else self._run.pool.skipped
