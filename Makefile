@@ -20,6 +20,7 @@
 #   gpu                benchmarks/gpu
 #   headers            tests/c
 #   interrupts         tests/stress
+#   ray                tests/ray
 #   sanitizers         tests/c
 #   stress             tests/stress
 #   torch-versions     tests/contract/adapters

@@ -1,0 +1,74 @@
+"""What tests with Ray get: one cluster for all of them, and a check that each leaves it as it was.
+
+`make check-ray` runs them. Without Ray, there is nothing to collect.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+try:
+    from local_cluster import QUICK_DEATHS, LocalCluster, kill, local_cluster, until
+except ImportError:
+    collect_ignore_glob = ["test_*.py"]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray warns of much; what cseq warns of stays an error."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        item.add_marker(pytest.mark.filterwarnings("error:iterating a manager"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    """A head without CPUs and two nodes with one each; deaths of nodes are noticed at once."""
+    with local_cluster(2, **QUICK_DEATHS) as running:
+        yield running
+
+
+@pytest.fixture
+def added_node(cluster: LocalCluster) -> Iterator[Any]:
+    """A further node, with the resource `added`; the test may remove it."""
+    node = cluster.add_node(resources={"added": 1})
+    yield node
+    if node in cluster.nodes:
+        cluster.remove_node(node)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest, cluster: LocalCluster) -> Iterator[None]:
+    """Fail a test that leaves an actor, a process of one, an object, a thread, or that spilled.
+
+    In place of the check of all other tests: Ray starts processes and threads when it likes.
+    """
+    threads, names = set(threading.enumerate()), set(os.listdir("/dev/shm"))
+    nodes, spills = list(cluster.nodes), cluster.spills()
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:  # its traceback keeps alive what it worked with
+        kill(cluster.at_work())
+        return
+    gc.collect()  # handles of actors and references to objects
+    until(lambda: not cluster.at_work(), f"the test left {cluster.at_work()}")
+    until(lambda: cluster.stored() == 0, "the test left objects in a store")
+    assert cluster.spills() == spills, "objects were spilled to a disk"
+    assert cluster.nodes == nodes
+    assert {thread.name for thread in set(threading.enumerate()) - threads} <= RAYS_THREADS
+    assert set(os.listdir("/dev/shm")) <= names
+
+
+# Ray starts these when they are needed first, and ends them with the connection.
+RAYS_THREADS = {"ray_import_thread", "ray_listen_error_messages", "ray_print_logs"}
