@@ -124,6 +124,7 @@ FAMILIES = [
     "_source",
     "_feed",
     "_encoder",
+    "_parcel",
 ]
 
 core = [

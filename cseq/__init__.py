@@ -20,6 +20,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── stream.py       a stream of items from each worker process
     ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── run.py          one start of a manager, up to its end
+    ├── fleet/          batches from other machines: parcels of tickets, and who makes them
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ posts tickets, takes batches and items out
     ├── arguments.py    the arguments of MSequence, and those of Streams, too: types and checks
@@ -35,6 +36,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
+    ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _encoder.pyx    a batch into a slot, by a plan
     ├── _work.pyx       ★ the work of a runner: making batches, publishing them
     ├── _core.pyx       ★ the ring, its runners, the shuffle, the batches' indices

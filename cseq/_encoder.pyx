@@ -30,29 +30,6 @@ cdef class SlotEncoder(TicketWriter):
     `writer.Writer` has the rest.
     """
 
-    cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
-    cdef public Py_ssize_t used  # bytes of the slot that are given out
-    cdef public Py_ssize_t capacity  # bytes that are committed; the trainer has to learn it
-    cdef public bint loaned  # arrays in this slot may have been given out: `find` can find something
-    cdef public bint watched  # large arrays were made for this batch: `learn` can learn something
-    cdef public object placement  # a SlotAllocator: numpy allocates the indexer's large arrays in the slot
-    cdef public object target  # the Mapping where it may do so; None while the worker keeps many slots
-    cdef public dict mapped  # by slot: its Mapping, kept for the slot's next ticket
-    cdef public list older  # mappings of the slot that were replaced during this ticket
-    cdef public Slots slots  # None: slots are named by the caller
-    cdef public int64_t slot  # the present one, which this process has taken; -1: none
-    cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
-    cdef public object cast  # the dtype that `try_publish` casts numbers to, or None
-    # dump(objects, writer, cast) -> (bytes, list of numpy.ndarray): pickles what no plan opens; the arrays
-    # are buffers beside the pickle.
-    cdef public object dump
-    cdef readonly list plans  # of the last batches of different structure, the latest first
-    cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
-    cdef list objects
-    cdef int64_t* words  # room for a layout
-    cdef Py_ssize_t room
-    cdef uint64_t fields[4]  # the record of what was laid down last
-
     def __cinit__(self, *args):
         self.kept = []
         self.memory = Block(0)
@@ -90,7 +67,7 @@ cdef class SlotEncoder(TicketWriter):
             self.objects = objects = None
         return None
 
-    cdef inline void forget(self) noexcept:
+    cdef void forget(self) noexcept:
         """Drop the leaves of a batch."""
         cdef list arrays = self.arrays
         cdef Py_ssize_t k
@@ -212,6 +189,14 @@ cdef class SlotEncoder(TicketWriter):
         self.fields[0], self.fields[1], self.fields[2], self.fields[3] = (
             end, structure, layout, objects)
         return 0
+
+    cdef int write_raw(self, const char* data, Py_ssize_t nbytes) except -1:
+        """Write what lay in another slot, from its beginning; here it means the same."""
+        if nbytes <= self.capacity and nbytes <= self.memory.size:
+            self.used = nbytes
+        else:
+            self.place(nbytes)
+        return self.memory.put(0, data, nbytes)
 
     cpdef int take(self) except -1:
         """Take a slot, as the present one."""

@@ -65,6 +65,7 @@ cdef extern from "cseq_ring.h" nogil:
         CSEQ_CLOSED
 
     ctypedef struct cseq_gate:
+        uint32_t event
         uint32_t shared
         uint64_t call_ns
         uint64_t wake_ns
@@ -107,8 +108,12 @@ cdef extern from "cseq_ring.h" nogil:
     cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
     cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
     int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
+    uint32_t cseq_gate_enter(cseq_gate* g) noexcept
+    void cseq_gate_sleep(cseq_gate* g, uint32_t seen, uint64_t ns) noexcept
     void cseq_gate_notify_all(cseq_gate* g) noexcept
     void cseq_gate_notify(cseq_gate* g) noexcept
+    int cseq_before(uint64_t a, uint64_t b) noexcept
+    int cseq_ring_find_open(const cseq_ring* r, uint32_t stage, uint64_t* word) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
     Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
 
-__all__ = ["BatchPool", "Pool", "apart", "wake_at"]
+__all__ = ["BatchPool", "Pool", "apart", "named", "wake_at"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,13 @@ def apart(buffer: int) -> int:
     for memory that the other core has just written.
     """
     return max(1, buffer // 2)
+
+
+def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
+    """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
+    epoch, batch, count = ring.ticket(cell)
+    indices: list[int] = ring.indices(cell)[:count].tolist()
+    return epoch, batch, indices, failure.where(epoch, batch, indices)
 
 
 class Pool:
@@ -250,7 +257,6 @@ class BatchPool(Pool):
         )
         self._job = job
         self._ring = ring
-        self._rooms = [ring.indices(cell) for cell in range(ring.capacity)]
 
     def open(self) -> None:
         """Start the runners. If this raises, or a signal handler does, `close` ends them."""
@@ -301,9 +307,7 @@ class BatchPool(Pool):
 
     def named(self, cell: int) -> tuple[int, int, list[int], str]:
         """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
-        epoch, batch, count = self._ring.ticket(cell)
-        indices: list[int] = self._rooms[cell][:count].tolist()
-        return epoch, batch, indices, failure.where(epoch, batch, indices)
+        return named(self._ring, cell)
 
     def _describe(
         self, _: int, cell: int, error: BaseException

@@ -1,0 +1,511 @@
+# cython: language_level=3, freethreading_compatible=True
+"""Parcels: tickets on their way to another machine, their batches on the way back.
+
+Both are arrays of 64-bit words, little-endian. What `Carrier` writes, in the trainer, `ParcelFeed` reads, on
+the machine that makes the batches; and the other way round::
+
+    request   count | count times: seed, epoch, batch, start, indices | all indices, ticket by ticket
+    answer    count | count times: status, offset, record | the bytes of the batches
+
+Batches lie in the answer as they lay in their slots, at these offsets (bytes), which are multiples of 64. Nothing
+is decoded on the way.
+"""
+
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
+from libc.string cimport memcpy
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._core cimport Ring, Runner
+from cseq._encoder cimport SlotEncoder
+from cseq._headers cimport *
+from cseq._lock cimport Lock
+from cseq._memory cimport LARGE, MOST_KEPT, Mapping, Memory
+from cseq._plan cimport aligned
+from cseq._slots cimport Slots
+
+from collections import deque
+
+import numpy
+
+cnp.import_array()
+
+cdef enum:
+    ASKED = 5      # words of a ticket in a request, before all indices
+    ANSWERED = 6   # words of a ticket in an answer
+    RAISED = 1     # a status: see stage.py
+
+cdef object WORDS = numpy.dtype("<i8")
+cdef object BYTES = numpy.dtype(numpy.uint8)
+
+
+cdef int64_t* words_of(cnp.ndarray array, Py_ssize_t least) except NULL:
+    """The words of an array of bytes or words, of which there are so many at least."""
+    if not cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_NBYTES(array) < 8 * least:
+        raise ValueError(f"a parcel of {array.nbytes} bytes ends before its tickets do")
+    return <int64_t*>cnp.PyArray_DATA(array)
+
+
+@cython.final
+cdef class Carrier:
+    """A runner's end of the ring, and of the slots, for a runner that works on many tickets at a time.
+
+    The tickets are made elsewhere. Any thread may call `give_up` and `notify`; all else is called by one thread.
+
+    Parameters
+    ----------
+    runner : Runner
+        The only one of the ring. It holds no ticket between two calls.
+    writer : SlotEncoder
+        Its `Writer`.
+    """
+
+    cdef Runner runner
+    cdef SlotEncoder writer
+    cdef Lock lock          # around all that claims or publishes
+    cdef uint64_t* words    # by cell: the word of the ticket that is held there; 0: none
+    cdef readonly uint32_t held
+
+    def __cinit__(self, Runner runner not None, SlotEncoder writer not None):
+        self.runner, self.writer, self.lock = runner, writer, Lock()
+        self.words = <uint64_t*>PyMem_RawCalloc(runner.r.capacity, sizeof(uint64_t))
+        if self.words == NULL:
+            raise MemoryError(f"no memory for {runner.r.capacity} cells")
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.words)
+
+    # -- claim
+
+    @property
+    def waiting(self):
+        """Tickets that can be claimed."""
+        return self.runner.ring.depths()[0]
+
+    def claim(self, uint32_t most):
+        """Claim up to so many tickets, the oldest first, and do not wait.
+
+        Returns
+        -------
+        list of int
+            A number for each ticket, that `request` and `publish` know it by.
+        """
+        cdef list tickets = []
+        cdef uint32_t cell
+        self.lock.enter()
+        try:
+            while most and self.runner.claim_at_once():
+                cell = <uint32_t>self.runner.cell
+                self.runner.cell = -1  # it is set aside
+                self.words[cell] = cseq_load_acq_u64(&self.runner.c.word)
+                self.held += 1
+                most -= 1
+                tickets.append(self.words[cell] >> 24 << 24 | cell)
+        finally:
+            self.lock.leave()
+        return tickets
+
+    cdef inline int find(self, uint64_t ticket) noexcept:
+        """The cell of a ticket that is held; -1: it is not, any more."""
+        cdef uint32_t cell = ticket & 0xFFFFFF
+        if cell >= self.runner.r.capacity or not self.words[cell]:
+            return -1
+        return <int>cell if self.words[cell] >> 24 == ticket >> 24 else -1
+
+    def request(self, list tickets not None):
+        """What the tickets ask for: the words of a request. A ticket that was given up asks for nothing."""
+        cdef Py_ssize_t count = len(tickets)
+        cdef Py_ssize_t size = 1 + ASKED * count
+        cdef cnp.npy_intp length
+        cdef cnp.ndarray made
+        cdef int64_t* head
+        cdef int64_t* indices
+        cdef cseq_cell* c
+        cdef int cell
+        self.lock.enter()
+        try:
+            for ticket in tickets:
+                cell = self.find(ticket)
+                size += 0 if cell < 0 else cseq_ring_cell(self.runner.r, <uint32_t>cell).count
+            length = size
+            made = cnp.PyArray_ZEROS(1, &length, cnp.NPY_INT64, 0)
+            head = <int64_t*>cnp.PyArray_DATA(made)
+            head[0] = count
+            head += 1
+            indices = head + ASKED * count
+            for ticket in tickets:
+                cell = self.find(ticket)
+                if cell >= 0:
+                    c = cseq_ring_cell(self.runner.r, <uint32_t>cell)
+                    head[0], head[1], head[2] = <int64_t>c.seed, <int64_t>c.epoch, <int64_t>c.batch
+                    head[3], head[4] = <int64_t>c.start, c.count
+                    memcpy(indices, cseq_ring_indices(self.runner.r, <uint32_t>cell), 8 * c.count)
+                    indices += c.count
+                head += ASKED
+        finally:
+            self.lock.leave()
+        return made
+
+    # -- publish
+
+    def publish(self, list tickets not None, cnp.ndarray answer not None):
+        """Publish the batches of an answer; those of tickets that are not held any more are dropped.
+
+        Parameters
+        ----------
+        tickets : list of int
+            Those of the request.
+        answer : numpy.ndarray
+            Bytes.
+
+        Returns
+        -------
+        int
+            How many were published.
+        """
+        cdef Py_ssize_t count = len(tickets)
+        cdef int64_t* head = words_of(answer, 1 + ANSWERED * count)
+        cdef Py_ssize_t k, published = 0
+        if head[0] != count:
+            raise ValueError(f"an answer for {head[0]} tickets, not {count}")
+        for k in range(count):
+            self.lock.enter()
+            try:
+                published += self.publish_one(tickets[k], head + 1 + ANSWERED * k, answer)
+            finally:
+                self.lock.leave()
+        return published
+
+    cdef int publish_one(self, uint64_t ticket, const int64_t* head, cnp.ndarray answer) except -1:
+        cdef int cell = self.find(ticket)
+        cdef uint32_t status = <uint32_t>head[0]
+        cdef uint64_t nbytes = 0
+        cdef cseq_cell* c
+        cdef int k
+        if cell < 0:
+            return 0
+        for k in range(4):
+            nbytes += <uint64_t>head[2 + k]
+        if <uint64_t>head[1] + nbytes > <uint64_t>cnp.PyArray_NBYTES(answer):
+            raise ValueError(f"an answer of {answer.nbytes} bytes ends before its batches do")
+        c = self.open(<uint32_t>cell)
+        try:
+            if not nbytes:  # an exception that there was no room for
+                self.runner.deliver(c, status)
+                return 1
+            try:
+                self.writer.open_ticket(self.runner)
+                self.writer.write_raw(<const char*>cnp.PyArray_DATA(answer) + head[1], <Py_ssize_t>nbytes)
+            except MemoryError:
+                self.runner.deliver(c, RAISED)  # without a slot: that there is no room for it
+                return 1
+            for k in range(4):
+                c.record[k] = <uint64_t>head[2 + k]
+            self.writer.hand_over(self.runner, c, status)
+        finally:
+            self.close(<uint32_t>cell)
+        return 1
+
+    cdef cseq_cell* open(self, uint32_t cell) noexcept:
+        """Make a ticket that is held the runner's present one."""
+        self.runner.cell = <int>cell
+        self.runner.c = cseq_ring_cell(self.runner.r, cell)
+        return self.runner.c
+
+    cdef void close(self, uint32_t cell) noexcept:
+        """The ticket is not held any more, if it was published."""
+        if self.runner.cell < 0:
+            self.words[cell] = 0
+            self.held -= 1
+        self.runner.cell = -1
+
+    def give_up(self, uint64_t number):
+        """Publish all tickets that were posted before the one of this number, with nothing: they were given up.
+
+        Returns
+        -------
+        int
+            How many there were.
+        """
+        cdef uint32_t cell
+        cdef Py_ssize_t count = 0
+        self.lock.enter()
+        try:
+            for cell in range(self.runner.r.capacity):
+                if self.words[cell] and cseq_before(CSEQ_TICKET(self.words[cell]), CSEQ_TICKET(number << 24)):
+                    self.runner.deliver(self.open(cell), RAISED)
+                    self.close(cell)
+                    count += 1
+        finally:
+            self.lock.leave()
+        return count
+
+    # -- wait
+
+    def notices(self):
+        """How often this runner was woken: read it before looking for news, and pass it to `wait`."""
+        return cseq_load_acq_u32(&self.runner.r.gate[0].event)
+
+    def notify(self):
+        """Wake the thread that waits here."""
+        cseq_gate_notify_all(&self.runner.r.gate[0])
+
+    def wait(self, uint32_t seen, uint64_t ns):
+        """Sleep until there is a ticket to claim, `notify` is called or the ring is closed; `ns` at most.
+
+        Returns
+        -------
+        bool
+            False: the ring is closed.
+        """
+        cdef cseq_ring* r = self.runner.r
+        cdef cseq_gate* gate = &r.gate[0]
+        cdef uint64_t word
+        cdef uint64_t before = cseq_now_ns()
+        cseq_gate_enter(gate)
+        if cseq_ring_closed(r):
+            return False
+        if cseq_ring_find_open(r, 0, &word) < 0:
+            with nogil:
+                cseq_gate_sleep(gate, seen, ns)
+            cseq_count_u64(&cseq_ring_runner(r, self.runner.owner).idle_ns, cseq_now_ns() - before)
+        return not cseq_ring_closed(r)
+
+
+@cython.final
+cdef class Parcel(Memory):
+    """A request that is being answered: its answer, as far as it is there.
+
+    Parameters
+    ----------
+    request : numpy.ndarray
+        Words or bytes.
+    most : int
+        The most indices that a ticket may have.
+    """
+
+    cdef cnp.ndarray request
+    cdef const int64_t* head      # of the ticket that is posted next
+    cdef const int64_t* indices   # its indices
+    cdef readonly Py_ssize_t count
+    cdef Py_ssize_t posted
+    cdef Py_ssize_t left          # tickets that are not answered
+    cdef Py_ssize_t room          # bytes at `data`
+
+    def __cinit__(self, cnp.ndarray request not None, uint32_t most):
+        cdef Py_ssize_t k, size
+        cdef int64_t* words = words_of(request, 1)
+        self.request, self.count = request, words[0]
+        size = 1 + ASKED * self.count
+        words_of(request, size)
+        for k in range(self.count):
+            if not 0 <= words[1 + ASKED * k + 4] <= most:
+                raise ValueError(f"a batch of {words[1 + ASKED * k + 4]} samples exceeds batch_size={most} of "
+                                 "the fleet that is to make it: make the fleet with a larger batch_size")
+            size += words[1 + ASKED * k + 4]
+        words_of(request, size)
+        self.head, self.indices, self.left = words + 1, words + 1 + ASKED * self.count, self.count
+        self.reserve(aligned(8 * (1 + ANSWERED * self.count)))
+        (<int64_t*>self.data)[0] = self.count
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.data)
+
+    cdef int reserve(self, Py_ssize_t nbytes) except -1:
+        """Make the answer so many bytes longer."""
+        cdef Py_ssize_t room
+        cdef void* data
+        if self.size + nbytes > self.room:
+            room = max(2 * self.room, self.size + nbytes)
+            data = PyMem_RawRealloc(self.data, <size_t>room)
+            if data == NULL:
+                raise MemoryError(f"no memory for an answer of {room} bytes")
+            self.data, self.room = <char*>data, room
+        self.size += nbytes
+        return 0
+
+    @property
+    def is_answered(self):
+        """Whether all tickets are answered."""
+        return not self.left
+
+    def answer(self):
+        """The answer, when it is complete: an array of bytes, on this object."""
+        if self.left:
+            raise RuntimeError(f"{self.left} of {self.count} tickets are not answered")
+        return self.view(0, BYTES, (self.size,))
+
+
+@cython.final
+cdef class ParcelFeed:
+    """Posts the tickets of parcels, and takes what the workers answer.
+
+    One thread at a time; it is the ring's trainer.
+
+    Parameters
+    ----------
+    ring : Ring
+        With one stage.
+    slots : Slots
+        Those of its workers.
+    mapped : list of Mapping
+        Of each slot, or None: see `Arena`.
+    mapping_of : callable
+        ``mapping_of(slot, capacity)`` maps a slot that is not in `mapped`.
+    """
+
+    cdef Ring ring
+    cdef Slots slots
+    cdef list mapped
+    cdef object mapping_of
+    cdef object parcels        # those with tickets that are not posted
+    cdef list by_cell          # the parcel of the ticket in each cell, or None
+    cdef uint32_t* number      # of the ticket in its parcel, by cell
+    cdef uint32_t* line        # the cells of the tickets in the ring, in the order of their posts
+    cdef uint32_t length
+    cdef uint64_t ticket
+
+    def __cinit__(self, Ring ring not None, Slots slots not None, list mapped not None, mapping_of):
+        self.ring, self.slots, self.mapped, self.mapping_of = ring, slots, mapped, mapping_of
+        self.parcels, self.by_cell = deque(), [None] * ring.r.capacity
+        self.number = <uint32_t*>PyMem_RawCalloc(2 * ring.r.capacity, sizeof(uint32_t))
+        if self.number == NULL:
+            raise MemoryError(f"no memory for {ring.r.capacity} cells")
+        self.line = self.number + ring.r.capacity
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.number)
+
+    def cells(self):
+        """Those of the tickets in the ring, in the order of their posts."""
+        cdef uint32_t k
+        return [self.line[k] for k in range(self.length)]
+
+    def add(self, Parcel parcel not None):
+        """Add a parcel; its tickets are posted after those of the parcels before."""
+        if parcel.posted < parcel.count:
+            self.parcels.append(parcel)
+
+    def advance(self):
+        """Take what is ready, and post what there is room for.
+
+        Returns
+        -------
+        list of Parcel
+            Those that are answered now.
+        """
+        cdef list answered = []
+        cdef uint32_t k, cell, kept = 0
+        cdef Parcel parcel
+        cdef int vacant
+        for k in range(self.length):
+            cell = self.line[k]
+            if not cseq_ring_ready(self.ring.r, cell):
+                self.line[kept] = cell
+                kept += 1
+                continue
+            try:
+                parcel = self.take(cell)
+            except BaseException:  # what is not taken stays in the line
+                for k in range(k, self.length):
+                    self.line[kept] = self.line[k]
+                    kept += 1
+                self.length = kept
+                raise
+            if not parcel.left:
+                answered.append(parcel)
+        self.length = kept
+        while self.parcels:
+            vacant = self.ring.find_vacant()
+            if vacant < 0:
+                break
+            parcel = self.parcels[0]
+            self.post(<uint32_t>vacant, parcel)
+            if parcel.posted == parcel.count:
+                self.parcels.popleft()
+        if self.ring.unwoken:
+            self.ring.wake()
+        return answered
+
+    cdef int post(self, uint32_t cell, Parcel parcel) except -1:
+        """Post the next ticket of a parcel in a free cell."""
+        cdef const int64_t* head = parcel.head
+        cdef uint32_t count = <uint32_t>head[4]
+        memcpy(cseq_ring_indices(self.ring.r, cell), parcel.indices, 8 * count)
+        self.number[cell] = <uint32_t>parcel.posted
+        self.by_cell[cell] = parcel
+        self.ring.offer(cell, self.ticket, <uint64_t>head[1], <uint64_t>head[2], count, <uint64_t>head[3],
+                        <uint64_t>head[0])
+        self.ticket += 1
+        self.line[self.length] = cell
+        self.length += 1
+        parcel.posted += 1
+        parcel.indices += count
+        parcel.head += ASKED
+        return 0
+
+    cdef Parcel take(self, uint32_t cell):
+        """Take an answered ticket: copy its bytes into the answer, and free its slot and cell."""
+        cdef Parcel parcel = self.by_cell[cell]
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        cdef uint64_t* f = c.record
+        cdef Py_ssize_t nbytes = <Py_ssize_t>(f[0] + f[1] + f[2] + f[3])
+        cdef Py_ssize_t at = parcel.size
+        cdef int64_t* head
+        cdef Mapping slot = None
+        cdef uint32_t number = cseq_load_acq_u32(&c.slot)
+        cdef int k
+        if number == CSEQ_NO_SLOT:
+            nbytes = 0
+        else:
+            slot = self.find(number, c.capacity)
+            slot.inside(0, nbytes)
+            parcel.reserve(aligned(nbytes))
+            if nbytes < LARGE:
+                memcpy(parcel.data + at, slot.data, <size_t>nbytes)
+            else:
+                with nogil:
+                    memcpy(parcel.data + at, slot.data, <size_t>nbytes)
+        head = <int64_t*>parcel.data + 1 + ANSWERED * self.number[cell]
+        head[0], head[1] = c.status, at
+        for k in range(4):
+            head[2 + k] = <int64_t>f[k] if nbytes else 0
+        parcel.left -= 1
+        self.by_cell[cell] = None
+        self.slots.leave(c)
+        self.ring.outstanding -= 1
+        self.ring.free(cell)
+        return parcel
+
+    cdef Mapping find(self, uint32_t slot, uint64_t capacity):
+        """The memory of a ticket's slot."""
+        cdef Mapping mapping = None
+        if slot < len(self.mapped):
+            mapping = self.mapped[slot]
+        if mapping is None or <uint64_t>mapping.size < capacity or (
+                capacity > MOST_KEPT and self.slots.is_due()):  # for `Arena.tidy`
+            mapping = self.mapping_of(slot, capacity)
+        return mapping
+
+    def wait(self, uint32_t seen, uint64_t ns):
+        """Sleep until about half of the tickets are answered, or the oldest parcel is; `ns` at most.
+
+        `seen`: `Ring.notices` from before the caller looked for news.
+        """
+        cdef Parcel oldest
+        cdef uint32_t k
+        cdef uint32_t at
+        if not self.length:
+            self.ring.wait(seen, -1, ns)
+            return
+        at = (self.length - 1) // 2
+        oldest = self.by_cell[self.line[0]]
+        if oldest.posted == oldest.count:  # its last ticket may come before the middle
+            for k in range(at):
+                if self.by_cell[self.line[k + 1]] is not oldest:
+                    at = k
+                    break
+        if not self.ring.expect(self.line[at], self.line[at], seen):
+            self.ring.wait(seen, <int>self.line[at], ns)

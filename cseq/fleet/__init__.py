@@ -1,0 +1,1 @@
+"""Batches from other machines: parcels of tickets, and who makes them."""

@@ -1,0 +1,236 @@
+"""A ticket server: worker processes that make the batches of parcels.
+
+::
+
+    any thread                this thread                              worker process
+      make ── request ──►  ParcelFeed ── tickets, indices ──► ring ──►  Runner ──► indexer
+           ◄── answer ───             ◄── raw bytes ── slots ◄────────  SlotWriter
+
+It is the end of a fleet on the machine that makes the batches. It knows no epoch and no order: each
+ticket says its seed, epoch and position, so any server makes the same batch of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Literal
+
+from cseq._lock import Latch
+from cseq._parcel import Parcel, ParcelFeed
+from cseq.converter.output import Output
+from cseq.encoding import failure
+from cseq.memory.shared import Shared
+from cseq.pools.base import named
+from cseq.pools.process import ENTRY, Task
+from cseq.processes.deaths import Deaths, Held
+from cseq.processes.launcher import make_launcher
+from cseq.processes.supervisor import Supervisor
+from cseq.stage import INDEXER
+from cseq.threads import Threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.int64]
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["TicketServer"]
+
+CELLS = 256  # tickets in the ring; what the parcels of a carrier hold bounds their bytes
+PARK_NS = 100_000_000  # longest sleep before the thread looks for errors and deadlines
+CLOSE_SECONDS = 5.0
+
+log = logging.getLogger("cseq")
+
+
+class _Request:
+    """A parcel, and the thread that waits for its answer."""
+
+    def __init__(self, parcel: Parcel, key: tuple[int, int]) -> None:
+        self.parcel = parcel
+        self.key = key  # seed and epoch
+        self.over = Latch()  # answered, or the server has failed or is closed
+
+
+class TicketServer:
+    """Worker processes that make the batches of parcels.
+
+    Parameters
+    ----------
+    worker : object
+        As in `MSequence`.
+    num_workers : int
+        Processes.
+    batch_size : int
+        The most samples of a batch.
+    start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload, seed_globals
+        As in `MSequence`. Restarts are counted anew whenever a parcel of another epoch comes.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        num_workers: int,
+        batch_size: int,
+        *,
+        memory_limit: int,
+        start_method: str | None = None,
+        max_restarts: int = 3,
+        timeout: float | None = None,
+        on_timeout: str = "raise",
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
+        seed_globals: bool = True,
+    ) -> None:
+        self._worker = worker
+        self._num_workers = num_workers
+        self._batch_size = batch_size
+        self._timeout, self._on_timeout = timeout, on_timeout
+        self._preload = preload
+        self._seed_globals = seed_globals
+        self._shared = Shared(
+            CELLS, batch_size, num_workers, owners=num_workers, memory_limit=memory_limit
+        )
+        (ring,) = self._shared.rings
+        self._ring = ring
+        ring.wake_at = 1
+        arena = self._shared.arena
+        self._feed = ParcelFeed(ring, arena.slots, arena.mapped, arena.mapping_of)
+        advice = "look at what the indexer does with these indices"
+        self.supervisor = Supervisor(
+            make_launcher(start_method, entry=ENTRY, threads=threads),
+            self._shared,
+            readers=num_workers,
+            task=self._task,
+            describe=lambda _, cell: Held(*named(ring, cell)),
+            deaths=Deaths(max_restarts, num_workers, "batch", advice),
+        )
+        self._coming: deque[_Request] = deque()
+        self._requests: dict[int, _Request] = {}  # by the id of the parcel; of this thread alone
+        self._key: tuple[int, int] | None = None
+        self._closed = self._ended = False
+        self.failure = failure.Failure()
+        self._thread = Threads()
+        self._thread.add("cseq-server", self._run)
+
+    def _task(self, _: int) -> Task:
+        """Return what a worker is to do; called on the supervisor's thread."""
+        return Task(
+            stage=INDEXER,
+            num_workers=self._num_workers,
+            last=True,
+            seed=0,
+            seed_globals=self._seed_globals,
+            cast=None,  # the trainer casts
+            output=Output("null"),
+        )
+
+    def start(self) -> None:
+        """Start the workers; do not wait until they are ready.
+
+        Raises
+        ------
+        TypeError
+            The worker cannot be pickled.
+        """
+        self.supervisor.prepare(self._worker, preload=self._preload, timeout=self._timeout)
+        self.supervisor.launch()
+        self._thread.start()
+
+    def make(self, request: Words | Bytes) -> Bytes:
+        """Make the batches of a parcel; on any thread, on several at a time.
+
+        Parameters
+        ----------
+        request : numpy.ndarray
+            See `_parcel`. It is read until this returns.
+
+        Returns
+        -------
+        numpy.ndarray
+            The answer. Exceptions of the indexer are in it, in place of their batches.
+
+        Raises
+        ------
+        ValueError
+            A batch has more than `batch_size` samples, or this is no request.
+        WorkerDied, WorkerTimeout
+            As in a training loop; also what the constructor of an indexer has raised. Each call
+            raises it from then on.
+        InterruptedError
+            The server was closed.
+        """
+        parcel = Parcel(request, self._batch_size)
+        if not parcel.count:
+            return parcel.answer()
+        words = request.view("<i8")
+        asked = _Request(parcel, (int(words[1]), int(words[2])))
+        self._coming.append(asked)
+        self._ring.notify_all()
+        if self._ended:  # before it looked at `_coming` for the last time
+            asked.over.set()
+        asked.over.wait()
+        self.failure.check()
+        if not parcel.is_answered:
+            raise InterruptedError("the server was closed while it made a parcel")
+        return parcel.answer()
+
+    def close(self) -> None:
+        """End the workers; calls of `make` that wait raise InterruptedError."""
+        self._closed = True
+        self._ring.notify_all()
+        stuck = self._thread.join(time.monotonic() + CLOSE_SECONDS)
+        if stuck:
+            log.warning("thread %s did not end within %g s", stuck[0], CLOSE_SECONDS)
+        self.supervisor.close()
+        self._shared.close()
+        self._worker = None
+
+    # -- on the server's thread
+
+    def _run(self) -> None:
+        """Post and take, until the server is closed or a worker has ended it."""
+        try:
+            while not self._closed:
+                self._step()
+        except BaseException as error:  # noqa: BLE001 - it is raised in `make`
+            if not self._closed:
+                self.failure.note(error)
+        finally:
+            self._ended = True
+            for asked in (*self._requests.values(), *self._coming):
+                asked.over.set()
+
+    def _step(self) -> None:
+        """Look for parcels, errors and answers; then sleep until there may be more."""
+        seen = self._ring.notices()
+        while self._coming:
+            asked = self._coming.popleft()
+            self._requests[id(asked.parcel)] = asked
+            if asked.key != self._key:
+                self._key = asked.key
+                self.supervisor.deaths.begin()
+            self._feed.add(asked.parcel)
+        self.supervisor.check()
+        if self._timeout is not None:
+            self.supervisor.check_time(
+                self._in_work(), self._timeout, restart=self._on_timeout == "restart"
+            )
+        for parcel in self._feed.advance():
+            self._requests.pop(id(parcel)).over.set()
+        if not self._coming:
+            self._feed.wait(seen, PARK_NS)
+
+    def _in_work(self) -> list[tuple[int, int, str]]:
+        """List the tickets in work: owner, since when (ns), batch."""
+        found = []
+        for cell in self._feed.cells():
+            owner, since = self._ring.holder(cell)
+            if owner and since:
+                found.append((owner, since, named(self._ring, cell)[3]))
+        return found
