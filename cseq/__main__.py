@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seed each worker once, as torch does, or each batch: the same for any num_workers",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="script is a module's name")
-    # One argument for both: behind one of its own, argparse drops a `--` of the script's.
+    # One argument for both: after one of its own, argparse drops a `--` of the script's.
     run.add_argument(
         "script", nargs=argparse.PARSER, metavar="script", help="and the arguments of the script"
     )
@@ -86,7 +86,7 @@ def _run_module(name: str) -> None:
 
 def _run_script(script: str) -> None:
     """Run a file as ``python`` does, or a folder or an archive that has a ``__main__.py``."""
-    # What ``__file__`` is, also where the script goes; `..` behind a link stays as it is.
+    # What ``__file__`` is, also where the script goes; `..` after a link stays as it is.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)

@@ -647,10 +647,10 @@ class _Kind(MSequence[B_co]):
         if "thread_type" in options:
             name = type(self).__name__
             raise TypeError(f"{name}() has no argument 'thread_type', which is {kind!r} there")
-        before, behind = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
+        before, after = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
         initialise: Callable[..., None] = super().__init__
-        if behind:
-            initialise(*before, kind, *behind, **options)
+        if after:
+            initialise(*before, kind, *after, **options)
         else:
             initialise(*before, thread_type=kind, **options)
 

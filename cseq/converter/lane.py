@@ -35,7 +35,7 @@ class Lane:
         return tensor.clone()
 
     def record(self) -> Event:
-        """Record an event behind the copies that were begun."""
+        """Record an event after the copies that were begun."""
         return _Passed()
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:

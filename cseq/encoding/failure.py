@@ -13,7 +13,7 @@ import copy
 import pickle
 import signal
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from cseq.encoding.pickling import dumps
 from cseq.errors import RemoteTraceback, WorkerError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Failure", "annotate", "deliver", "ends_program", "line_of", "named", "ordinary", "pack",
+    "Failure", "annotate", "ends_program", "line_of", "named", "ordinary", "pack",
     "pack_text", "str_of", "told", "unpack", "where",
 ]  # fmt: skip
 
@@ -306,15 +306,6 @@ def ends_program(error: BaseException) -> bool:
         codes |= {getattr(each, "__code__", None) for each in (function, type(function).__call__)}
     frames = traceback.walk_tb(TRACE.__get__(error))
     return any(frame.f_code in codes for frame, _ in frames)
-
-
-def deliver(error: BaseException, place: str) -> NoReturn:
-    """Raise an indexer's exception in the loop, with its batch named."""
-    try:
-        error = named(error, place)
-        raise error
-    finally:
-        del error  # its traceback refers to this frame: the cycle would keep the manager alive
 
 
 def named(error: BaseException, place: str) -> BaseException:

@@ -222,7 +222,7 @@ class SlotReader:
 
 
 class Imports(SlotReader):
-    """The trainer's end of the slots behind converter processes.
+    """The trainer's end of the slots that converter processes write to.
 
     A converter writes handles of tensors in its device memory, which is freed when its process
     ends. The indexer's batch still lies in the slot, and its record in the cell. If the converted
@@ -305,7 +305,7 @@ class SlotSource:
         self._writer = writer
 
     def fetch(self, runner: Runner) -> Any:
-        """Decode the batch of the present ticket; the converter will write behind it."""
+        """Decode the batch of the present ticket; the converter will write after it."""
         writer, record = self._writer, runner.record
         writer.select(runner.slot, runner.capacity)
         writer.resume(codec.used(record))

@@ -26,7 +26,7 @@ from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.memory.shared import Shared
 from cseq.pools.base import BatchPool, apart, wake_at
-from cseq.pools.thread import ThreadGroup, add_converters
+from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
@@ -137,15 +137,7 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
     threading.Thread(target=_tidy_on_hangup, args=(sock, converter), daemon=True).start()
     send_state(sock, READY)
     source, batch_writer = SlotSource(entered.writer), SlotWriter(entered.writer, None)
-
-    def work(runner: Runner) -> None:
-        try:
-            record = batch_writer.write(runner, converter.export(source.fetch(runner)))
-            batch_writer.publish(runner, record)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            batch_writer.fail(runner, error)
-
-    run(runner, work, idle=converter.reap)
+    run(runner, partial(convert, source, converter.export, batch_writer), idle=converter.reap)
     converter.close()
 
 
@@ -160,7 +152,7 @@ def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
 
 
 class ProcessPool(BatchPool):
-    """Worker processes behind a ring and slots in shared memory."""
+    """Worker processes, a ring and slots in shared memory."""
 
     supervisor: Supervisor
 

@@ -379,7 +379,8 @@ class StreamPool(Pool):
         place = self._place(number, cell)
         self.feed.dismiss(number, cell, ticket, _ended_by(error, number))
         try:
-            failure.deliver(_signed(error, number), place)
+            error = failure.named(_signed(error, number), place)
+            raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle
 

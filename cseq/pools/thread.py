@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq.arguments import Job
-    from cseq.encoding.transport import Source
+    from cseq.encoding.transport import BatchWriter, SlotSource, Source
     from cseq.pools.base import Awaited
 
-__all__ = ["ThreadGroup", "ThreadPool", "add_converters"]
+__all__ = ["ThreadGroup", "ThreadPool", "add_converters", "convert"]
 
 log = logging.getLogger("cseq")
 
@@ -78,7 +78,7 @@ class ThreadGroup:
         stuck = self._threads.join(deadline)
         if stuck:
             log.warning(
-                "threads %s did not end within %g s: an indexer hangs; they are left behind",
+                "threads %s did not end within %g s: an indexer hangs; they are left running",
                 stuck,
                 CLOSE_SECONDS,
             )
@@ -100,19 +100,24 @@ def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) ->
     from cseq.converter.cuda import CudaConverter
 
     converter = CudaConverter(job.output)
-
-    def work(runner: Runner) -> None:
-        try:
-            batch_writer.publish(
-                runner, batch_writer.write(runner, converter.convert(source.fetch(runner)))
-            )
-        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            batch_writer.fail(runner, error)
-
     try:
-        run(runner, work, idle=converter.reap)
+        run(runner, partial(convert, source, converter.convert, batch_writer), idle=converter.reap)
     finally:
         converter.close()
+
+
+def convert(
+    source: Source | SlotSource,
+    function: Callable[[Any], Any],
+    batch_writer: BatchWriter,
+    runner: Runner,
+) -> None:
+    """Do the work of a converter: its batch, converted by a function, is published."""
+    try:
+        record = batch_writer.write(runner, function(source.fetch(runner)))
+        batch_writer.publish(runner, record)
+    except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+        batch_writer.fail(runner, error)
 
 
 class ThreadPool(BatchPool):

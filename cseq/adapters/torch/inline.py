@@ -47,7 +47,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._in_order = True
-        # `_received` has the next key, and behind it its batch, if that is made.
+        # `_received` has the next key, and after it its batch, if that is made.
         self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
         self._begin(resume)
         self._batch_context = context.BatchContext(0, 0)
@@ -126,7 +126,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         raise StopIteration
 
     def _make(self) -> None:
-        """Put the batch behind its key, in C, so that no signal handler loses it; or set `_error`.
+        """Put the batch after its key, in C, so that no signal handler loses it; or set `_error`.
 
         Neither: an iterable data set has no more.
         """

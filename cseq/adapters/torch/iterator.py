@@ -211,8 +211,9 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
-            self._ended = True  # as a generator's end behind an exception
-            raise self._died(died) from None
+            self._ended = True  # as a generator ends after an exception
+            died.args = (self._told(died),)
+            raise
         number, state = self.progress.turn, None
         kind = type(item)
         if kind is worker.Stated:
@@ -223,12 +224,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                 error, self._place = item.error, f"batch {self.progress.yielded}"
             else:
                 error, self._place = self._error_of(item), None if item.is_setup else item.place
-            self._error, self._behind = error, (number, state)
+            self._error, self._after = error, (number, state)
             try:
                 raise error
             finally:
                 del error
-        self._behind = number, state
+        self._after = number, state
         if self._pin_memory:
             try:
                 item = self._pinner.pin(self._received[0], item)
@@ -298,21 +299,13 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         error = failure.unpack(raised.packed, raised.worker, "DataLoader worker process")
         return failure.told(failure.named(error, raised.place))
 
-    def _died(self, died: WorkerDied) -> WorkerDied:
-        """Add torch's wording, which people search for."""
+    def _told(self, died: WorkerDied) -> str:
+        """Return what to say of a death: in torch's words, which people search for, and in ours."""
         text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly"
         if died.exitcode is not None and died.exitcode < 0:
             killed = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
             text = f"{text}: DataLoader worker (pid {died.pid}) {killed}"
-        return WorkerDied(
-            f"{text}\n{died}",
-            epoch=died.epoch,
-            batch=died.batch,
-            indices=died.indices,
-            exitcode=died.exitcode,
-            worker=died.worker,
-            pid=died.pid,
-        )
+        return f"{text}\n{died}"
 
     # -- the end
 

@@ -13,9 +13,9 @@ from cseq.adapters.torch.fallback import UNUSABLE, make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
     OWN,
-    behind,
     generator_of,
     inner_of,
+    state_between,
 )
 from cseq.adapters.torch.state import Progress, Resume, read
 from cseq.arguments import MAX_RESTARTS
@@ -205,7 +205,7 @@ class DataLoader(Torchs[T_co]):
     def _draws_seed(self) -> bool:
         """Whether the next epoch draws a seed before its keys: torch's persistent workers do not.
 
-        If it is their first one it does, and the sampler's generator has to be set behind that.
+        If it is their first one it does, and the sampler's generator has to be set after that.
         """
         is_kept = self.persistent_workers and self.num_workers > 0
         return not is_kept or (self.rng or defaults.rng) == "batch"
@@ -307,13 +307,13 @@ class DataLoader(Torchs[T_co]):
                 **progress.as_dict(),
                 **self._batching(),
                 "base_seed": None,
-                "sampler": behind(self._index_sampler),
+                "sampler": state_between(self._index_sampler),
                 "draws_seed": True,
             }
         is_whole = progress.finished or not progress.yielded or progress.iterable
         if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
             log.warning(
-                "a state in the middle of an epoch with in_order=False only counts batches: behind "
+                "a state in the middle of an epoch with in_order=False only counts batches: after "
                 "it, those that overtook others come again, and these are lost"
             )
         return {**progress.as_dict(), **self._batching(), "draws_seed": self._draws_seed}

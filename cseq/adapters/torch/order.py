@@ -1,12 +1,12 @@
 """The order of an epoch: the keys of the index sampler, drawn one by one.
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. One with ``state_dict``, or whose iterator has it, is asked for its state behind the key
+not batch. One with ``state_dict``, or whose iterator has it, is asked for its state after the key
 of the last batch delivered. The keys of any other are drawn again and dropped: what it draws from
 with ``iter`` or its first key is noted (`sources_of`) and set to what it was. Of torch's
 RandomSampler without a generator, that is the seed that it draws.
 
-Behind the end of an epoch the state is what the next one begins with: the sampler's, or that of its
+After the end of an epoch the state is what the next one begins with: the sampler's, or that of its
 generator. What is drawn from a global generator is the trainer's.
 """
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 __all__ = [
     "OWN",
     "Order",
-    "behind",
     "generator_of",
     "inner_of",
     "leaves_no_trace",
     "look",
     "order_of",
     "put",
+    "state_between",
     "states_before",
 ]
 
@@ -69,7 +69,7 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def behind(index_sampler: Any) -> State:
+def state_between(index_sampler: Any) -> State:
     """Return what is kept of a sampler between epochs: the state of its own generator, now."""
     generator = generator_of(index_sampler)
     return {} if generator is None else {"generator": generator.get_state()}
@@ -231,7 +231,7 @@ class Order:
 
         `finished`: and the loop was told that the epoch is over.
         """
-        return behind(self._index_sampler) if finished else {}
+        return state_between(self._index_sampler) if finished else {}
 
 
 class ReplayedOrder(Order):
@@ -295,7 +295,7 @@ class ReplayedOrder(Order):
         self._state = {"iter": _drawn_from(self._begun or {}, before), "first": drawn | own}
 
     def _parts_again(self, yielded: int, state: State) -> Iterator[Iterable[Any]]:
-        """Yield the key behind so many that begin from these states, and the iterator."""
+        """Yield the key after so many that begin from these states, and the iterator."""
         shared = {name: self._sources[name] for name in self._sources.keys() & GLOBAL.keys()}
         trainers = look(shared)
         try:
@@ -418,7 +418,7 @@ class StatefulOrder(Order):
             skip = state.get("skip", 0)
         self._is_last = state.get("is_last", False)
         taken = self._take()
-        if skip:  # it has to be drawn again behind a state that is taken now
+        if skip:  # it has to be drawn again after a state that is taken now
             taken["skip"] = skip
         for name in taken.keys() & state.keys() & {"sampler", "iterator"}:
             if state[name] is not None:  # some say what they were given with their next key only
@@ -454,7 +454,7 @@ class StatefulOrder(Order):
         return state
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the state behind the key of the last batch delivered; drop earlier ones."""
+        """Return the state after the key of the last batch delivered; drop earlier ones."""
         if finished and self._last is not None:
             if self._sampler is None:
                 return super().state(yielded, finished=True)

@@ -280,7 +280,7 @@ def read(
         names = ("sampler", "generator")
         sampler = {name: sampler[name] for name in names if sampler.get(name) is not None}
         generator = sampler.get("generator")
-        if state.get("draws_seed", True):  # else it is set again, behind a new process's seed
+        if state.get("draws_seed", True):  # else it is set again, after a new process's seed
             sampler.pop("generator", None)
         if generator is None and not sampler and not states:
             return None

@@ -52,7 +52,7 @@ class DatasetState:
         return bool(self._stateful)
 
     def take(self, made: int) -> State:
-        """Return the present state, behind so many batches."""
+        """Return the present state, after so many batches."""
         state = {name: each.state_dict() for name, each in self._stateful.items()}
         ended = getattr(self._fetcher, "ended", False)
         return {**state, "made": made, "ended": ended, "is_own": self._is_own}

@@ -53,7 +53,7 @@ class Taking(names.Base):  # type: ignore[misc]
         self._several = max(1, self._num_workers)  # what makes the batches in turn
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         self._received: list[Any] = []  # what is taken out, as far as it is there
-        self._behind: tuple[int, bytes | None] = (0, None)  # its worker, and the state behind it
+        self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
         self._error: BaseException | None = None  # what is raised instead of its batch
         self._place: str | None = None  # that batch, if it can be left out
 
@@ -108,7 +108,7 @@ class Taking(names.Base):  # type: ignore[misc]
                 if failed is not None and self._skips_errors and self._place is not None:
                     is_left_out = progress.skip(failed, self._place)
                 progress.yielded += 1
-                number, state = self._behind
+                number, state = self._after
                 if state is not None:
                     progress.states[number] = state
                 if self._is_iterable:

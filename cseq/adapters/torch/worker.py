@@ -28,7 +28,7 @@ END = object()
 
 
 class Raised(NamedTuple):
-    """What a batch is where an exception was raised instead: the epoch goes on behind it."""
+    """What a batch is where an exception was raised instead: the epoch goes on after it."""
 
     worker: int
     packed: bytes
@@ -37,7 +37,7 @@ class Raised(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A batch, its worker, and the state of the data set there behind it, if that is wanted."""
+    """A batch, its worker, and the state of the data set there after it, if that is wanted."""
 
     batch: Any
     worker: int
@@ -149,7 +149,7 @@ class Epoch(NamedTuple):
     state : bytes or None
         Where the data set is to begin, from `Stated`, in a process that has just started.
     snapshot_every : int
-        Send the data set's state behind every so many batches; 0: never.
+        Send the data set's state after every so many batches; 0: never.
     tagged : bool
         Send each batch as `Stated`: the trainer has to know the worker.
     """
@@ -300,7 +300,7 @@ class Batches:
         return Stated(batch, self._number, None) if epoch.tagged else batch
 
     def _stated(self, batch: Any, *, is_over: bool = False) -> Stated:
-        """Return a batch with the state behind it."""
+        """Return a batch with the state after it."""
         assert self._state is not None
         state = dumps(self._state.take(self._made))
         return Stated(batch, self._number, state, is_over)

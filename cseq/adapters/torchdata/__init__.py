@@ -334,7 +334,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
 
 def _end(engine: Engine, outlet: Outlet | None) -> None:
-    """End what a reading service has left behind."""
+    """End what a reading service has started."""
     engine.stop()
     if outlet is not None:
         outlet.close()

@@ -20,7 +20,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """The processes behind one reading service."""
+    """The processes of one reading service."""
 
     def __init__(
         self, num_workers: int, worker_ahead: int, main_ahead: int, **options: Any

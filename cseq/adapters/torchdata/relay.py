@@ -101,7 +101,7 @@ class Relay:
 
     def open(self) -> Address:
         """Listen for workers, and return the address; if anything is raised, call `close`."""
-        # An abstract name leaves no file behind.
+        # An abstract name leaves no file.
         name = f"\0cseq-{os.urandom(16).hex()}" if sys.platform == "linux" else None
         self._listener = Listener(name, backlog=self._num_workers, authkey=self._secret)
         self._name = self._listener.address
