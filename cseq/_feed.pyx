@@ -286,7 +286,7 @@ cdef class Feed:
 
     # -- the epoch
 
-    def begin(self, Source source not None, *, bint ordered=True, place=None, progress=None):
+    def begin(self, Source source not None, *, bint ordered=True, place=None):
         """Begin an epoch; tickets of an earlier one are given up. One step of C.
 
         Parameters
@@ -294,12 +294,12 @@ cdef class Feed:
         source : Source
         ordered : bool
             Tickets are taken in their order, not in that of completion.
-        place, progress : Place, Progress
-            In the same step, the place is made that of this epoch, with this progress.
+        place : Place, optional
+            In the same step, it is made that of this epoch, with this feed as its progress.
         """
         source.begin()
         if place is not None:
-            place.epoch, place.consumed, place.progress = source.epoch, source.consumed, progress
+            place.epoch, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
     def end(self):

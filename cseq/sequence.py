@@ -385,7 +385,7 @@ class MSequence(Manager, Generic[B_co]):
             run, place = self._run, self._place
             if number == place.epoch and not place.is_over(self._sampler.end):
                 place.again = place.begun
-            elif run is None or not run.is_ours or place.progress is not run.pool:
+            elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = Place(number)
             else:
                 with run.lock.hold(0) as hold:

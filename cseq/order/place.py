@@ -8,11 +8,11 @@ __all__ = ["Place", "Progress"]
 
 
 class Progress(Protocol):
-    """How far the loop is in an epoch, as a pool reports it."""
+    """How far the loop is in an epoch, as a `Feed` reports it."""
 
     @property
-    def begun(self) -> bool:
-        """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""
+    def taken(self) -> int:
+        """Batches, and exceptions in place of batches, that the loop has had of the epoch."""
 
     @property
     def ended(self) -> bool:
@@ -24,9 +24,9 @@ class Progress(Protocol):
 
 
 class Last(NamedTuple):
-    """The last progress of a pool that was closed; at first, none."""
+    """The last progress of a feed whose pool was closed; at first, none."""
 
-    begun: bool = False
+    taken: int = 0
     ended: bool = False
     position: int = 0
 
@@ -39,7 +39,7 @@ class Place:
     consumed : int
         Samples that all ranks together have had before the iterator's first.
     progress : Progress
-        The pool, once it has begun this epoch.
+        The feed, once it has begun this epoch.
     again : bool
         The next iterator begins this epoch again, unless it is over by then.
     """
@@ -58,8 +58,8 @@ class Place:
 
     @property
     def begun(self) -> bool:
-        """Whether the loop has had anything of the epoch."""
-        return self.progress.begun
+        """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""
+        return self.progress.ended or self.progress.taken > 0
 
     @property
     def position(self) -> int:
@@ -71,9 +71,9 @@ class Place:
         return self.begun and (self.progress.ended or self.position == end)
 
     def keep(self) -> None:
-        """Remember the pool's progress: the pool is about to be closed."""
-        pool = self.progress
-        self.progress = Last(pool.begun, pool.ended, pool.position)
+        """Remember the progress: the pool is about to be closed."""
+        last = self.progress
+        self.progress = Last(last.taken, last.ended, last.position)
 
     def next(self, end: int) -> Place:
         """Return where the next iterator begins, if the epoch has `end` samples."""

@@ -240,10 +240,7 @@ class Pool:
 
 
 class BatchPool(Pool):
-    """A pool of `MSequence`: one ring, for batches of samples in an order.
-
-    Its progress (`Progress`) is that of the epoch that was begun last.
-    """
+    """A pool of `MSequence`: one ring, for batches of samples in an order."""
 
     def __init__(self, job: Job, ring: Ring, batch_reader: BatchReader, **options: Any) -> None:
         super().__init__(
@@ -262,21 +259,6 @@ class BatchPool(Pool):
         """Start the runners. If this raises, or a signal handler does, `close` ends them."""
 
     @property
-    def position(self) -> int:
-        """Samples of this epoch that all ranks together have had, or left out for an error."""
-        return self.feed.position
-
-    @property
-    def ended(self) -> bool:
-        """Whether the loop was told that this epoch is over."""
-        return self.feed.ended
-
-    @property
-    def begun(self) -> bool:
-        """Whether the loop has had anything of this epoch: a batch, an exception, or its end."""
-        return self.feed.ended or self.feed.taken > 0
-
-    @property
     def skipped(self) -> list[tuple[int, int, str]]:
         """Batches that were left out for an error: epoch, batch, what was raised."""
         return list(self.feed.skipped)
@@ -284,7 +266,7 @@ class BatchPool(Pool):
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Begin an epoch after `consumed` samples; nothing of an earlier one is delivered.
 
-        In one step of C, `place` becomes that of this epoch, and the pool its progress. If the same
+        In one step of C, `place` becomes that of this epoch, and the feed its progress. If the same
         epoch was begun at the same place, and the loop has had nothing of it yet, the batches that
         were made are kept. `generation`: that of the iterator that is to have the batches.
         """
@@ -292,12 +274,12 @@ class BatchPool(Pool):
         if self.supervisor is not None:
             self.supervisor.begin()
         feed.generation = generation
-        if before is not None and not self.begun and before.is_at(epoch, consumed):
-            feed.place, place.progress = place, self
+        if before is not None and not before.begun and before.is_at(epoch, consumed):
+            feed.place, place.progress = place, feed
             return
         cut = job.sampler.cut_at(consumed)
         source = OrderSource(job.sampler.order, epoch, cut, self._fill, job.room)
-        feed.begin(source, ordered=job.ordered, place=place, progress=self)
+        feed.begin(source, ordered=job.ordered, place=place)
         feed.refill()
         self.clock.run()
 

@@ -65,7 +65,7 @@ class Stage:
         sampler = Sampler(samples, batch_size=batch_size, shuffle=False, seed=0, drop_last=False)
         on_error = "skip" if skip_errors else "raise"
         job: Any = SimpleNamespace(
-            sampler=sampler, room=batch_size, ordered=ordered, on_error=on_error
+            sampler=sampler, room=batch_size, ordered=ordered, on_error=on_error, options=None
         )
         self.pool = Working(self, job, convert or self.convert)
         self.feed = self.pool.feed
@@ -163,7 +163,7 @@ def test_never_more_than_the_buffer() -> None:
     for taken in range(1, 11):
         stage.next()
         assert sum(stage.ring.depths()) == min(3, 10 - taken)
-        assert stage.pool.position == 2 * taken
+        assert stage.pool.feed.position == 2 * taken
 
 
 def test_unordered() -> None:
@@ -222,7 +222,7 @@ def test_numbers_on_a_ticket() -> None:
     assert runner.indices().tolist() == [4, 5]
     stage.finish(runner)
     assert stage.drain() == PAIRS[2:]
-    assert stage.pool.position == 10
+    assert stage.pool.feed.position == 10
 
 
 def test_an_exception() -> None:
@@ -237,9 +237,9 @@ def test_an_exception() -> None:
     assert getattr(caught.value, "__notes__", ["epoch 0, batch 2, indices [4, 5]"])[0].endswith(
         "epoch 0, batch 2, indices [4, 5]"
     )
-    assert stage.pool.position == 4
+    assert stage.pool.feed.position == 4
     assert stage.drain() == PAIRS[3:]
-    assert (stage.pool.position, stage.pool.skipped) == (10, [])
+    assert (stage.pool.feed.position, stage.pool.skipped) == (10, [])
 
 
 def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +252,7 @@ def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
     assert "Broken: [4, 5]" in stage.pool.skipped[1][2]
     assert [r.levelno for r in caplog.records] == [logging.ERROR] * 3
     assert "epoch 3, batch 2, indices [4, 5]" in caplog.text
-    assert stage.pool.position == 10
+    assert stage.pool.feed.position == 10
 
 
 def test_what_is_not_skipped() -> None:
@@ -412,7 +412,7 @@ def test_ctrl_c_twice(ordered: bool) -> None:
         stage.begin(0)
         got: list[Any] = [stage.next().tolist() for _ in range(3)]  # the last one is short
         hits += strike(stage, first, got) and strike(stage, second, got)
-        assert stage.pool.position == min(2 * len(got), 9)
+        assert stage.pool.feed.position == min(2 * len(got), 9)
         assert got + stage.drain() == [*PAIRS[:4], [8]]
     assert hits > 3
 

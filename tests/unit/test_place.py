@@ -12,7 +12,7 @@ END = 10
 def at(begun: bool, ended: bool, position: int, *, again: bool = False) -> Place:
     """Make a place in epoch 3 that begins after 4 samples, with a pool at it."""
     place = Place(3, 4)
-    place.progress = Last(begun, ended, position)
+    place.progress = Last(int(begun), ended, position)
     place.again = again
     return place
 
@@ -43,13 +43,13 @@ def test_the_next_place(
 def test_what_a_pool_told_is_kept() -> None:
     """Once the pool is closed, its place is as it told last; keeping it again changes nothing."""
 
-    class Pool:
-        begun, ended, position = True, False, 6
+    class Feed:
+        taken, ended, position = 3, False, 6
 
     place = Place(3, 4)
-    place.progress = Pool()
+    place.progress = Feed()
     place.keep()
-    Pool.position = 9
+    Feed.position = 9
     place.keep()
     assert place.begun
     assert place.position == 6
