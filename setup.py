@@ -121,9 +121,10 @@ FAMILIES = [
     "_lock",
     "_core",
     "_work",
+    "_codec",
     "_source",
+    "_line",
     "_feed",
-    "_encoder",
     "_parcel",
 ]
 

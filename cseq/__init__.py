@@ -22,7 +22,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── run.py          one start of a manager, up to its end
     ├── fleet/          batches from other machines: parcels of tickets, and who makes them
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
-    ├── _feed.pyx       ★ posts tickets, takes batches and items out
+    ├── _feed.pyx       ★ takes batches and items out
     ├── arguments.py    the arguments of MSequence, and those of Streams, too: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
@@ -35,11 +35,12 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
+    ├── _line.pyx       ★ the tickets that are outstanding: posted, given up
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
     ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
-    ├── _encoder.pyx    a batch into a slot, by a plan
-    ├── _work.pyx       ★ the work of a runner: making batches, publishing them
-    ├── _core.pyx       ★ the ring, its runners, the shuffle, the batches' indices
+    ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
+    ├── _work.pyx       ★ runners, and their work: batches made, published
+    ├── _core.pyx       ★ the ring, the shuffle, the batches' indices
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _slots.pyx      the table of slots: the owner of each

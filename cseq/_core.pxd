@@ -1,6 +1,5 @@
-"""The ring with its two ends; the order of an epoch."""
+"""The ring; the order of an epoch."""
 
-from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
@@ -70,68 +69,3 @@ cdef class Ring:
         cseq_ring_retire(self.r, cell)
     cdef bint retract(self, uint32_t cell) noexcept
     cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
-
-
-@cython.final
-cdef class Runner:
-    cdef cseq_ring* r
-    cdef readonly Ring ring
-    cdef readonly uint32_t stage
-    cdef readonly uint32_t owner
-    cdef cseq_cell* c
-    cdef readonly int cell  # of the present ticket; -1: none
-    cdef public uint64_t park  # ns that `claim` waits at most
-    cdef bint last
-    cdef uint64_t since        # when the present ticket was claimed; when none came
-    cdef uint32_t claimed      # tickets, since malloc was last made to give memory back
-    cdef cnp.ndarray room      # for the indices of a ticket
-    cdef void hold(self, int cell) noexcept
-    cdef bint claim_at_once(self) noexcept
-    cdef void give_back(self) noexcept
-    cdef cseq_cell* held(self) except NULL
-    cpdef object indices(self)
-    cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept
-
-
-cdef enum:
-    STRIDE = 8  # items of the list for each cell: a cache line
-
-
-cdef extern from *:
-    """
-    static inline PyObject *cseq_exchange(PyObject **place, PyObject *value) {
-        PyObject *before = *place;
-        *place = Py_NewRef(value);
-        return before;
-    }
-    static inline PyObject *cseq_take(PyObject **place) {
-        PyObject *taken = *place;
-        *place = Py_NewRef(Py_None);
-        return taken;
-    }
-    static inline PyObject **cseq_items(PyObject *list) {
-        return ((PyListObject *)list)->ob_item;
-    }
-    """
-    object cseq_exchange(PyObject** place, object value)
-    PyObject* cseq_take(PyObject** place) noexcept
-    PyObject** cseq_items(list one)
-
-
-@cython.final
-cdef class ObjectTable:
-    cdef list held
-    cdef PyObject** items
-    cdef Py_ssize_t cells
-    cdef int check(self, Py_ssize_t cell) except -1
-    cdef inline object put(self, Py_ssize_t cell, object value):
-        """Leave an object; return what was there."""
-        return cseq_exchange(self.items + STRIDE * cell, value)
-    cdef inline PyObject* take(self, Py_ssize_t cell) noexcept:
-        """Leave None; return what was there, whose reference is the caller's."""
-        return cseq_take(self.items + STRIDE * cell)
-    cdef inline object get(self, Py_ssize_t cell):
-        return <object>self.items[STRIDE * cell]
-    cdef inline bint has(self, Py_ssize_t cell) noexcept:
-        """Whether there is an object."""
-        return <object>self.items[STRIDE * cell] is not None

@@ -7,39 +7,22 @@ arguments, release the GIL where something can take long, and turn status codes 
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from cpython.ref cimport PyObject
-from libc.string cimport memcpy
-from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport MOST_COPIED, WINDOW, Mapping, Memory, freed_due, give_freed_back
-from cseq._references cimport cseq_is_unique
-
-import os
+from cseq._memory cimport Mapping, Memory
 
 import numpy
 
 cnp.import_array()
 
-cdef extern from *:
-    """
-    #ifndef _WIN32
-    #include <unistd.h>
-    #define cseq_exit _exit
-    #else /* _exit has each DLL clean up, which may wait for a thread that is gone */
-    #define cseq_exit(code) TerminateProcess(GetCurrentProcess(), (UINT)(code))
-    #endif
-    """
-    void cseq_exit(int code) noexcept nogil
-
 FIELDS = CSEQ_FIELDS
 
 
-if os.environ.get("CSEQ_WAIT", "") == "nap":
-    cseq_wait_nap = 1
+cseq_wait_choose()
 
 
 cdef enum:
@@ -249,7 +232,6 @@ cdef class Order:
 
 
 PARK_NS = 100_000_000  # longest sleep before a sleeper checks signals, workers and deadlines
-INPUT, MIDDLE, OUTPUT = 0, 1, 2
 
 
 def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
@@ -368,11 +350,6 @@ cdef class Ring:
     def capacity(self):
         """Cells."""
         return self.r.capacity
-
-    @property
-    def round(self):
-        """Cells that are not for calls."""
-        return cseq_ring_round(self.r)
 
     @property
     def waited_ns(self):
@@ -682,241 +659,6 @@ cdef class Ring:
         cseq_ring_close(self.r)
 
 
-cdef extern from *:
-    """
-    /* Whether an array is as PyArray_EMPTY makes it: its user may have set its type, shape or flags,
-     * or a weak reference to it. */
-    static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
-        const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
-        return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
-            && PyArray_CHKFLAGS(one, NPY_ARRAY_OWNDATA) && PyArray_TYPE(one) == NPY_INT64
-            && !PyDataType_METADATA(f->descr) && !f->weakreflist;
-    }
-    """
-    bint cseq_is_fresh(cnp.ndarray one, cnp.npy_intp n) noexcept
-
-
-cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)  # stands for no array
-
-
-@cython.final
-cdef class Runner:
-    """A runner's end of the ring: claims a ticket of its stage, and publishes it.
-
-    Parameters
-    ----------
-    ring : Ring
-    stage : int
-        0: indexer, 1: converter.
-    owner : int
-        The runner's number, from 1.
-    last : bool
-        No stage follows: publish to the output.
-    """
-
-    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
-        if stage > 1:
-            raise ValueError(f"stage={stage} is neither 0 nor 1")
-        if not 1 <= owner <= ring.r.runners:
-            raise ValueError(f"owner={owner} is not in [1, {ring.r.runners}]")
-        self.ring = ring
-        self.r = ring.r
-        self.stage = stage
-        self.owner = owner
-        self.last = last
-        self.cell = -1
-        self.park = PARK_NS
-        self.room = NOTHING
-
-    def claim(self):
-        """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
-        closed."""
-        cdef int cell = CSEQ_CLOSED
-        if self.cell >= 0:
-            raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
-        if self.claimed >= WINDOW and self.since >= freed_due[0]:
-            self.claimed = 0
-            give_freed_back()
-        if not cseq_ring_closed(self.r):
-            cell = cseq_ring_claim(self.r, self.stage, self.owner)
-            if cell < 0:
-                with nogil:
-                    cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
-        if cell == CSEQ_CLOSED:
-            return None
-        if cell < 0:
-            self.since, self.claimed = cseq_now_ns(), WINDOW  # idle: a good time to give memory back
-            return False
-        self.hold(cell)
-        return True
-
-    cdef void hold(self, int cell) noexcept:
-        """Begin with the ticket in a cell that was claimed."""
-        self.cell = cell
-        self.claimed += 1
-        self.c = cseq_ring_cell(self.r, cell)
-        self.since = cseq_now_ns()
-        cseq_store_rlx_u64(&self.c.started_ns, self.since)
-
-    cdef bint claim_at_once(self) noexcept:
-        """Claim a ticket, if there is one; none is in hand."""
-        cdef int cell = CSEQ_NONE
-        if not cseq_ring_closed(self.r):
-            cell = cseq_ring_claim(self.r, self.stage, self.owner)
-        if cell < 0:
-            return False
-        self.hold(cell)
-        return True
-
-    cdef void give_back(self) noexcept:
-        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
-        cdef uint32_t cell
-        self.cell = -1
-        cseq_ring_repost(self.r, self.owner, &cell)
-
-    cdef cseq_cell* held(self) except NULL:
-        if self.cell < 0:
-            raise RuntimeError("no ticket in hand: claim one first")
-        return self.c
-
-    @property
-    def seed(self):
-        """Of the order of the epoch, and of the generators."""
-        return self.held().seed
-
-    @property
-    def epoch(self):
-        return self.held().epoch
-
-    @property
-    def batch(self):
-        """Running number within the epoch."""
-        return self.held().batch
-
-    @property
-    def start(self):
-        """Position of the first sample in the order of the epoch."""
-        return self.held().start
-
-    @property
-    def slot(self):
-        return self.held().slot
-
-    @property
-    def capacity(self):
-        """Bytes of the slot that are committed."""
-        return self.held().capacity
-
-    @property
-    def record(self):
-        """The record of the stage before."""
-        cdef uint64_t* f = self.held().record
-        return f[0], f[1], f[2], f[3]
-
-    def detach(self):
-        """The batch has left its slot, which is the trainer's: `Feed` must not free it."""
-        cseq_store_rel_u32(&self.held().slot, CSEQ_NO_SLOT)
-
-    cpdef object indices(self):
-        """The batch's indices: an int64 array that nothing else refers to.
-
-        The array of the ticket before, if that is small and nothing refers to it.
-        """
-        cdef cnp.npy_intp n = self.held().count
-        if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
-            self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
-        array = self.room
-        if n > MOST_COPIED // 8:  # not kept: it may lie in the batch's slot (cseq_place.h)
-            self.room = NOTHING
-        CSEQ_POINT("slice")
-        memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),
-               <size_t>n * 8)
-        return array
-
-    def publish(self, uint32_t status=0, record=(), uint64_t capacity=0, int64_t slot=-1):
-        """Publish the ticket.
-
-        Parameters
-        ----------
-        status : int
-            0: a batch; any other status goes straight to the output.
-        record : tuple of int
-            Where in the slot the batch lies: at most `FIELDS` numbers of bytes, whose sum is the
-            size of the batch.
-        capacity : int
-            Bytes of the slot that are committed now.
-        slot : int
-            The slot that an indexer has written to, which is the ticket's from now on; -1: none.
-        """
-        cdef cseq_cell* c = self.held()
-        cdef uint64_t* fields = c.converted if self.stage else c.record
-        cdef Py_ssize_t i
-        if not isinstance(record, tuple) or len(<tuple>record) > CSEQ_FIELDS:
-            raise ValueError(f"record={record!r} is not a tuple of at most {CSEQ_FIELDS} numbers")
-        for i in range(len(<tuple>record)):
-            fields[i] = (<tuple>record)[i]
-        if slot >= 0:
-            cseq_store_rel_u32(&c.slot, <uint32_t>slot)
-        c.capacity = max(c.capacity, capacity)
-        self.deliver(c, status)
-
-    cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
-        """`publish`, with slot and record written."""
-        c.status = status
-        c.stage = self.stage
-        cdef uint32_t cell = <uint32_t>self.cell
-        self.cell = -1
-        cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
-
-
-@cython.final
-cdef class ObjectTable:
-    """An object for each cell of a ring, or None: that of the party that may write the cell.
-
-    In a list of constant length, whose items the core exchanges without its lock and without counting
-    references to it: both sides would write these for every batch. Nor do two cells share a cache line.
-    """
-
-    def __cinit__(self, Py_ssize_t cells):
-        self.cells = cells
-        self.held = [None] * (STRIDE * cells)
-        self.items = cseq_items(self.held)
-
-    cdef int check(self, Py_ssize_t cell) except -1:
-        if cell < 0 or cell >= self.cells:
-            raise IndexError(f"cell {cell} is not one of {self.cells}")
-        return 0
-
-    def __getitem__(self, Py_ssize_t cell):
-        self.check(cell)
-        return self.get(cell)
-
-    def __setitem__(self, Py_ssize_t cell, value):
-        self.check(cell)
-        self.put(cell, value)
-
-
 def now_ns():
     """Nanoseconds on a monotonic clock, that of `Ring.holder`."""
     return cseq_now_ns()
-
-
-def await_hangup(intptr_t socket):
-    """Wait, without the GIL, until the peer of a socket is gone."""
-    with nogil:
-        cseq_await_hangup(socket)
-
-
-def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
-    """Wait until the peer of `socket` is gone, and `grace_ns` more; then end this process without
-    the interpreter. Never returns; for a thread of its own."""
-    cdef uint32_t unchanged = 0
-    cdef uint64_t end, now
-    with nogil:
-        cseq_await_hangup(socket)
-        end = cseq_now_ns() + grace_ns
-        now = end - grace_ns
-        while now < end:
-            cseq_wait(&unchanged, 0, end - now, False)
-            now = cseq_now_ns()
-        cseq_exit(1)

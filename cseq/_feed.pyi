@@ -4,12 +4,11 @@ from typing import Any, Final, Literal, final
 
 from typing_extensions import Self
 
-from cseq._core import ObjectTable, Ring
+from cseq._codec import Decoder
+from cseq._core import Ring
+from cseq._line import Line
 from cseq._lock import RunState
-from cseq._memory import Mapping, Memory
-from cseq._plan import Reader
-from cseq._slots import Slots
-from cseq._source import Request, Source
+from cseq._source import Source
 
 MOST_SKIPPED: Final[int]
 
@@ -20,30 +19,14 @@ class ItemFailure:
     def __new__(cls, error: BaseException, worker: int = -1) -> Self: ...
 
 @final
-class Decoder:
-    def __new__(
-        cls,
-        *,
-        objects: ObjectTable | None = None,
-        slots: Slots | None = None,
-        small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
-        | None = None,
-        convert: Callable[[Any], Any] | None = None,
-        leaf_for: Callable[[Any], Any] | None = None,
-    ) -> Self: ...
-
-@final
-class Feed:
+class Feed(Line):
     run: Final[RunState]
     generation: int
-    source: Final[Source | None]
-    ticket: Final[int]
     place: Any
     ended: Final[bool]
     failed: Final[str]
     skipped: Final[deque[Any]]
     skips: Final[int]
-    abandoned_count: Final[int]
     def __new__(
         cls,
         run: RunState,
@@ -68,8 +51,6 @@ class Feed:
     def done(self) -> int: ...
     @property
     def position(self) -> int: ...
-    def refill(self) -> int: ...
-    def sweep(self) -> int: ...
     def advance(self) -> bool | None: ...
     def notices(self) -> int: ...
     def awaited(self) -> list[tuple[int, int]]: ...
@@ -79,15 +60,6 @@ class Feed:
     def glance(self) -> Any: ...
     def peek(self) -> tuple[int, Any]: ...
     def commit_item(self, number: int) -> None: ...
-    def tickets(self, number: int) -> list[tuple[int, int]]: ...
-    def post_call(
-        self,
-        number: int,
-        request: Request,
-        name: str,
-        assignment: Request | None = None,
-        epoch: int = 0,
-    ) -> tuple[int, int]: ...
     def dismiss(self, number: int, cell: int, ticket: int, failed: str = "") -> None: ...
 
 @final

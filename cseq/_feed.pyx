@@ -1,22 +1,20 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The trainer's end of the rings: posts what a source asks for, and takes it."""
+"""The trainer's end of the rings: takes what a source has asked for."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
 
-from cseq._core cimport ObjectTable, Ring
+from cseq._codec cimport UNREAD, Decoder
+from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._lock cimport Lock, RunState
-from cseq._memory cimport MOST_KEPT, Mapping, Memory
-from cseq._plan cimport MOST_KNOWN, Plan, Reader
 from cseq._references cimport cseq_given
-from cseq._slots cimport Slots
-from cseq._source cimport ASK_CALL, Request, Source, refer
+from cseq._line cimport Line, Ticket
+from cseq._source cimport Source
 
 from collections import deque
 
@@ -28,7 +26,6 @@ cdef enum:
     ENDED = 2  # a bit of a ticket's status: see stage.py
 
 cdef uint64_t NONE = <uint64_t>-1
-cdef object UNREAD = object()
 
 
 @cython.final
@@ -50,125 +47,10 @@ cdef class ItemFailure:
 
 
 @cython.final
-cdef class Decoder:
-    """Makes batches from what lies in the cells and slots, as far as that can be done in C.
-
-    Parameters
-    ----------
-    objects : ObjectTable, optional
-        The batches of threads.
-    slots : Slots, optional
-        The slots of processes; without it, tickets have no slot.
-    small : tuple, optional
-        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded;
-        arrays of at most `most` bytes together are copied, and others are views of what `lend` (see
-        `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
-    convert : callable, optional
-        Applied to a batch; the pool applies it to those that are not decoded here.
-    leaf_for : callable, optional
-        The same for single leaves, if that is possible: see `Plan.converters`.
-    """
-
-    cdef ObjectTable objects
-    cdef Slots slots
-    cdef list mapped
-    cdef Reader reader
-    cdef Py_ssize_t most
-    cdef object lend, convert, leaf_for
-    cdef bint passes      # batches are objects that are handed over as they are
-    cdef dict converters  # by plan
-    cdef Plan found       # that of the latest batch
-    cdef Plan latest
-    cdef list leaves      # converters of `latest`
-
-    def __cinit__(self, *, ObjectTable objects=None, Slots slots=None, small=None, convert=None,
-                  leaf_for=None):
-        self.objects, self.slots, self.convert, self.leaf_for = objects, slots, convert, leaf_for
-        if small is not None:
-            self.mapped, self.reader, self.most, self.lend = small
-        self.passes = objects is not None and slots is None and convert is None
-        self.converters = {}
-
-    cdef object decode(self, uint32_t cell, cseq_cell* c):
-        """The batch in a cell, converted; UNREAD if it is for Python to decode."""
-        cdef bint leaves = self.leaf_for is not None
-        if c.status:
-            return UNREAD
-        if self.objects is not None:
-            batch = self.objects.get(cell)
-            if batch is None:
-                return UNREAD
-        else:
-            batch = self.decode_slot(c, leaves)
-            if leaves or batch is UNREAD:
-                return batch
-        return batch if self.convert is None else self.convert(batch)
-
-    cdef object decode_slot(self, cseq_cell* c, bint leaves):
-        """The batch in a cell's slot, if its structure is known; else UNREAD."""
-        cdef Mapping slot
-        cdef Plan plan
-        cdef Memory memory
-        cdef uint64_t* f = c.record
-        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
-        cdef bint small = f[0] <= <uint64_t>self.most
-        if (c.stage or self.mapped is None or not f[1]
-                or c.slot >= <uint64_t>PyList_GET_SIZE(self.mapped)):
-            return UNREAD
-        slot = self.mapped[c.slot]
-        if slot is None or <uint64_t>slot.size < c.capacity:
-            return UNREAD
-        if small and c.capacity > MOST_KEPT and self.slots.is_due():  # for `Arena.tidy`
-            return UNREAD
-        plan = self.found
-        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
-            plan = self.found = self.reader.find(slot, f)
-        if plan is None:
-            return UNREAD
-        memory, objects = slot, None
-        if not small:
-            memory = self.lend(c.slot, end, c.capacity)
-        if f[3]:
-            if small and not self.reader.is_in_band(slot, f):
-                return UNREAD
-            objects = self.reader.load(memory, end - f[3], f[3])
-        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
-
-    cdef list conversion(self, Plan plan):
-        """The converters of the leaves of a plan's batches."""
-        cdef list leaves
-        if plan is self.latest:
-            return self.leaves
-        leaves = self.converters.get(plan)
-        if leaves is None:
-            if len(self.converters) >= MOST_KNOWN:
-                self.converters.clear()
-            leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
-        self.latest, self.leaves = plan, leaves
-        return leaves
-
-    cdef inline object leave(self, uint32_t cell, cseq_cell* c):
-        """Release slot and object of a ticket that leaves its cell; return the object, to be dropped
-        after all else is done: its destructor may run code."""
-        left = None if self.objects is None else self.objects.put(cell, None)
-        if self.slots is not None:
-            self.slots.leave(c)
-        return left
-
-
-cdef struct Ticket:
-    uint64_t number
-    uint64_t units  # that it counts for; 0: a reply
-    uint32_t ring
-    uint32_t cell
-
-
-@cython.final
-cdef class Feed:
+cdef class Feed(Line):
     """Posts the tickets of a `Source`, and takes out what they ask for.
 
-    The *line* has the tickets that are outstanding in all rings, in the order of delivery. A ticket
-    leaves in three steps::
+    A ticket leaves the line in three steps::
 
         peek     find the ticket whose turn it is, READY; nothing changes
         decode   make the batch from what the cell says; may call anything, may be interrupted
@@ -185,9 +67,8 @@ cdef class Feed:
     Parameters
     ----------
     run : RunState
-    rings : list of Ring
-        One shared ring; or queues, one for each worker, in one memory.
-    decoder : Decoder
+    rings, decoder, discard
+        See `Line`.
     wait : callable
         ``wait()`` returns when the next ticket is ready; it raises StopIteration if no more come, and
         errors of workers. It calls `advance` and `wait`.
@@ -202,8 +83,6 @@ cdef class Feed:
         `ItemFailure`.
     make : callable, optional
         Makes the next batch on this thread, instead of waiting for it.
-    discard : callable, optional
-        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
     interrupted : str
         What InterruptedError says once the generation is over.
 
@@ -217,8 +96,6 @@ cdef class Feed:
         Units of these; those of a ticket that has raised count only once the loop has gone on.
     skipped : deque
         The notes of the batches left out.
-    ticket : int
-        Number of the next one.
     place : Place or None
         Epoch, and units before its first ticket, of what was begun; None: nothing is under way.
     ended : bool
@@ -230,59 +107,31 @@ cdef class Feed:
     cdef object __weakref__
     cdef readonly RunState run
     cdef public uint64_t generation
-    cdef readonly Source source
-    cdef readonly uint64_t ticket
     cdef public object place
     cdef readonly bint ended
     cdef readonly object failed
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    cdef uint64_t taken_count, done_count  # which any thread reads: see `cseq_count_u64`
-    cdef uint64_t units, before            # of what was taken; before the epoch's first ticket
-    cdef list rings
-    cdef cseq_ring** r         # of these
-    cdef Decoder decoder
-    cdef object wait_next, read, describe, make, discard, interrupted
+    cdef uint64_t done_count     # which any thread reads: see `cseq_count_u64`
+    cdef uint64_t units, before  # of what was taken; before the epoch's first ticket
+    cdef object wait_next, read, describe, make, interrupted
     cdef bint skip, give
-    cdef bint queues           # each worker has a ring of its own
     cdef bint ordered
     cdef bint spun             # the head was waited for in vain, without sleeping
     cdef Py_ssize_t only       # the worker whose items are asked for; -1: any
-    # Tickets: a circular buffer, and those that were given up and are still in their cells.
-    cdef Ticket* line
-    cdef Py_ssize_t room, first, length
-    cdef Ticket* abandoned
-    cdef readonly Py_ssize_t abandoned_count
     # The ticket that is decoded, and still in the line.
     cdef uint64_t decoded
     cdef object batch, error, note
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None, wait,
                   decode, describe, *, str errors="raise", make=None, discard=None, str interrupted=""):
-        cdef Ring ring
-        cdef Py_ssize_t k = 0
-        for ring in rings:
-            self.room += ring.r.capacity
-        self.line = <Ticket*>PyMem_RawCalloc(2 * self.room, sizeof(Ticket))
-        self.r = <cseq_ring**>PyMem_RawCalloc(len(rings), sizeof(cseq_ring*))
-        if self.line == NULL or self.r == NULL:
-            raise MemoryError(f"no memory for {self.room} cells")
-        for ring in rings:
-            self.r[k] = ring.r
-            k += 1
-        self.abandoned = self.line + self.room
-        self.run, self.rings, self.decoder = run, rings, decoder
+        self.run = run
         self.wait_next, self.read, self.describe = wait, decode, describe
-        self.make, self.discard, self.interrupted = make, discard, interrupted
+        self.make, self.interrupted = make, interrupted
         self.skip, self.give = errors == "skip", errors == "return"
-        self.queues = self.r[0].calls != 0
         self.skipped = deque(maxlen=MOST_SKIPPED)
         self.generation = self.decoded = NONE
         self.only, self.failed = -1, ""
-
-    def __dealloc__(self):
-        PyMem_RawFree(self.line)
-        PyMem_RawFree(self.r)
 
     # -- the epoch
 
@@ -340,18 +189,6 @@ cdef class Feed:
 
     # -- the line
 
-    cdef inline Ticket* at(self, Py_ssize_t k) noexcept:
-        """The ticket at a position of the line."""
-        cdef Py_ssize_t i = self.first + k
-        return &self.line[i if i < self.room else i - self.room]
-
-    cdef inline cseq_cell* cell(self, Ticket* t) noexcept:
-        return cseq_ring_cell(self.r[t.ring], t.cell)
-
-    cdef inline bint is_ready(self, Py_ssize_t k) noexcept:
-        """Whether the ticket at a position is answered."""
-        return cseq_ring_ready(self.r[self.at(k).ring], self.at(k).cell)
-
     cdef inline Py_ssize_t head(self) noexcept:
         """Position of the first ticket in the line, or of the first one of `only`; -1: none."""
         cdef Py_ssize_t k
@@ -375,121 +212,15 @@ cdef class Feed:
                 return k
         return -1
 
-    cdef Py_ssize_t locate(self, uint64_t number) noexcept:
-        """Position of a ticket; -1: it is not in the line."""
-        cdef Py_ssize_t k
-        for k in range(self.length):
-            if self.at(k).number == number:
-                return k
-        return -1
-
     cdef inline bint is_decoded(self, Py_ssize_t k) noexcept:
         """Whether the ticket at a position is there and is decoded."""
         return k < self.length and self.at(k).number == self.decoded
-
-    cdef inline void remove(self, Py_ssize_t k) noexcept:
-        """Remove a ticket from the line."""
-        while k > 0:
-            self.at(k)[0] = self.at(k - 1)[0]
-            k -= 1
-        self.first = 0 if self.first + 1 == self.room else self.first + 1
-        self.length -= 1
 
     cdef inline void forget(self) noexcept:
         """Forget what is decoded."""
         self.decoded, self.batch = NONE, None
         if self.note is not None or self.error is not None:
             self.error = self.note = None
-
-    # -- posting
-
-    cdef bint post(self) noexcept:
-        """Post the next ticket, if it is prepared and there is room; return whether it was."""
-        cdef Py_ssize_t number = self.source.target()
-        cdef Ring ring
-        cdef Ticket* t
-        cdef int cell
-        if number < 0:
-            return False
-        ring = <Ring>PyList_GET_ITEM(self.rings, number)
-        cell = ring.find_vacant()
-        if cell < 0:
-            return False
-        t = self.at(self.length)
-        t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
-        t.units = self.source.write(number, ring, t.cell, self.ticket)
-        self.length += 1
-        self.ticket += 1
-        return True
-
-    cpdef int refill(self) except -1:
-        """Post tickets while there are free cells, and the source has any."""
-        cdef bint ready
-        self.sweep()
-        while self.source is not None:
-            ready = self.source.is_ready(self.taken_count)
-            if not ready:
-                self.source.prepare(self.taken_count)
-            if not self.post() and ready:
-                break
-        return 0
-
-    cdef void abandon(self, Ticket* t) noexcept:
-        self.abandoned[self.abandoned_count] = t[0]
-        self.abandoned_count += 1
-
-    cdef void give_up(self, uint32_t number) noexcept:
-        """Give up the tickets of a ring: of a queue, those that are not claimed are taken back, newest
-        first, and so leave no gap."""
-        cdef bint back = self.queues
-        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
-        cdef Py_ssize_t k, kept = 0
-        cdef Ticket* t
-        if self.source is not None:
-            self.source.end(number)
-        for k in range(self.length - 1, -1, -1):
-            t = self.at(k)
-            if t.ring == number:
-                back = back and ring.retract(t.cell)
-                if not back:
-                    self.abandon(t)
-        for k in range(self.length):
-            t = self.at(k)
-            if t.ring != number:
-                self.at(kept)[0] = t[0]
-                kept += 1
-        self.length = kept
-        ring.outstanding = ring.unwoken = 0
-
-    cdef void give_up_call(self, uint32_t number) noexcept:
-        """Give up the call that a worker has to answer, if there is one."""
-        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
-        cdef Ticket t
-        if ring.calling >= 0:
-            t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
-            self.abandon(&t)
-            ring.calling = -1
-
-    cpdef int sweep(self) except -1:
-        """Free the cells of given-up tickets that no runner works on any more."""
-        cdef Py_ssize_t k = 0
-        cdef Ticket t
-        cdef Ring ring
-        while k < self.abandoned_count:
-            t = self.abandoned[k]
-            ring = self.rings[t.ring]
-            if not (cseq_ring_ready(ring.r, t.cell) if self.queues and t.cell < cseq_ring_round(ring.r)
-                    else cseq_ring_cancel(ring.r, t.cell)):
-                k += 1
-                continue
-            if self.discard is not None:
-                self.discard(t.cell)
-            before = self.decoder.leave(t.cell, self.cell(&t))
-            ring.free(t.cell)
-            self.abandoned_count -= 1
-            self.abandoned[k] = self.abandoned[self.abandoned_count]
-            before = None
-        return 0
 
     # -- waiting, for `wait`
 
@@ -640,15 +371,6 @@ cdef class Feed:
                     batch, error = ItemFailure(error, t.ring), None
         self.decoded, self.batch, self.error, self.note = t.number, batch, error, note
         return 0
-
-    cdef inline object drop(self, Py_ssize_t k, Ring ring):
-        """Take an answered ticket out: free its cell; return the object that was left there."""
-        cdef Ticket t = self.at(k)[0]
-        left = self.decoder.leave(t.cell, self.cell(&t))
-        self.remove(k)
-        ring.outstanding -= 1
-        ring.free(t.cell)
-        return left
 
     cdef int commit(self, Py_ssize_t k, bint done) except -1:
         """Take out the decoded ticket at a position, and post the next one, which is prepared.
@@ -833,49 +555,6 @@ cdef class Feed:
             self.run.lock.leave()
 
     # -- calls of workers
-
-    def tickets(self, uint32_t number):
-        """Cell and number of each outstanding ticket of a ring, the oldest first."""
-        return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
-                if self.at(k).ring == number]
-
-    def post_call(self, uint32_t number, Request request not None, str name not None,
-                  Request assignment=None, uint64_t epoch=0):
-        """Post a call beside a worker's queue, which comes before all items that it has not claimed.
-
-        One at a time: the one before is given up, if it is not answered.
-
-        Parameters
-        ----------
-        number : int
-            The worker.
-        request : Request
-        name : str
-            What messages call it.
-        assignment : Request, optional
-        epoch : int
-            Which the worker is to begin first, with that assignment; 0: none.
-
-        Returns
-        -------
-        tuple of int
-            Cell and number of the ticket.
-        """
-        cdef Ring ring = self.rings[number]
-        cdef uint32_t cell = cseq_ring_round(ring.r)
-        self.give_up_call(number)
-        self.sweep()
-        # One cell may be that of a call which was given up, and which the worker is busy with.
-        while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
-            cell += 1
-            if cell == ring.r.capacity:
-                raise RuntimeError("a worker is busy with two calls, which it never should be")
-        refer(ring, cell, request, assignment, name)
-        ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0, 0)
-        ring.calling = <int>cell
-        ring.wake()
-        self.ticket += 1
-        return cell, self.ticket - 1
 
     def dismiss(self, uint32_t number, uint32_t cell, uint64_t ticket, str failed not None=""):
         """Take a reply, which is answered, out of its cell, unless that was done.

@@ -20,7 +20,7 @@ cdef extern from "cseq_atomic.h" nogil:
 
 
 cdef extern from "cseq_wait.h" nogil:
-    int cseq_wait_nap
+    void cseq_wait_choose() noexcept
     void cseq_wait(uint32_t* word, uint32_t seen, uint64_t ns, int shared) noexcept
     void cseq_wake(uint32_t* word, int shared) noexcept
     uint64_t cseq_now_ns() noexcept

@@ -1,17 +1,14 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Locks and latches that a signal handler cannot break; a run's generation."""
+"""Locks and latches that outlive signal handlers; a run's generation; hangups."""
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport intptr_t, uint32_t, uint64_t
 
 cimport cython
 
 from cseq._headers cimport *
 
-import os
-
-if os.environ.get("CSEQ_WAIT", "") == "nap":
-    cseq_wait_nap = 1
+cseq_wait_choose()
 
 cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signal handlers
 
@@ -206,3 +203,35 @@ cdef class RunState:
     def interrupt(self):
         """Begin the next generation, on any thread or in a signal handler: return its number."""
         return cseq_add_sc_u64(&self.number, 1) + 1
+
+
+cdef extern from *:
+    """
+    #ifndef _WIN32
+    #include <unistd.h>
+    #define cseq_exit _exit
+    #else /* _exit has each DLL clean up, which may wait for a thread that is gone */
+    #define cseq_exit(code) TerminateProcess(GetCurrentProcess(), (UINT)(code))
+    #endif
+    """
+    void cseq_exit(int code) noexcept nogil
+
+def await_hangup(intptr_t socket):
+    """Wait, without the GIL, until the peer of a socket is gone."""
+    with nogil:
+        cseq_await_hangup(socket)
+
+
+def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
+    """Wait until the peer of `socket` is gone, and `grace_ns` more; then end this process without
+    the interpreter. Never returns; for a thread of its own."""
+    cdef uint32_t unchanged = 0
+    cdef uint64_t end, now
+    with nogil:
+        cseq_await_hangup(socket)
+        end = cseq_now_ns() + grace_ns
+        now = end - grace_ns
+        while now < end:
+            cseq_wait(&unchanged, 0, end - now, False)
+            now = cseq_now_ns()
+        cseq_exit(1)

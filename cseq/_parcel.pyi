@@ -5,10 +5,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from cseq._core import Ring, Runner
-from cseq._encoder import SlotEncoder
+from cseq._codec import SlotEncoder
+from cseq._core import Ring
 from cseq._memory import Mapping, Memory
 from cseq._slots import Slots
+from cseq._work import Runner
 
 @final
 class Carrier:

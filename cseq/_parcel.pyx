@@ -18,13 +18,14 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Ring, Runner
-from cseq._encoder cimport SlotEncoder
+from cseq._codec cimport SlotEncoder
+from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._lock cimport Lock
 from cseq._memory cimport LARGE, MOST_KEPT, Mapping, Memory
 from cseq._plan cimport aligned
 from cseq._slots cimport Slots
+from cseq._work cimport Runner
 
 from collections import deque
 

@@ -258,16 +258,11 @@ cdef class Slots:
         """The memory of a slot that a ticket lies in, for a batch that is being decoded.
 
         Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
-        one share it. But where a signal handler has taken the ticket that was decoded, a lease can be
-        left for the next ticket in the slot: not of this mapping or size, it is replaced. A forked
-        process gets a copy of the first `used` bytes; -1: of all.
+        one share it. A forked process gets a copy of the first `used` bytes; -1: of all.
         """
-        cdef uint64_t nbytes
-        cdef Lease lease
+        cdef Lease lease = self.lent.get(slot)
         self.check(slot)
-        nbytes = min(<uint64_t>mapping.size, self.committed(slot) or <uint64_t>mapping.size)
-        lease = self.lent.get(slot)
-        if lease is not None and lease.mapping is mapping and <uint64_t>lease.size == nbytes:
+        if lease is not None:
             return lease
         if used > mapping.size:
             raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
@@ -275,7 +270,7 @@ cdef class Slots:
             raise RuntimeError(f"slot {slot} is not taken")
         lease = Lease.__new__(Lease)
         lease.data = mapping.data
-        lease.size = <Py_ssize_t>nbytes
+        lease.size = min(mapping.size, <Py_ssize_t>self.committed(slot) or mapping.size)
         lease.mapping = mapping
         lease.slot = slot
         if used:

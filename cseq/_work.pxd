@@ -1,10 +1,12 @@
-"""The work of a runner: making batches, and publishing them."""
+"""Runners, and their work: batches made, and published."""
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 cimport cython
+cimport numpy as cnp
 
-from cseq._core cimport ObjectTable, Runner
+from cseq._core cimport Ring
+from cseq._headers cimport cseq_cell, cseq_ring
 
 
 cdef class BatchState:
@@ -12,14 +14,30 @@ cdef class BatchState:
     cdef public object drawn
 
 
+@cython.final
+cdef class Runner:
+    cdef cseq_ring* r
+    cdef readonly Ring ring
+    cdef readonly uint32_t stage
+    cdef readonly uint32_t owner
+    cdef cseq_cell* c
+    cdef readonly int cell  # of the present ticket; -1: none
+    cdef public uint64_t park  # ns that `claim` waits at most
+    cdef bint last
+    cdef uint64_t since        # when the present ticket was claimed; when none came
+    cdef uint32_t claimed      # tickets, since malloc was last made to give memory back
+    cdef cnp.ndarray room      # for the indices of a ticket
+    cdef void hold(self, int cell) noexcept
+    cdef bint claim_at_once(self) noexcept
+    cdef void give_back(self) noexcept
+    cdef cseq_cell* held(self) except NULL
+    cpdef object indices(self)
+    cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept
+
+
 cdef class TicketWriter:
     cdef int open_ticket(self, Runner runner) except -1
     cdef bint publish_batch(self, Runner runner, object batch) except -1
-
-
-@cython.final
-cdef class ObjectWriter(TicketWriter):
-    cdef ObjectTable objects
 
 
 cdef class Generator:

@@ -1,23 +1,50 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._core import ObjectTable, Runner
+from cseq._core import Ring
 
 @disjoint_base
 class BatchState:
     ticket: Any
     drawn: Any
 
+@final
+class Runner:
+    ring: Final[Ring]
+    stage: Final[int]
+    owner: Final[int]
+    cell: Final[int]
+    park: int
+    def __new__(cls, ring: Ring, stage: int, owner: int, *, last: bool) -> Self: ...
+    def claim(self) -> bool | None: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def record(self) -> tuple[int, int, int, int, int, int]: ...
+    def detach(self) -> None: ...
+    def indices(self) -> NDArray[np.int64]: ...
+    def publish(
+        self, status: int = 0, record: tuple[int, ...] = (), capacity: int = 0, slot: int = -1
+    ) -> None: ...
+
 @disjoint_base
 class TicketWriter:
     def begin_ticket(self, runner: Runner) -> None: ...
     def try_publish(self, runner: Runner, batch: Any) -> bool: ...
-
-@final
-class ObjectWriter(TicketWriter):
-    def __new__(cls, objects: ObjectTable) -> Self: ...
 
 @disjoint_base
 class Generator:

@@ -1,18 +1,28 @@
 """The work of a runner: making batches, publishing them; the global generators."""
-"""The work of a runner: making batches, and publishing them; the global generators for that."""
+"""Runners, and their work: batches made, and published; the global generators for that."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_Contains, PyDict_Size
 from cpython.ref cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 cimport cython
+cimport numpy as cnp
 
-from cseq._core cimport ObjectTable, Runner
+from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._memory cimport forks_here
+from cseq._memory cimport MOST_COPIED, WINDOW, forks_here, freed_due, give_freed_back
+from cseq._references cimport cseq_is_unique
+
+import numpy
+
+from cseq._core import PARK_NS
+
+cnp.import_array()
+
+cseq_wait_choose()
 
 cdef extern from "Python.h":
     PyObject* PyImport_GetModuleDict()  # borrowed
@@ -42,6 +52,193 @@ cdef class BatchState:
     """
 
 
+cdef extern from *:
+    """
+    /* Whether an array is as PyArray_EMPTY makes it: its user may have set its type, shape or flags,
+     * or a weak reference to it. */
+    static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
+        const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
+        return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
+            && PyArray_CHKFLAGS(one, NPY_ARRAY_OWNDATA) && PyArray_TYPE(one) == NPY_INT64
+            && !PyDataType_METADATA(f->descr) && !f->weakreflist;
+    }
+    """
+    bint cseq_is_fresh(cnp.ndarray one, cnp.npy_intp n) noexcept
+
+
+cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)  # stands for no array
+
+
+@cython.final
+cdef class Runner:
+    """A runner's end of the ring: claims a ticket of its stage, and publishes it.
+
+    Parameters
+    ----------
+    ring : Ring
+    stage : int
+        0: indexer, 1: converter.
+    owner : int
+        The runner's number, from 1.
+    last : bool
+        No stage follows: publish to the output.
+    """
+
+    def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
+        if stage > 1:
+            raise ValueError(f"stage={stage} is neither 0 nor 1")
+        if not 1 <= owner <= ring.r.runners:
+            raise ValueError(f"owner={owner} is not in [1, {ring.r.runners}]")
+        self.ring = ring
+        self.r = ring.r
+        self.stage = stage
+        self.owner = owner
+        self.last = last
+        self.cell = -1
+        self.park = PARK_NS
+        self.room = NOTHING
+
+    def claim(self):
+        """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
+        closed."""
+        cdef int cell = CSEQ_CLOSED
+        if self.cell >= 0:
+            raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
+        if self.claimed >= WINDOW and self.since >= freed_due[0]:
+            self.claimed = 0
+            give_freed_back()
+        if not cseq_ring_closed(self.r):
+            cell = cseq_ring_claim(self.r, self.stage, self.owner)
+            if cell < 0:
+                with nogil:
+                    cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
+        if cell == CSEQ_CLOSED:
+            return None
+        if cell < 0:
+            self.since, self.claimed = cseq_now_ns(), WINDOW  # idle: a good time to give memory back
+            return False
+        self.hold(cell)
+        return True
+
+    cdef void hold(self, int cell) noexcept:
+        """Begin with the ticket in a cell that was claimed."""
+        self.cell = cell
+        self.claimed += 1
+        self.c = cseq_ring_cell(self.r, cell)
+        self.since = cseq_now_ns()
+        cseq_store_rlx_u64(&self.c.started_ns, self.since)
+
+    cdef bint claim_at_once(self) noexcept:
+        """Claim a ticket, if there is one; none is in hand."""
+        cdef int cell = CSEQ_NONE
+        if not cseq_ring_closed(self.r):
+            cell = cseq_ring_claim(self.r, self.stage, self.owner)
+        if cell < 0:
+            return False
+        self.hold(cell)
+        return True
+
+    cdef void give_back(self) noexcept:
+        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
+        cdef uint32_t cell
+        self.cell = -1
+        cseq_ring_repost(self.r, self.owner, &cell)
+
+    cdef cseq_cell* held(self) except NULL:
+        if self.cell < 0:
+            raise RuntimeError("no ticket in hand: claim one first")
+        return self.c
+
+    @property
+    def seed(self):
+        """Of the order of the epoch, and of the generators."""
+        return self.held().seed
+
+    @property
+    def epoch(self):
+        return self.held().epoch
+
+    @property
+    def batch(self):
+        """Running number within the epoch."""
+        return self.held().batch
+
+    @property
+    def start(self):
+        """Position of the first sample in the order of the epoch."""
+        return self.held().start
+
+    @property
+    def slot(self):
+        return self.held().slot
+
+    @property
+    def capacity(self):
+        """Bytes of the slot that are committed."""
+        return self.held().capacity
+
+    @property
+    def record(self):
+        """The record of the stage before."""
+        cdef uint64_t* f = self.held().record
+        return f[0], f[1], f[2], f[3]
+
+    def detach(self):
+        """The batch has left its slot, which is the trainer's: `Feed` must not free it."""
+        cseq_store_rel_u32(&self.held().slot, CSEQ_NO_SLOT)
+
+    cpdef object indices(self):
+        """The batch's indices: an int64 array that nothing else refers to.
+
+        The array of the ticket before, if that is small and nothing refers to it.
+        """
+        cdef cnp.npy_intp n = self.held().count
+        if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
+            self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
+        array = self.room
+        if n > MOST_COPIED // 8:  # not kept: it may lie in the batch's slot (cseq_place.h)
+            self.room = NOTHING
+        CSEQ_POINT("slice")
+        memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),
+               <size_t>n * 8)
+        return array
+
+    def publish(self, uint32_t status=0, record=(), uint64_t capacity=0, int64_t slot=-1):
+        """Publish the ticket.
+
+        Parameters
+        ----------
+        status : int
+            0: a batch; any other status goes straight to the output.
+        record : tuple of int
+            Where in the slot the batch lies: at most `FIELDS` numbers of bytes, whose sum is the
+            size of the batch.
+        capacity : int
+            Bytes of the slot that are committed now.
+        slot : int
+            The slot that an indexer has written to, which is the ticket's from now on; -1: none.
+        """
+        cdef cseq_cell* c = self.held()
+        cdef uint64_t* fields = c.converted if self.stage else c.record
+        cdef Py_ssize_t i
+        if not isinstance(record, tuple) or len(<tuple>record) > CSEQ_FIELDS:
+            raise ValueError(f"record={record!r} is not a tuple of at most {CSEQ_FIELDS} numbers")
+        for i in range(len(<tuple>record)):
+            fields[i] = (<tuple>record)[i]
+        if slot >= 0:
+            cseq_store_rel_u32(&c.slot, <uint32_t>slot)
+        c.capacity = max(c.capacity, capacity)
+        self.deliver(c, status)
+
+    cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
+        """`publish`, with slot and record written."""
+        c.status = status
+        c.stage = self.stage
+        cdef uint32_t cell = <uint32_t>self.cell
+        self.cell = -1
+        cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
+
+
 @cython.auto_pickle(False)
 cdef class TicketWriter:
     """What publishes a runner's batches: the part that is in C."""
@@ -61,26 +258,6 @@ cdef class TicketWriter:
     def try_publish(self, Runner runner not None, batch):
         """Write a batch and publish its ticket, if that can be done in C; return whether it was."""
         return self.publish_batch(runner, batch)
-
-
-@cython.final
-cdef class ObjectWriter(TicketWriter):
-    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest.
-
-    Parameters
-    ----------
-    objects : ObjectTable
-    """
-
-    def __cinit__(self, ObjectTable objects not None):
-        self.objects = objects
-
-    cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Leave the batch in the cell's place, and publish the ticket."""
-        cdef cseq_cell* c = runner.held()
-        self.objects.put(runner.cell, batch)
-        runner.deliver(c, 0)
-        return True
 
 
 @cython.auto_pickle(False)

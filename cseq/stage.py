@@ -15,7 +15,7 @@ from cseq.compute import cores
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from cseq._core import Runner
+    from cseq._work import Runner
 
 __all__ = [
     "BATCH",

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from cseq._core import ObjectTable
+from cseq._codec import ObjectTable, ObjectWriter
 from cseq._memory import SMALL
-from cseq._work import ObjectWriter
 from cseq.encoding import codec, failure
 from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
 
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import TypedDict
 
-    from cseq._core import Ring, Runner
+    from cseq._core import Ring
     from cseq._memory import Mapping, Memory
     from cseq._plan import Reader
     from cseq._slots import Slots
+    from cseq._work import Runner
     from cseq.memory.arena import Arena
     from cseq.memory.writer import Writer
 

@@ -16,6 +16,9 @@
 #ifndef CSEQ_WAIT_H
 #define CSEQ_WAIT_H
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "cseq_atomic.h"
 
 #if defined(_WIN32)
@@ -53,6 +56,12 @@ CSEQ_INLINE FARPROC cseq_find(const char *name) {
 
 /* 1: always nap. Set once, before any wait. */
 static int cseq_wait_nap = 0;
+
+/* Nap if the environment says CSEQ_WAIT=nap: for each module that waits or wakes, at its import. */
+CSEQ_INLINE void cseq_wait_choose(void) {
+    const char *how = getenv("CSEQ_WAIT");
+    cseq_wait_nap = how != 0 && strcmp(how, "nap") == 0;
+}
 
 /* Nanoseconds on a clock that never goes back. */
 CSEQ_INLINE uint64_t cseq_now_ns(void) {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from cseq._core import Runner
+    from cseq._work import Runner
     from cseq.memory.writer import Writer
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cseq._core import Runner
+    from cseq._work import Runner
     from cseq.converter.output import Output
     from cseq.indexing.seeding import Seeds
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from cseq._core import Runner
 from cseq._memory import copy_of
 from cseq._source import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
-from cseq._work import NO_MORE, Work
+from cseq._work import NO_MORE, Runner, Work
 from cseq.encoding import codec, failure
 from cseq.encoding.transport import SlotWriter
 from cseq.indexing import context, indexer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._encoder import SlotEncoder
+from cseq._codec import SlotEncoder
 from cseq._memory import (
     HAS_GIL,
     SMALL,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cseq._feed import Decoder, Feed
+from cseq._codec import Decoder
+from cseq._feed import Feed
 from cseq._lock import RunState
 from cseq._source import OrderSource
 from cseq.encoding import failure

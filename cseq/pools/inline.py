@@ -9,8 +9,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Ring, Runner, ring_bytes
+from cseq._core import Ring, ring_bytes
 from cseq._memory import Block
+from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects

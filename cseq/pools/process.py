@@ -17,7 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._core import Runner, await_hangup
+from cseq._lock import await_hangup
+from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.encoding import failure

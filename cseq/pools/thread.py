@@ -9,8 +9,9 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Ring, Runner, now_ns, ring_bytes
+from cseq._core import Ring, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block
+from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects

@@ -29,7 +29,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq._core import Ring, exit_on_hangup, now_ns
+from cseq._core import Ring, now_ns
+from cseq._lock import exit_on_hangup
 from cseq._memory import DEBUG, Descriptor, Mapping, keep_freed
 from cseq._slots import Slots
 from cseq.encoding import codec

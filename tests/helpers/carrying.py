@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ringing import make_ring
 
-from cseq._core import Ring, Runner
 from cseq._parcel import Carrier, ParcelFeed
 from cseq._slots import Slots
+from cseq._work import Runner
 from cseq.encoding.transport import SlotReader, SlotWriter
 from cseq.memory.arena import Arena
 from cseq.memory.writer import Writer
 from cseq.stage import INDEXER
+
+if TYPE_CHECKING:
+    from cseq._core import Ring
 
 
 def writer_for(arena: Arena) -> Writer:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cseq._core import Ring, Runner, ring_bytes
+from cseq._core import Ring, ring_bytes
 from cseq._memory import Block
+from cseq._work import Runner
 
 
 def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -> Ring:

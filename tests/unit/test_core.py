@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -25,9 +24,10 @@ from ringing import claim, make_ring
 from slots import PAGE, file_of
 
 from cseq import _core
-from cseq._core import FIELDS, PARK_NS, Ring, Runner, ring_bytes
+from cseq._core import FIELDS, PARK_NS, Ring, ring_bytes
 from cseq._memory import Block, Mapping, address_of
 from cseq._slots import TRAINER, Slots
+from cseq._work import Runner
 from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -659,33 +659,6 @@ def test_bad_records(record: Any) -> None:
     post(ring, 1)
     with pytest.raises(ValueError, match="record"):
         claim(ring).publish(0, record)
-
-
-# -- the end of a process
-
-
-@pytest.mark.needs("POSIX")
-def test_a_hangup_ends_the_process() -> None:
-    """`exit_on_hangup` ends its process as soon as the other end of its socket is gone."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        source = (
-            "import sys, threading; from cseq._core import exit_on_hangup as run\n"
-            "threading.Thread(target=run, args=(int(sys.argv[1]),), daemon=True).start()\n"
-            "print('here', flush=True); threading.Event().wait()"
-        )
-        with subprocess.Popen(
-            [sys.executable, "-c", source, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(_core.__file__).parents[1])},
-        ) as process:
-            theirs.close()
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"here\n"
-            assert process.poll() is None
-            ours.close()
-            assert process.wait() == 1
 
 
 # -- without the futex

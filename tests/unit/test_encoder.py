@@ -13,7 +13,7 @@ import ringing
 from ringing import claim, make_ring
 from slots import shared
 
-from cseq._encoder import SlotEncoder
+from cseq._codec import SlotEncoder
 from cseq._memory import Descriptor, Mapping, commit
 from cseq._plan import Plan
 from cseq._slots import Slots

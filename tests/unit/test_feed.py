@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupting import interrupted
 
-from cseq._core import Ring, Runner, now_ns, ring_bytes
+from cseq._core import Ring, now_ns, ring_bytes
 from cseq._feed import FeedIterator
 from cseq._memory import Block
+from cseq._work import Runner
 from cseq.encoding.transport import Objects
 from cseq.order.place import Place
 from cseq.order.sampler import Sampler

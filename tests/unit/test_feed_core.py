@@ -13,12 +13,14 @@ import pytest
 from interrupting import is_mine
 from slots import Scratch
 
-from cseq._core import ObjectTable, Order, Ring, Runner, ring_bytes
-from cseq._feed import Decoder, Feed, FeedIterator
+from cseq._codec import Decoder, ObjectTable
+from cseq._core import Order, Ring, ring_bytes
+from cseq._feed import Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import Block, Mapping, commit
 from cseq._slots import Lease, Slots
 from cseq._source import ItemSource, OrderSource, Request
+from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
@@ -311,6 +313,7 @@ def test_lent_twice() -> None:
     bench = Slotted()
     bench.work(b"first")
     left = bench.slots.lend(1, bench.mapped[1])  # as a decode that was interrupted
+    assert bench.slots.lend(1, bench.mapped[2]) is left  # the slot is mapped anew meanwhile
     assert bench.slots.leased == 0
     batch = bench.next()
     assert batch is left

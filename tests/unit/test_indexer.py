@@ -13,8 +13,9 @@ import ringing
 from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, INLINE, Kind, by_name
 
-from cseq._core import Ring, Runner, ring_bytes
+from cseq._core import Ring, ring_bytes
 from cseq._memory import Block
+from cseq._work import Runner
 from cseq.converter.output import Output
 from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer

@@ -1,17 +1,22 @@
-"""The lock of a run: one thread at a time, which may take it again; signals and forks."""
+"""The lock of a run: one thread at a time, which may take it again; signals and forks; hangups."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from interrupting import is_mine
 
+from cseq import _lock
 from cseq._lock import Lock, RunState
 
 if TYPE_CHECKING:
@@ -241,3 +246,30 @@ def test_generations() -> None:
         thread.join()
     assert sorted(begun) == list(range(1, 8001))
     assert state.generation == 8000
+
+
+# -- the end of a process
+
+
+@pytest.mark.needs("POSIX")
+def test_a_hangup_ends_the_process() -> None:
+    """`exit_on_hangup` ends its process as soon as the other end of its socket is gone."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        source = (
+            "import sys, threading; from cseq._lock import exit_on_hangup as run\n"
+            "threading.Thread(target=run, args=(int(sys.argv[1]),), daemon=True).start()\n"
+            "print('here', flush=True); threading.Event().wait()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", source, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(_lock.__file__).parents[1])},
+        ) as process:
+            theirs.close()
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
+            assert process.poll() is None
+            ours.close()
+            assert process.wait() == 1

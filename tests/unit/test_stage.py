@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import ringing
 
-from cseq._core import Ring, Runner, ring_bytes
+from cseq._core import Ring, ring_bytes
 from cseq._memory import Block
+from cseq._work import Runner
 from cseq.stage import CONVERTER, INDEXER, MOST_SPIN_NS, SPIN_NS, run, spin_ns, spins
 
 

@@ -16,7 +16,8 @@ from conftest import import_path
 from killing import CODE, kill
 from kinds import QUICKEST
 
-from cseq._core import Runner, now_ns
+from cseq._core import now_ns
+from cseq._work import Runner
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.memory.segment import Segment
 from cseq.memory.shared import Shared

@@ -10,12 +10,14 @@ import pytest
 from slots import acquire
 
 import cseq
-from cseq._core import Order, Ring, Runner, ring_bytes
-from cseq._feed import Decoder, Feed, FeedIterator
+from cseq._codec import Decoder
+from cseq._core import Order, Ring, ring_bytes
+from cseq._feed import Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import SMALL, Block
 from cseq._slots import Slots
 from cseq._source import OrderSource
+from cseq._work import Runner
 from cseq.encoding import failure
 from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.memory.arena import Arena

@@ -1,21 +1,23 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Writing batches into slots, by plans."""
+"""Batches on their way: into a cell or a slot, and out of it."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from libc.string cimport memcpy
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Runner
 from cseq._headers cimport *
-from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, array_at
-from cseq._plan cimport ARRAY, RECENT, Leaf, Plan, aligned, cseq_set_own
+from cseq._memory cimport MAX_DIMS, MOST_COPIED, MOST_KEPT, Block, Mapping, Memory, array_at
+from cseq._plan cimport ARRAY, MOST_KNOWN, RECENT, Leaf, Plan, aligned, cseq_set_own
 from cseq._slots cimport Slots
-from cseq._work cimport TicketWriter
+from cseq._work cimport Runner, TicketWriter
 
 cnp.import_array()
+
+cdef object UNREAD = object()  # in place of a batch: Python is to decode it
 
 cdef Leaf BUFFER  # how the buffers of pickles lie in the slot
 BUFFER.kind, BUFFER.nd, BUFFER.fortran, BUFFER.casts, BUFFER.itemsize = ARRAY, 1, False, False, 1
@@ -294,3 +296,137 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
     PyArray_CopyInto(
         array_at(memory, word[0], <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran), array)
     return 0
+
+
+@cython.final
+cdef class ObjectTable:
+    """An object for each cell of a ring, or None: that of the party that may write the cell.
+
+    In a list of constant length, whose items the core exchanges without its lock and without counting
+    references to it: both sides would write these for every batch. Nor do two cells share a cache line.
+    """
+
+    def __cinit__(self, Py_ssize_t cells):
+        self.cells = cells
+        self.held = [None] * (STRIDE * cells)
+        self.items = cseq_items(self.held)
+
+    cdef int check(self, Py_ssize_t cell) except -1:
+        if cell < 0 or cell >= self.cells:
+            raise IndexError(f"cell {cell} is not one of {self.cells}")
+        return 0
+
+    def __getitem__(self, Py_ssize_t cell):
+        self.check(cell)
+        return self.get(cell)
+
+    def __setitem__(self, Py_ssize_t cell, value):
+        self.check(cell)
+        self.put(cell, value)
+
+
+@cython.final
+cdef class ObjectWriter(TicketWriter):
+    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest.
+
+    Parameters
+    ----------
+    objects : ObjectTable
+    """
+
+    def __cinit__(self, ObjectTable objects not None):
+        self.objects = objects
+
+    cdef bint publish_batch(self, Runner runner, object batch) except -1:
+        """Leave the batch in the cell's place, and publish the ticket."""
+        cdef cseq_cell* c = runner.held()
+        self.objects.put(runner.cell, batch)
+        runner.deliver(c, 0)
+        return True
+
+
+@cython.final
+cdef class Decoder:
+    """Makes batches from what lies in the cells and slots, as far as that can be done in C.
+
+    Parameters
+    ----------
+    objects : ObjectTable, optional
+        The batches of threads.
+    slots : Slots, optional
+        The slots of processes; without it, tickets have no slot.
+    small : tuple, optional
+        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded;
+        arrays of at most `most` bytes together are copied, and others are views of what `lend` (see
+        `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
+    convert : callable, optional
+        Applied to a batch; the pool applies it to those that are not decoded here.
+    leaf_for : callable, optional
+        The same for single leaves, if that is possible: see `Plan.converters`.
+    """
+
+    def __cinit__(self, *, ObjectTable objects=None, Slots slots=None, small=None, convert=None,
+                  leaf_for=None):
+        self.objects, self.slots, self.convert, self.leaf_for = objects, slots, convert, leaf_for
+        if small is not None:
+            self.mapped, self.reader, self.most, self.lend = small
+        self.passes = objects is not None and slots is None and convert is None
+        self.converters = {}
+
+    cdef object decode(self, uint32_t cell, cseq_cell* c):
+        """The batch in a cell, converted; UNREAD if it is for Python to decode."""
+        cdef bint leaves = self.leaf_for is not None
+        if c.status:
+            return UNREAD
+        if self.objects is not None:
+            batch = self.objects.get(cell)
+            if batch is None:
+                return UNREAD
+        else:
+            batch = self.decode_slot(c, leaves)
+            if leaves or batch is UNREAD:
+                return batch
+        return batch if self.convert is None else self.convert(batch)
+
+    cdef object decode_slot(self, cseq_cell* c, bint leaves):
+        """The batch in a cell's slot, if its structure is known; else UNREAD."""
+        cdef Mapping slot
+        cdef Plan plan
+        cdef Memory memory
+        cdef uint64_t* f = c.record
+        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
+        cdef bint small = f[0] <= <uint64_t>self.most
+        if (c.stage or self.mapped is None or not f[1]
+                or c.slot >= <uint64_t>PyList_GET_SIZE(self.mapped)):
+            return UNREAD
+        slot = self.mapped[c.slot]
+        if slot is None or <uint64_t>slot.size < c.capacity:
+            return UNREAD
+        if small and c.capacity > MOST_KEPT and self.slots.is_due():  # for `Arena.tidy`
+            return UNREAD
+        plan = self.found
+        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
+            plan = self.found = self.reader.find(slot, f)
+        if plan is None:
+            return UNREAD
+        memory, objects = slot, None
+        if not small:
+            memory = self.lend(c.slot, end, c.capacity)
+        if f[3]:
+            if small and not self.reader.is_in_band(slot, f):
+                return UNREAD
+            objects = self.reader.load(memory, end - f[3], f[3])
+        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
+
+    cdef list conversion(self, Plan plan):
+        """The converters of the leaves of a plan's batches."""
+        cdef list leaves
+        if plan is self.latest:
+            return self.leaves
+        leaves = self.converters.get(plan)
+        if leaves is None:
+            if len(self.converters) >= MOST_KNOWN:
+                self.converters.clear()
+            leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
+        self.latest, self.leaves = plan, leaves
+        return leaves

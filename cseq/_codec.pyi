@@ -1,15 +1,14 @@
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._core import Runner
 from cseq._memory import Mapping, Memory, SlotAllocator
-from cseq._plan import Plan
+from cseq._plan import Plan, Reader
 from cseq._slots import Slots
-from cseq._work import TicketWriter
+from cseq._work import Runner, TicketWriter
 
 @disjoint_base
 class SlotEncoder(TicketWriter):
@@ -41,3 +40,26 @@ class SlotEncoder(TicketWriter):
         arrays: list[NDArray[Any]],
         pickled: bytes | None = None,
     ) -> tuple[int, int, int, int]: ...
+
+@final
+class ObjectTable:
+    def __new__(cls, cells: int) -> Self: ...
+    def __getitem__(self, cell: int, /) -> Any: ...
+    def __setitem__(self, cell: int, value: Any, /) -> None: ...
+
+@final
+class ObjectWriter(TicketWriter):
+    def __new__(cls, objects: ObjectTable) -> Self: ...
+
+@final
+class Decoder:
+    def __new__(
+        cls,
+        *,
+        objects: ObjectTable | None = None,
+        slots: Slots | None = None,
+        small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
+        | None = None,
+        convert: Callable[[Any], Any] | None = None,
+        leaf_for: Callable[[Any], Any] | None = None,
+    ) -> Self: ...

@@ -1,0 +1,204 @@
+# cython: language_level=3, freethreading_compatible=True
+"""The line of outstanding tickets: posted, given up, taken out of their cells."""
+
+from cpython.list cimport PyList_GET_ITEM
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from libc.stdint cimport uint32_t, uint64_t
+
+cimport cython
+
+from cseq._codec cimport Decoder
+from cseq._core cimport Ring
+from cseq._headers cimport *
+from cseq._source cimport ASK_CALL, Request, Source, refer
+
+cdef uint64_t NONE = <uint64_t>-1
+
+
+cdef class Line:
+    """The tickets that are outstanding in all rings, in the order of delivery: the part of a `Feed`
+    that posts them. Those that were given up wait beside it until no runner works on them.
+
+    Parameters
+    ----------
+    rings : list of Ring
+        One shared ring; or queues, one for each worker, in one memory.
+    decoder : Decoder
+    discard : callable, optional
+        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
+
+    Attributes
+    ----------
+    source : Source or None
+        What the tickets ask for; None: nothing is under way.
+    ticket : int
+        Number of the next one.
+    """
+
+    def __cinit__(self, run, list rings not None, Decoder decoder not None, *_, discard=None, **__):
+        cdef Ring ring
+        cdef Py_ssize_t k = 0
+        for ring in rings:
+            self.room += ring.r.capacity
+        self.buffer = <Ticket*>PyMem_RawCalloc(2 * self.room, sizeof(Ticket))
+        self.r = <cseq_ring**>PyMem_RawCalloc(len(rings), sizeof(cseq_ring*))
+        if self.buffer == NULL or self.r == NULL:
+            raise MemoryError(f"no memory for {self.room} cells")
+        for ring in rings:
+            self.r[k] = ring.r
+            k += 1
+        self.abandoned = self.buffer + self.room
+        self.rings, self.decoder, self.discard = rings, decoder, discard
+        self.queues = self.r[0].calls != 0
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.buffer)
+        PyMem_RawFree(self.r)
+
+    cdef Py_ssize_t locate(self, uint64_t number) noexcept:
+        """Position of a ticket; -1: it is not in the line."""
+        cdef Py_ssize_t k
+        for k in range(self.length):
+            if self.at(k).number == number:
+                return k
+        return -1
+
+    cdef bint post(self) noexcept:
+        """Post the next ticket, if it is prepared and there is room; return whether it was."""
+        cdef Py_ssize_t number = self.source.target()
+        cdef Ring ring
+        cdef Ticket* t
+        cdef int cell
+        if number < 0:
+            return False
+        ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cell = ring.find_vacant()
+        if cell < 0:
+            return False
+        t = self.at(self.length)
+        t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
+        t.units = self.source.write(number, ring, t.cell, self.ticket)
+        self.length += 1
+        self.ticket += 1
+        return True
+
+    cpdef int refill(self) except -1:
+        """Post tickets while there are free cells, and the source has any."""
+        cdef bint ready
+        self.sweep()
+        while self.source is not None:
+            ready = self.source.is_ready(self.taken_count)
+            if not ready:
+                self.source.prepare(self.taken_count)
+            if not self.post() and ready:
+                break
+        return 0
+
+    cdef void abandon(self, Ticket* t) noexcept:
+        self.abandoned[self.abandoned_count] = t[0]
+        self.abandoned_count += 1
+
+    cdef void give_up(self, uint32_t number) noexcept:
+        """Give up the tickets of a ring: of a queue, those that are not claimed are taken back, newest
+        first, and so leave no gap."""
+        cdef bint back = self.queues
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cdef Py_ssize_t k, kept = 0
+        cdef Ticket* t
+        if self.source is not None:
+            self.source.end(number)
+        for k in range(self.length - 1, -1, -1):
+            t = self.at(k)
+            if t.ring == number:
+                back = back and ring.retract(t.cell)
+                if not back:
+                    self.abandon(t)
+        for k in range(self.length):
+            t = self.at(k)
+            if t.ring != number:
+                self.at(kept)[0] = t[0]
+                kept += 1
+        self.length = kept
+        ring.outstanding = ring.unwoken = 0
+
+    cdef void give_up_call(self, uint32_t number) noexcept:
+        """Give up the call that a worker has to answer, if there is one."""
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cdef Ticket t
+        if ring.calling >= 0:
+            t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
+            self.abandon(&t)
+            ring.calling = -1
+
+    cpdef int sweep(self) except -1:
+        """Free the cells of given-up tickets that no runner works on any more."""
+        cdef Py_ssize_t k = 0
+        cdef Ticket t
+        cdef Ring ring
+        while k < self.abandoned_count:
+            t = self.abandoned[k]
+            ring = self.rings[t.ring]
+            if not (cseq_ring_ready(ring.r, t.cell) if self.queues and t.cell < cseq_ring_round(ring.r)
+                    else cseq_ring_cancel(ring.r, t.cell)):
+                k += 1
+                continue
+            if self.discard is not None:
+                self.discard(t.cell)
+            before = self.decoder.leave(t.cell, self.cell(&t))
+            ring.free(t.cell)
+            self.abandoned_count -= 1
+            self.abandoned[k] = self.abandoned[self.abandoned_count]
+            before = None
+        return 0
+
+    cdef object drop(self, Py_ssize_t k, Ring ring):
+        """Take an answered ticket out: free its cell; return the object that was left there."""
+        cdef Ticket t = self.at(k)[0]
+        left = self.decoder.leave(t.cell, self.cell(&t))
+        self.remove(k)
+        ring.outstanding -= 1
+        ring.free(t.cell)
+        return left
+
+    def tickets(self, uint32_t number):
+        """Cell and number of each outstanding ticket of a ring, the oldest first."""
+        return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
+                if self.at(k).ring == number]
+
+    def post_call(self, uint32_t number, Request request not None, str name not None,
+                  Request assignment=None, uint64_t epoch=0):
+        """Post a call beside a worker's queue, which comes before all items that it has not claimed.
+
+        One at a time: the one before is given up, if it is not answered.
+
+        Parameters
+        ----------
+        number : int
+            The worker.
+        request : Request
+        name : str
+            What messages call it.
+        assignment : Request, optional
+        epoch : int
+            Which the worker is to begin first, with that assignment; 0: none.
+
+        Returns
+        -------
+        tuple of int
+            Cell and number of the ticket.
+        """
+        cdef Ring ring = self.rings[number]
+        cdef uint32_t cell = cseq_ring_round(ring.r)
+        self.give_up_call(number)
+        self.sweep()
+        # One cell may be that of a call which was given up, and which the worker is busy with.
+        while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
+            cell += 1
+            if cell == ring.r.capacity:
+                raise RuntimeError("a worker is busy with two calls, which it never should be")
+        refer(ring, cell, request, assignment, name)
+        ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0, 0)
+        ring.calling = <int>cell
+        ring.wake()
+        self.ticket += 1
+        return cell, self.ticket - 1
