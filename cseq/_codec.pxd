@@ -79,10 +79,10 @@ cdef class ObjectTable:
     cdef Py_ssize_t cells
     cdef int check(self, Py_ssize_t cell) except -1
     cdef inline object put(self, Py_ssize_t cell, object value):
-        """Leave an object; return what was there."""
+        """Store an object; return what was there."""
         return cseq_exchange(self.items + STRIDE * cell, value)
     cdef inline PyObject* take(self, Py_ssize_t cell) noexcept:
-        """Leave None; return what was there, whose reference is the caller's."""
+        """Store None; return what was there, whose reference is the caller's."""
         return cseq_take(self.items + STRIDE * cell)
     cdef inline object get(self, Py_ssize_t cell):
         return <object>self.items[STRIDE * cell]
@@ -109,10 +109,10 @@ cdef class Decoder:
     cdef object decode(self, uint32_t cell, cseq_cell* c)
     cdef object decode_slot(self, cseq_cell* c, bint leaves)
     cdef list conversion(self, Plan plan)
-    cdef inline object leave(self, uint32_t cell, cseq_cell* c):
+    cdef inline object release(self, uint32_t cell, cseq_cell* c):
         """Release slot and object of a ticket that leaves its cell; return the object, to be dropped
         after all else is done: its destructor may run code."""
         left = None if self.objects is None else self.objects.put(cell, None)
         if self.slots is not None:
-            self.slots.leave(c)
+            self.slots.detach(c)
         return left

@@ -569,7 +569,7 @@ cdef class Feed(Line):
             self.drop(k, ring)
         elif ring.calling == <int>cell:
             ring.calling = -1
-            self.decoder.leave(cell, cseq_ring_cell(ring.r, cell))
+            self.decoder.release(cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if failed and self.source is not None and not self.source.keyed:
             before = self.batch, self.error  # destructors may run code: after all else is done

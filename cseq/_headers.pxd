@@ -43,7 +43,7 @@ cdef extern from "cseq_lock.h" nogil:
     int cseq_lock_is_mine(const cseq_lock* l, uint64_t me) noexcept
     int cseq_lock_try(cseq_lock* l, uint64_t me) noexcept
     int cseq_lock_await(cseq_lock* l, uint64_t me, uint64_t ns) noexcept
-    void cseq_lock_leave(cseq_lock* l) noexcept
+    void cseq_lock_release(cseq_lock* l) noexcept
     void cseq_lock_remove(cseq_list* all, cseq_lock* l) noexcept
 
 
@@ -229,6 +229,6 @@ cdef extern from "cseq_place.h":
     void* cseq_place_realloc(void* ctx, void* p, size_t size) noexcept
     void cseq_place_free(void* ctx, void* p, size_t size) noexcept
     int cseq_place_begin(cseq_place* p, void* base, uint64_t size, void* owner) noexcept
-    uint64_t cseq_place_leave(cseq_place* p) noexcept
+    uint64_t cseq_place_end(cseq_place* p) noexcept
     int cseq_place_holds(const cseq_place* p, const void* base) noexcept
     void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept

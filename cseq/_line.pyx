@@ -144,7 +144,7 @@ cdef class Line:
                 continue
             if self.discard is not None:
                 self.discard(t.cell)
-            before = self.decoder.leave(t.cell, self.cell(&t))
+            before = self.decoder.release(t.cell, self.cell(&t))
             ring.free(t.cell)
             self.abandoned_count -= 1
             self.abandoned[k] = self.abandoned[self.abandoned_count]
@@ -154,7 +154,7 @@ cdef class Line:
     cdef object drop(self, Py_ssize_t k, Ring ring):
         """Take an answered ticket out: free its cell; return the object that was left there."""
         cdef Ticket t = self.at(k)[0]
-        left = self.decoder.leave(t.cell, self.cell(&t))
+        left = self.decoder.release(t.cell, self.cell(&t))
         self.remove(k)
         ring.outstanding -= 1
         ring.free(t.cell)

@@ -30,7 +30,7 @@ cdef class Lock:
         return self.enter()
     cdef inline void leave(self) noexcept:
         """Give it back; the caller has it."""
-        cseq_lock_leave(&self.lock)
+        cseq_lock_release(&self.lock)
 
 
 @cython.final

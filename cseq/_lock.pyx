@@ -20,8 +20,8 @@ cdef extern from *:
     static int cseq_locks_install(void) { return 0; }
     #else
     #include <pthread.h>
-    static void cseq_locks_at_prepare(void) { cseq_list_take(&cseq_all); }
-    static void cseq_locks_at_parent(void) { cseq_list_leave(&cseq_all); }
+    static void cseq_locks_at_prepare(void) { cseq_list_lock(&cseq_all); }
+    static void cseq_locks_at_parent(void) { cseq_list_unlock(&cseq_all); }
     static void cseq_locks_at_child(void) {
         cseq_locks_child(&cseq_all, PyThread_get_thread_ident());
     }
@@ -103,7 +103,7 @@ cdef class Lock:
         """Give it back, as often as it was taken."""
         if not cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
             raise RuntimeError("this thread does not have the lock")
-        cseq_lock_leave(&self.lock)
+        cseq_lock_release(&self.lock)
 
     cdef bint sleep(self, uint64_t ns) except -1:
         """Sleep until it is free, but not for long; run signal handlers. Return whether it was taken."""

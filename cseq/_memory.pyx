@@ -555,10 +555,10 @@ cdef class SlotAllocator:
             cseq_place_learn(&cseq_placed, cnp.PyArray_DATA(array), &wanted)
         cseq_placed.wanted = wanted
 
-    def leave(self):
-        """Leave the slot; return how many arrays are alive in it."""
-        return cseq_place_leave(&cseq_placed)
+    def end(self):
+        """Serve nothing from the slot any more; return how many arrays are alive in it."""
+        return cseq_place_end(&cseq_placed)
 
     def holds(self, Mapping slot not None):
-        """Whether arrays are alive in a slot that was left."""
+        """Whether arrays are alive in a slot after its `end`."""
         return bool(cseq_place_holds(&cseq_placed, slot.data))

@@ -475,7 +475,7 @@ cdef class ParcelFeed:
             head[2 + k] = <int64_t>f[k] if nbytes else 0
         parcel.left -= 1
         self.by_cell[cell] = None
-        self.slots.leave(c)
+        self.slots.detach(c)
         self.ring.outstanding -= 1
         self.ring.free(cell)
         return parcel

@@ -69,7 +69,7 @@ cdef class Slots:
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil
     cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1
     cpdef int vacate(self, Py_ssize_t slot) except -1
-    cdef int leave(self, cseq_cell* c) except -1
+    cdef int detach(self, cseq_cell* c) except -1
     cpdef bint is_due(self) noexcept
     cdef bint end_use(self, Py_ssize_t slot) noexcept nogil
 

@@ -6,13 +6,13 @@ from cseq._memory import Mapping, Memory
 
 TRAINER: Final[int]
 
-def fork_worker() -> tuple[int, Kept]: ...
+def fork_worker() -> tuple[int, Inherited]: ...
 
 @final
 class Lease(Memory): ...
 
 @final
-class Kept:
+class Inherited:
     def __len__(self) -> int: ...
 
 @final

@@ -41,7 +41,7 @@ cdef class Slots:
 
     A slot of the trainer is leased while its `uses` are not 0: `vacate` sets it to 1 for the `Lease`,
     which any thread drops, also inside garbage collection; a fork of a worker adds 1 while the lease
-    is in the list of what is in use (so that it has not ended), which the `Kept` of that worker ends.
+    is in the list of what is in use (so that it has not ended), which the `Inherited` of that worker ends.
     The party that makes it 0 frees the slot. A copy of this object in a forked process changes nothing.
 
     A search for the lowest free slot begins at the `hint`. Freeing a slot below lowers it; a search
@@ -301,8 +301,8 @@ cdef class Slots:
         cseq_span_lease(in_use, &lease.span, <void*>self, slot, self.uses(slot))
         return 0
 
-    cdef int leave(self, cseq_cell* c) except -1:
-        """Take the slot, if there is one, out of the cell of a ticket that leaves the ring."""
+    cdef int detach(self, cseq_cell* c) except -1:
+        """Detach the slot, if there is one, from the cell of a ticket that is taken out; it is vacated."""
         cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
         cdef uint64_t* f = c.converted if c.stage else c.record
         if slot < self.count():
@@ -332,7 +332,7 @@ cdef class Slots:
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. Deallocating this object, on any thread, frees the slot unless a `Kept` has it."""
+    """A leased slot. Deallocating this object, on any thread, frees the slot unless a `Inherited` has it."""
 
     def __dealloc__(self):
         cseq_span_remove(in_use, &self.span)
@@ -348,7 +348,7 @@ cdef class Lease(Memory):
 
 @cython.final
 @cython.no_gc
-cdef class Kept:
+cdef class Inherited:
     """The leased slots that a forked worker has inherited: in use until this object is gone."""
 
     cdef cseq_kept kept
@@ -372,7 +372,7 @@ def fork_worker():
 
     Returns
     -------
-    tuple of (int, Kept)
+    tuple of (int, Inherited)
         As of `fork`; and what keeps those slots from being used again, to be held until the process
         has certainly ended.
 
@@ -381,5 +381,5 @@ def fork_worker():
     OSError
         There can be no more processes.
     """
-    cdef Kept kept = Kept()
+    cdef Inherited kept = Inherited()
     return fork_keeping(&kept.kept), kept

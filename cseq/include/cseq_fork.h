@@ -59,22 +59,22 @@ CSEQ_INLINE void cseq_span_add(cseq_list *spans, cseq_span *span, void *base, ui
 
 /* Takes a span out of its list; in a child, it is in none any more. */
 CSEQ_INLINE void cseq_span_remove(cseq_list *spans, cseq_span *span) {
-    cseq_list_take(spans);
+    cseq_list_lock(spans);
     if (span->base) {
         cseq_list_unlink(spans, &span->link);
         span->base = 0;
     }
-    cseq_list_leave(spans);
+    cseq_list_unlock(spans);
 }
 
 /* From now on, a lease has this memory: a worker that is forked can keep it in use. */
 CSEQ_INLINE void cseq_span_lease(cseq_list *spans, cseq_span *span, void *slots, uint64_t slot,
                                  uint32_t *uses) {
-    cseq_list_take(spans);
+    cseq_list_lock(spans);
     span->leased.slots = slots;
     span->leased.slot = slot;
     span->leased.uses = uses;
-    cseq_list_leave(spans);
+    cseq_list_unlock(spans);
 }
 
 #if !defined(_WIN32)
@@ -119,7 +119,7 @@ CSEQ_INLINE void cseq_fork_put(char *base, uint64_t size, char *copy) {
 /* `kept`, empty: gets the slots that are kept; 0, or without memory for it: all are copied. */
 CSEQ_INLINE void cseq_spans_prepare(cseq_list *spans, cseq_kept *kept) {
     uint64_t count = 0;
-    cseq_list_take(spans);
+    cseq_list_lock(spans);
     if (kept) {
         for (cseq_link *link = spans->first; link; link = link->after)
             count += ((cseq_span *)link)->leased.uses != 0;
@@ -143,7 +143,7 @@ CSEQ_INLINE void cseq_spans_parent(cseq_list *spans) {
         if (span->copy != span->base) cseq_fork_drop(span->copy, span->size);
         span->copy = 0;
     }
-    cseq_list_leave(spans);
+    cseq_list_unlock(spans);
 }
 
 CSEQ_INLINE void cseq_spans_child(cseq_list *spans) {
@@ -153,7 +153,7 @@ CSEQ_INLINE void cseq_spans_child(cseq_list *spans) {
         span->base = 0; /* private from now on, or kept: the child's own forks copy nothing */
     }
     spans->first = 0;
-    cseq_list_leave(spans);
+    cseq_list_unlock(spans);
 }
 
 #endif

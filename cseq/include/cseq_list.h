@@ -1,9 +1,9 @@
 /* A list that several threads change, and that a fork holds while it looks at it.
  *
  *   first    0: it is empty
- *   taken    1 while a thread changes the list, for a few instructions, or forks, and copies all
+ *   locked   1 while a thread changes the list, for a few instructions, or forks, and copies all
  *            batches in use; others wait without a sleep (cseq_seize). In the child, the thread that
- *            forked has it still
+ *            forked has it locked still
  *
  * What is in the list has its link as its first member.
  */
@@ -18,27 +18,27 @@ typedef struct cseq_link {
 
 typedef struct {
     cseq_link *first;
-    uint32_t taken;
+    uint32_t locked;
 } cseq_list;
 
-CSEQ_INLINE void cseq_list_take(cseq_list *list) {
-    cseq_seize(&list->taken);
+CSEQ_INLINE void cseq_list_lock(cseq_list *list) {
+    cseq_seize(&list->locked);
 }
 
-CSEQ_INLINE void cseq_list_leave(cseq_list *list) {
-    cseq_store_rel_u32(&list->taken, 0);
+CSEQ_INLINE void cseq_list_unlock(cseq_list *list) {
+    cseq_store_rel_u32(&list->locked, 0);
 }
 
 CSEQ_INLINE void cseq_list_add(cseq_list *list, cseq_link *link) {
-    cseq_list_take(list);
+    cseq_list_lock(list);
     link->before = 0;
     link->after = list->first;
     if (link->after) link->after->before = link;
     list->first = link;
-    cseq_list_leave(list);
+    cseq_list_unlock(list);
 }
 
-/* The caller has taken the list. */
+/* The caller has locked the list. */
 CSEQ_INLINE void cseq_list_unlink(cseq_list *list, cseq_link *link) {
     if (link->before) link->before->after = link->after;
     else list->first = link->after;

@@ -53,7 +53,7 @@ CSEQ_INLINE int cseq_lock_await(cseq_lock *l, uint64_t me, uint64_t ns) {
 }
 
 /* Give it back, as often as it was taken. */
-CSEQ_INLINE void cseq_lock_leave(cseq_lock *l) {
+CSEQ_INLINE void cseq_lock_release(cseq_lock *l) {
     if (--l->depth) return;
     cseq_store_rlx_u64(&l->owner, 0);
     if (cseq_swap_sc_u32(&l->word, 0) == 2) cseq_wake(&l->word, 0);
@@ -67,13 +67,13 @@ CSEQ_INLINE void cseq_locks_child(cseq_list *all, uint64_t me) {
         cseq_store_rlx_u64(&l->owner, 0);
         cseq_swap_sc_u32(&l->word, 0);
     }
-    cseq_list_leave(all);
+    cseq_list_unlock(all);
 }
 
 CSEQ_INLINE void cseq_lock_remove(cseq_list *all, cseq_lock *l) {
-    cseq_list_take(all);
+    cseq_list_lock(all);
     cseq_list_unlink(all, &l->link);
-    cseq_list_leave(all);
+    cseq_list_unlock(all);
 }
 
 #endif

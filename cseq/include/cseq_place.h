@@ -5,7 +5,7 @@
  * slot. Everything else goes to numpy's own allocator.
  *
  * The guarantee: allocations in a slot are counted until they are freed, so it is known whether the
- * indexer has kept an array. If so, the worker keeps the slot (cseq_place_leave), and publishes a
+ * indexer has kept an array. If so, the worker keeps the slot (cseq_place_end), and publishes a
  * copy of the batch in another one.
  *
  * One thread at a time, with the GIL.
@@ -126,9 +126,9 @@ CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
     return made;
 }
 
-/* Leave the slot; return how many allocations in it are live. Its owner is released when there are
- * none. */
-CSEQ_INLINE uint64_t cseq_place_leave(cseq_place *p) {
+/* Serve nothing from the slot any more; return how many allocations in it are live. Its owner is
+ * released when there are none. */
+CSEQ_INLINE uint64_t cseq_place_end(cseq_place *p) {
     cseq_region left = p->at;
     memset(&p->at, 0, sizeof p->at);
     p->active = 0;
@@ -151,7 +151,7 @@ CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void 
         p->retired = (cseq_region *)more;
         p->retired_room = room;
     }
-    (void)cseq_place_leave(p);
+    (void)cseq_place_end(p);
     p->at.base = (char *)base;
     p->at.size = size;
     p->at.owner = owner;
@@ -203,7 +203,7 @@ CSEQ_INLINE void cseq_place_parent(cseq_place *p) {
 /* The child is in the middle of no ticket. */
 CSEQ_INLINE void cseq_place_child(cseq_place *p) {
     if (p->at.live) {
-        (void)cseq_place_leave(p);
+        (void)cseq_place_end(p);
     } else {
         p->active = 0; /* its owner is not released here: that may call Python */
     }

@@ -1,6 +1,6 @@
-/* The ring: cells that carry one ticket each from post to take.
+/* The ring: cells that carry one ticket each from post to commit.
  *
- *             post          claim          publish         claim           publish        take
+ *             post          claim          publish         claim           publish        commit
  *   FREE ───► POSTED ───► INDEXING ───► INDEXED ───► CONVERTING ───► READY ───► FREE
  *             [input]                   [middle]                     [output]
  *
@@ -20,7 +20,7 @@
  *                           by compare-and-swap, so exactly one of them succeeds
  *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
  *                           to be gone, the supervisor's thread of the trainer (repost)
- *   READY                   the trainer (take)
+ *   READY                   the trainer (commit)
  * The other fields of a cell may be written by the party that may write the word.
  *
  * Claim is one compare-and-swap that also records the owner, so a cell that a dying process holds

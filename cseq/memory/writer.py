@@ -120,7 +120,7 @@ class Writer(SlotEncoder):
 
     def _abandon(self) -> None:
         """Forget what was written to the present slot; it is kept if arrays in it are alive."""
-        if self._leave() and self.slots is not None:
+        if self._stop_lending() and self.slots is not None:
             self._keep()
         self._loans, self._window = [], None
 
@@ -236,7 +236,7 @@ class Writer(SlotEncoder):
         are alive.
         """
         self._window = None
-        if not self._leave():
+        if not self._stop_lending():
             return
         if self.slots is not None:
             source, used = self.memory, self.used
@@ -254,7 +254,7 @@ class Writer(SlotEncoder):
 
     def close(self) -> None:
         """Drop all mappings; each is unmapped with the last array on it."""
-        self._leave()
+        self._stop_lending()
         self.mapped.clear()
         self.kept.clear()
         if self.slots is not None:
@@ -264,11 +264,11 @@ class Writer(SlotEncoder):
         self.memory = Block(0)
         self.used = self.capacity = 0
 
-    def _leave(self) -> bool:
+    def _stop_lending(self) -> bool:
         """Stop making arrays in the slot; return whether arrays in it are alive."""
         placed = 0
         if self.target is not None and self.placement is not None:
-            placed = self.placement.leave()
+            placed = self.placement.end()
         self.target = None
         return placed > 0 or any(loan() is not None for loan in self._loans)
 

@@ -39,8 +39,8 @@ CSEQ_INLINE int weak_lock_is_mine(const cseq_lock *l, uint64_t me) {
 CSEQ_INLINE int weak_lock_try(cseq_lock *l, uint64_t me) {
     return weak_lock || cseq_lock_try(l, me);
 }
-CSEQ_INLINE void weak_lock_leave(cseq_lock *l) {
-    if (!weak_lock) cseq_lock_leave(l);
+CSEQ_INLINE void weak_lock_release(cseq_lock *l) {
+    if (!weak_lock) cseq_lock_release(l);
 }
 
 CSEQ_INLINE uint64_t weak_load(const uint64_t *p) {
@@ -57,7 +57,7 @@ CSEQ_INLINE void weak_count(uint64_t *p, uint64_t more) { weak_store(p, weak_loa
 #define PyCriticalSection_End weak_end
 #define cseq_lock_is_mine weak_lock_is_mine
 #define cseq_lock_try weak_lock_try
-#define cseq_lock_leave weak_lock_leave
+#define cseq_lock_release weak_lock_release
 #define cseq_load_rlx_u64 weak_load
 #define cseq_store_rlx_u64 weak_store
 #define cseq_count_u64 weak_count
