@@ -96,6 +96,7 @@ def local_cluster(nodes: int, **system: object) -> Iterator[LocalCluster]:
     try:
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": system}
         cluster.add_node(node_ip_address=ADDRESS, object_store_memory=STORE, **head)
+        # Before there are others: Ray would connect to any of the nodes with this address.
         ray.init(
             address=cluster.address,
             _node_ip_address=ADDRESS,

@@ -1,0 +1,201 @@
+"""Measure what Ray costs: calls of actors on other nodes, and arrays that come back from there.
+
+    python benchmarks/ray_costs.py [--rounds N] [--output FOLDER]
+
+A cluster of three nodes on this machine: the driver is on one without CPUs, an actor on each of the
+others. Wall and CPU time are for one call; CPU time is that of the driver and of all processes of
+Ray together. `scale.py` reads the results. `make check-ray` makes an environment that has Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.report import head, machine, row
+from harness.usage import cpu_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ADDRESS = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's outer address
+SIZES = {"8 kB": 8_000, "64 kB": 64_000, "1 MB": 10**6, "32 MB": 32 * 10**6, "81 MB": 81 * 10**6}
+AHEAD = 3  # calls that each actor has: one in work and two that wait
+BYTES = 640 * 10**6  # of a round of arrays, at most
+CALLS = 600  # of a round, at most
+
+
+@contextmanager
+def two_actors() -> Iterator[list[Any]]:
+    """Start the cluster and an actor on each of two nodes; leave nothing."""
+    folder = tempfile.mkdtemp(prefix="cseq-ray-")
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=folder)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        node = {"object_store_memory": 1 << 30, "node_ip_address": ADDRESS}
+        cluster.add_node(num_cpus=0, include_dashboard=False, **node)
+        # Before there are others: Ray would connect to any of the nodes with this address.
+        ray.init(address=cluster.address, _node_ip_address=ADDRESS, log_to_driver=False)
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, **node)
+        actors = [ray.remote(Agent).options(num_cpus=1).remote() for _ in range(2)]
+        nodes = set(ray.get([actor.node.remote() for actor in actors]))
+        if len(nodes | {ray.get_runtime_context().get_node_id()}) != 3:
+            raise RuntimeError("driver and actors are not on three nodes")
+        yield actors
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder)
+
+
+class Agent:
+    """What each actor runs."""
+
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def null(self) -> None:
+        """Do nothing."""
+
+    def array(self, size: int) -> Any:
+        """Return the same array each time: making it costs nothing, sending it does."""
+        import numpy as np
+
+        if not hasattr(self, "made") or self.made.size != size:
+            self.made = np.ones(size, np.uint8)
+        return self.made
+
+
+def alone(actors: list[Any]) -> int:
+    """One call after another."""
+    import ray
+
+    for number in range(CALLS):
+        ray.get(actors[number % 2].null.remote())
+    return CALLS
+
+
+def pipelined(method: str, arguments: tuple[int, ...], calls: int, actors: list[Any]) -> int:
+    """Keep `AHEAD` calls of each actor under way; take what is ready, and drop it."""
+    import ray
+
+    waiting: dict[Any, Any] = {}
+    left = calls
+    while waiting or left:
+        while left and len(waiting) < AHEAD * len(actors):
+            actor = actors[left % len(actors)]
+            waiting[getattr(actor, method).remote(*arguments)] = actor
+            left -= 1
+        ready, _ = ray.wait(list(waiting), num_returns=1, fetch_local=True)
+        for reference in ready:
+            ray.get(reference)
+            del waiting[reference]
+        del reference, ready
+    return calls
+
+
+def prepared(size: int, actors: list[Any]) -> tuple[int, float, float, float]:
+    """Make objects, then get them: the rate of Ray's transfer alone."""
+    import ray
+
+    made = [actor.array.remote(size) for actor in actors for _ in range(4)]
+    ray.wait(made, num_returns=len(made), fetch_local=False)
+    count = len(made)
+    before = usage()
+    while made:
+        ray.get(made.pop())
+    return count, *(now - then for now, then in zip(usage(), before, strict=True))
+
+
+def usage() -> tuple[float, float, float]:
+    """Seconds: of the clock, of all processes' CPU time, of the driver's."""
+    return time.perf_counter(), cpu_seconds(os.getpid()), time.process_time()
+
+
+def timed(work: Callable[[list[Any]], int], actors: list[Any]) -> tuple[int, float, float, float]:
+    """Count the calls, and what they took together."""
+    before = usage()
+    calls = work(actors)
+    return calls, *(now - then for now, then in zip(usage(), before, strict=True))
+
+
+def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
+    """Measure all, in turn; for each call: microseconds of the clock, of CPU, of the driver's."""
+    cases: dict[str, tuple[Callable[[list[Any]], Any], Callable[..., Any]]] = {
+        "null call, one at a time": (alone, timed),
+        "null calls, pipelined": (partial(pipelined, "null", (), CALLS), timed),
+    }
+    for name, size in SIZES.items():
+        calls = min(CALLS, BYTES // size)
+        cases[f"{name}, pipelined"] = partial(pipelined, "array", (size,), calls), timed
+    size = SIZES["81 MB"]
+    cases["81 MB, made beforehand"] = partial(prepared, size), lambda work, actors: work(actors)
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}
+    with two_actors() as actors:
+        for work, way in cases.values():  # warms up
+            way(work, actors)
+        before = usage()
+        time.sleep(2.0)
+        wall, idle, _ = (now - then for now, then in zip(usage(), before, strict=True))
+        for _ in range(rounds):
+            for name, (work, way) in cases.items():
+                calls, *seconds = way(work, actors)
+                found[name].append(tuple(1e6 * one / calls for one in seconds))
+        found["nothing, for a second"] = [(1e6, 1e6 * idle / wall, 0.0)]
+    return found
+
+
+def main() -> None:
+    """Measure, print a table and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    about, load = machine(("ray", "numpy")), os.getloadavg()[0]
+    found = measure(arguments.rounds)
+    costs = {
+        name: dict(
+            zip(
+                ("wall_us", "cpu_us", "driver_us"),
+                map(statistics.median, zip(*figures, strict=True)),
+                strict=True,
+            )
+        )
+        for name, figures in found.items()
+    }
+    report = {"machine": about, "rounds": arguments.rounds, "load": load, "costs": costs}
+    lines = [
+        head(about, arguments.rounds),
+        f"Load before: {load:.1f}. Times are microseconds of one call.\n",
+        row(["what", "wall", "CPU", "of it the driver's", "GB/s"]),
+        row(["---"] * 5),
+    ]
+    for name, cost in costs.items():
+        size = SIZES.get(name.partition(",")[0])
+        rate = f"{size / cost['wall_us'] / 1e3:.2f}" if size else ""
+        figures = [f"{cost[key]:.0f}" for key in ("wall_us", "cpu_us", "driver_us")]
+        lines.append(row([name, *figures, rate]))
+    table = "\n".join([*lines, ""])
+    (arguments.output / "ray_costs.json").write_text(json.dumps(report, indent=1) + "\n")
+    (arguments.output / "ray_costs.md").write_text(table, encoding="utf-8")
+    sys.stdout.write(table)
+
+
+if __name__ == "__main__":
+    main()
