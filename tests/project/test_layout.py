@@ -323,7 +323,7 @@ BUDGET = {
     "cseq without adapters and fleet": 21_015,
     "of these compiled: C, Cython": 7_822,
     "adapters": 5_368,
-    "fleet, with what it has in Cython": 760,
+    "fleet, with what it has in Cython": 1272,
     "the longest file of cseq": 699,
     "the longest file of tests": 900,
     "the way of a batch": 4_900,
@@ -343,7 +343,8 @@ def test_the_house_stays_within_its_budget() -> None:
     }
     ours = {path: lines for path, lines in found.items() if path.is_relative_to(PACKAGE)}
     adapters = sum(found[path] for path in ours if "adapters" in path.parts)
-    fleet = {path for path in ours if "fleet" in path.parts or path.stem == "_parcel"}
+    inside = {path: path.relative_to(PACKAGE).parts for path in ours}  # not the checkout's folder
+    fleet = {path for path in ours if "fleet" in inside[path] or path.stem == "_parcel"}
     compiled = sum(found[path] for path in ours.keys() - fleet if path.suffix != ".py")
     there = {
         "cseq without adapters and fleet": sum(ours.values())
