@@ -119,17 +119,13 @@ class Manager:
 
     def _end(self) -> None:
         """End what runs, if anything does; where a signal handler raises, another call goes on."""
+        self._state = State.IDLE
         run = self._run
         if run is not None:
-            pool = run.pool
             self._place.keep()
-            self._stats, self._skipped = pool.stats(), pool.skipped
-            try:
-                run.close()
-            finally:
-                self._state = State.IDLE
+            self._stats, self._skipped = run.pool.stats(), run.pool.skipped
+            run.close()
             self._run = None
-        self._state = State.IDLE
 
     def _refuse_inside_with(self, verb: str) -> None:
         """Raise OSError inside the manager's own ``with``, which needs what runs."""

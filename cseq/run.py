@@ -73,10 +73,6 @@ class Run(Generic[P]):
             self.pool.notify_all()
         return generation
 
-    def disown(self) -> None:
-        """In a forked process: end all iterators."""
-        self.pool.run.interrupt()
-
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
         self.is_ended = True
@@ -145,7 +141,7 @@ def _interrupt_all() -> None:
     """Keep a forked process from taking batches out of its parent's rings."""
     _closings.clear()  # their threads do not exist here
     for run in _runs:
-        run.disown()
+        run.interrupt()
 
 
 in_forked_children(_interrupt_all)

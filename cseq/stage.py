@@ -23,7 +23,6 @@ __all__ = [
     "ENDED",
     "INDEXER",
     "RAISED",
-    "cores",
     "overdue",
     "run",
     "spin_ns",

@@ -185,12 +185,16 @@ class SlotWriter:
 class SlotReader:
     """The trainer's end of the slots."""
 
+    in_c = True  # whether C may decode what lies in a slot
+
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
 
     @property
     def ends(self) -> Ends:
         """The slots, and where a small array is found."""
+        if not self.in_c:
+            return {"slots": self._arena.slots}
         return {
             "slots": self._arena.slots,
             "small": (self._arena.mapped, codec.reader, SMALL, self._arena.lend),
@@ -239,6 +243,8 @@ class Imports(SlotReader):
         Batches that were converted here.
     """
 
+    in_c = False
+
     def __init__(
         self, arena: Arena, ring: Ring, importer: Importer, convert: Callable[[Any], Any]
     ) -> None:
@@ -253,11 +259,6 @@ class Imports(SlotReader):
         # not released again.
         self._discarded: dict[int, Any] = {}
         self.lost = 0
-
-    @property
-    def ends(self) -> Ends:
-        """The slots; C cannot decode what converters write."""
-        return {"slots": self._arena.slots}
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
         """Fetch the batch, or convert it here."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cseq._work import Runner
     from cseq.memory.writer import Writer
 
-__all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "leave", "rng", "worker_info"]
+__all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "rng", "worker_info"]
 
 # What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5
 # are in _work.pyx.
@@ -112,15 +112,10 @@ here = Here()
 
 
 def enter(batch_context: BatchContext | None) -> BatchContext | None:
-    """Make a context the thread's; return the one before, for `leave`."""
+    """Make a context, or none, the thread's; return the one before."""
     left = here.batch_context
     here.batch_context = batch_context
     return left
-
-
-def leave(left: BatchContext | None) -> None:
-    """Make the context that `enter` returned the thread's again."""
-    here.batch_context = left
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:

@@ -21,14 +21,19 @@ from __future__ import annotations
 import functools
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cseq import _work
+from cseq.indexing.context import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Seeds"]
+    from cseq.indexing.context import BatchContext
+
+__all__ = ["Seeds", "call_here"]
+
+T = TypeVar("T")
 
 STATE = struct.Struct("=i624I")  # a position, and the words of a Mersenne Twister
 GAUSS = struct.Struct("@id")  # whether a number is kept, and that number
@@ -169,3 +174,27 @@ class Seeds(_work.BatchSeeds):
     def has_drawn(self) -> bool:
         """Find new generators; whether one of them was drawn from since its module was imported."""
         return not all(generator.is_fresh() for generator in self.look())
+
+
+def call_here(
+    function: Callable[[], T], batch_context: BatchContext, seeds: Seeds | None = None
+) -> T:
+    """Call what makes a batch, or an indexer, on the trainer's own thread.
+
+    It has the context of a worker meanwhile, and may set the trainer's generators by `seeds`: their
+    states are restored, also if a signal handler raises.
+    """
+    left = here.batch_context
+    try:
+        here.batch_context = batch_context
+        if seeds is not None:
+            seeds.lend()
+        return function()
+    finally:
+        here.batch_context = left
+        if seeds is not None:
+            try:
+                seeds.restore()
+            except BaseException:  # a signal handler has raised, perhaps before anything was done
+                seeds.restore()
+                raise

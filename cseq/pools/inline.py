@@ -17,7 +17,7 @@ from cseq.encoding import failure
 from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer
 from cseq.indexing.context import here
-from cseq.indexing.seeding import Seeds
+from cseq.indexing.seeding import Seeds, call_here
 from cseq.pools.base import BatchPool
 from cseq.stage import INDEXER
 from cseq.stats import Stats
@@ -70,19 +70,13 @@ class InlinePool(BatchPool):
 
     def _build(self) -> None:
         """Make the indexer, as a worker process does: with the global generators seeded."""
-        left = context.enter(self._batch_context)
+        build = partial(indexer.build_seeded, self._job.worker, self._seeds, copied=False)
         try:
-            if self._seeds is not None:
-                self._seeds.lend()
-            made = indexer.build_seeded(self._job.worker, self._seeds, copied=False)
+            made = call_here(build, self._batch_context, self._seeds)
         except (StopIteration, SystemExit) as error:
             if failure.ends_program(error):
                 raise
             raise failure.ordinary(error) from error
-        finally:
-            context.leave(left)
-            if self._seeds is not None:
-                self._seeds.restore()
         self._indexing.indexer = self._made = made
         indexer.LabelHint(self._job.output, log.warning).watch(self._indexing)
 
@@ -95,9 +89,7 @@ class InlinePool(BatchPool):
         made, self._made, self._indexing.indexer = self._made, None, None
         self.feed.end()
         self._batch_context.clear()
-        left = context.enter(self._batch_context)
-        try:
-            indexer.dispose(self._job.worker, made, copied=False)
-        finally:
-            context.leave(left)
+        call_here(
+            partial(indexer.dispose, self._job.worker, made, copied=False), self._batch_context
+        )
         self._job = self._job.without_worker()

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from cseq._feed import Feed
     from cseq.arguments import WorkerOptions
-    from cseq.encoding.transport import Ends
     from cseq.pools.base import Awaited, Working
 
     Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
@@ -397,10 +396,7 @@ class StreamPool(Pool):
 class EncodedReader(SlotReader):
     """Leaves items as the workers have encoded them."""
 
-    @property
-    def ends(self) -> Ends:
-        """The slots; nothing is decoded in C."""
-        return {"slots": self._arena.slots}
+    in_c = False
 
     def decode(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> Any:  # noqa: ARG002
         """Return the item as it lies in its slot, or a copy."""

@@ -237,8 +237,8 @@ def test_contexts_are_one_for_each_thread() -> None:
     left = context.enter(two)
     assert left is one
     assert cseq.worker_info() == cseq.WorkerInfo(1, 2, None, None)
-    context.leave(left)
+    context.enter(left)
     assert cseq.worker_info() == cseq.WorkerInfo(0, 2, None, None)
-    context.leave(None)
+    context.enter(None)
     assert seen == [None]
     assert cseq.worker_info() is None

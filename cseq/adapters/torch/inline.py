@@ -11,6 +11,7 @@ from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.adapters.torch.taking import Taking
 from cseq.indexing import context
+from cseq.indexing.seeding import call_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,19 +153,12 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
 
     def _seeded(self, number: int, make: Callable[[], Any]) -> Any:
         """Call a function; with rng="batch", with the generators as they are for a batch."""
-        seeds, here = self._seeds, context.here
+        seeds = self._seeds
         if seeds is None:
             return make()
-        left = here.batch_context
-        try:
-            here.batch_context = self._batch_context
-            seeds.lend()  # they are the trainer's
+
+        def seed_and_make() -> Any:
             seeds.seed_for(number)
             return make()
-        finally:
-            here.batch_context = left
-            try:
-                seeds.restore()
-            except BaseException:  # a signal handler has raised, perhaps before anything was done
-                seeds.restore()
-                raise
+
+        return call_here(seed_and_make, self._batch_context, seeds)

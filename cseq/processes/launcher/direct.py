@@ -47,6 +47,7 @@ class _DirectLauncher(Launcher):
         theirs: socket.socket,
         local: object,
         context: Context,
+        /,
     ) -> Child:
         raise NotImplementedError
 
@@ -56,14 +57,7 @@ class SpawnLauncher(_DirectLauncher):
 
     method = "spawn"
 
-    def _start(
-        self,
-        number: int,
-        ours: socket.socket,
-        theirs: socket.socket,
-        local: object,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
-    ) -> Child:
+    def _start(self, number: int, ours: socket.socket, theirs: socket.socket, *_: object) -> Child:
         start = describe_start("worker", self._entry, number=number)
         return spawn(ours, theirs, start, f"cseq-w{number}", self._threads)
 

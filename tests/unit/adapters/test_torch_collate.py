@@ -42,7 +42,7 @@ def room() -> Iterator[Room]:
     try:
         yield room
     finally:
-        context.leave(left)
+        context.enter(left)
         names.collate_map.clear()
         names.collate_map.update(before)
 
