@@ -16,7 +16,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── testing.py      for tests of training scripts: kill workers, count what is held
     ├── __main__.py     python -m cseq run: a script, with cseq's DataLoader in torch's place
     ├── adapters/       other libraries' interfaces: torch's, RETURNN's, torchdata's
-    ├── sequence.py     ★ MSequence, MPSequence, MTSequence: their arguments, epochs and states
+    ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
+    ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
     ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── run.py          one start of a manager, up to its end
@@ -68,12 +69,14 @@ from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, Wor
 from cseq.indexing.context import WorkerInfo, empty, rng, worker_info
 from cseq.indexing.dataset import from_dataset
 from cseq.indexing.indexer import Indexer
-from cseq.sequence import MPSequence, MSequence, MTSequence
+from cseq.kinds import MPSequence, MTSequence, RaySequence
+from cseq.sequence import MSequence
 from cseq.stats import Stats
 
 if typing.TYPE_CHECKING:
     from cseq.adapters.torch import DataLoader as DataLoader
     from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
+    from cseq.fleet.ray import RayFleet as RayFleet
 
 __version__ = "0.2.0.dev0"
 
@@ -83,6 +86,7 @@ __all__ = [
     "MPSequence",
     "MSequence",
     "MTSequence",
+    "RaySequence",
     "RemoteTraceback",
     "Stats",
     "WorkerDied",
@@ -100,7 +104,11 @@ __all__ = [
 if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
 
     def __getattr__(name: str) -> object:
-        """Import torch's adapter when it is asked for: `import cseq` imports no torch."""
+        """Import what needs torch, or Ray, when it is asked for."""
+        if name == "RayFleet":
+            from cseq.fleet.ray import RayFleet
+
+            return RayFleet
         if name not in ("DataLoader", "StatefulDataLoader"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from cseq.adapters import torch
@@ -113,8 +121,9 @@ if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """Name torch's adapter too, if torch is there."""
+        """Name what needs torch and Ray, too, where these are there."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()
-        return sorted({*globals(), *loaders})
+        fleets = ("RayFleet",) if find_spec("ray") else ()
+        return sorted({*globals(), *loaders, *fleets})

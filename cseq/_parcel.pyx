@@ -5,14 +5,14 @@ Both are arrays of 64-bit words, little-endian. What `Carrier` writes, in the tr
 the machine that makes the batches; and the other way round::
 
     request   count | count times: seed, epoch, batch, start, indices | all indices, ticket by ticket
-    answer    count | count times: status, offset, record | the bytes of the batches
+    answer    count | nanoseconds | count times: status, offset, record | the bytes of the batches
 
 Batches lie in the answer as they lay in their slots, at these offsets (bytes), which are multiples of 64. Nothing
-is decoded on the way.
+is decoded on the way. The nanoseconds are those that the workers had this parcel to work on, and none before it.
 """
 
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
@@ -35,6 +35,7 @@ cnp.import_array()
 
 cdef enum:
     ASKED = 5      # words of a ticket in a request, before all indices
+    HEAD = 2       # words of an answer, before those of its tickets
     ANSWERED = 6   # words of a ticket in an answer
     RAISED = 1     # a status: see stage.py
 
@@ -68,6 +69,8 @@ cdef class Carrier:
     cdef Lock lock          # around all that claims or publishes
     cdef uint64_t* words    # by cell: the word of the ticket that is held there; 0: none
     cdef readonly uint32_t held
+    cdef uint64_t floor     # tickets from before this number were given up
+    cdef bint has_floor
 
     def __cinit__(self, Runner runner not None, SlotEncoder writer not None):
         self.runner, self.writer, self.lock = runner, writer, Lock()
@@ -95,18 +98,28 @@ cdef class Carrier:
         """
         cdef list tickets = []
         cdef uint32_t cell
+        cdef uint64_t word
         self.lock.enter()
         try:
             while most and self.runner.claim_at_once():
                 cell = <uint32_t>self.runner.cell
+                word = cseq_load_acq_u64(&self.runner.c.word)
+                if self.is_given_up(word):
+                    self.runner.deliver(self.runner.c, RAISED)
+                    continue
                 self.runner.cell = -1  # it is set aside
-                self.words[cell] = cseq_load_acq_u64(&self.runner.c.word)
+                self.words[cell] = word
                 self.held += 1
                 most -= 1
-                tickets.append(self.words[cell] >> 24 << 24 | cell)
+                tickets.append(word >> 24 << 24 | cell)
         finally:
             self.lock.leave()
+        tickets.sort()
         return tickets
+
+    cdef inline bint is_given_up(self, uint64_t word) noexcept:
+        """Whether a ticket was posted before the floor; numbers are compared modulo 2**40."""
+        return self.has_floor and cseq_before(CSEQ_TICKET(word), CSEQ_TICKET(self.floor << 24))
 
     cdef inline int find(self, uint64_t ticket) noexcept:
         """The cell of a ticket that is held; -1: it is not, any more."""
@@ -116,7 +129,7 @@ cdef class Carrier:
         return <int>cell if self.words[cell] >> 24 == ticket >> 24 else -1
 
     def request(self, list tickets not None):
-        """What the tickets ask for: the words of a request. A ticket that was given up asks for nothing."""
+        """What the tickets ask for: the words of a request. One that is not held any more asks for nothing."""
         cdef Py_ssize_t count = len(tickets)
         cdef Py_ssize_t size = 1 + ASKED * count
         cdef cnp.npy_intp length
@@ -167,14 +180,14 @@ cdef class Carrier:
             How many were published.
         """
         cdef Py_ssize_t count = len(tickets)
-        cdef int64_t* head = words_of(answer, 1 + ANSWERED * count)
+        cdef int64_t* head = words_of(answer, HEAD + ANSWERED * count)
         cdef Py_ssize_t k, published = 0
         if head[0] != count:
             raise ValueError(f"an answer for {head[0]} tickets, not {count}")
         for k in range(count):
             self.lock.enter()
             try:
-                published += self.publish_one(tickets[k], head + 1 + ANSWERED * k, answer)
+                published += self.publish_one(tickets[k], head + HEAD + ANSWERED * k, answer)
             finally:
                 self.lock.leave()
         return published
@@ -234,8 +247,9 @@ cdef class Carrier:
         cdef Py_ssize_t count = 0
         self.lock.enter()
         try:
+            self.floor, self.has_floor = number, True
             for cell in range(self.runner.r.capacity):
-                if self.words[cell] and cseq_before(CSEQ_TICKET(self.words[cell]), CSEQ_TICKET(number << 24)):
+                if self.words[cell] and self.is_given_up(self.words[cell]):
                     self.runner.deliver(self.open(cell), RAISED)
                     self.close(cell)
                     count += 1
@@ -253,8 +267,8 @@ cdef class Carrier:
         """Wake the thread that waits here."""
         cseq_gate_notify_all(&self.runner.r.gate[0])
 
-    def wait(self, uint32_t seen, uint64_t ns):
-        """Sleep until there is a ticket to claim, `notify` is called or the ring is closed; `ns` at most.
+    def wait(self, uint32_t seen, uint64_t ns, bint claims=True):
+        """Sleep until there are tickets to claim (`claims`), `notify` is called or the ring is closed; `ns` at most.
 
         Returns
         -------
@@ -268,7 +282,7 @@ cdef class Carrier:
         cseq_gate_enter(gate)
         if cseq_ring_closed(r):
             return False
-        if cseq_ring_find_open(r, 0, &word) < 0:
+        if not claims or cseq_ring_find_open(r, 0, &word) < 0:
             with nogil:
                 cseq_gate_sleep(gate, seen, ns)
             cseq_count_u64(&cseq_ring_runner(r, self.runner.owner).idle_ns, cseq_now_ns() - before)
@@ -294,6 +308,7 @@ cdef class Parcel(Memory):
     cdef Py_ssize_t posted
     cdef Py_ssize_t left          # tickets that are not answered
     cdef Py_ssize_t room          # bytes at `data`
+    cdef uint64_t begun           # ns: when its first ticket was posted, and the parcel before was answered
 
     def __cinit__(self, cnp.ndarray request not None, uint32_t most):
         cdef Py_ssize_t k, size
@@ -308,7 +323,8 @@ cdef class Parcel(Memory):
             size += words[1 + ASKED * k + 4]
         words_of(request, size)
         self.head, self.indices, self.left = words + 1, words + 1 + ASKED * self.count, self.count
-        self.reserve(aligned(8 * (1 + ANSWERED * self.count)))
+        self.reserve(aligned(8 * (HEAD + ANSWERED * self.count)))
+        memset(self.data, 0, <size_t>self.size)
         (<int64_t*>self.data)[0] = self.count
 
     def __dealloc__(self):
@@ -326,6 +342,13 @@ cdef class Parcel(Memory):
             self.data, self.room = <char*>data, room
         self.size += nbytes
         return 0
+
+    cdef void skip(self) noexcept:
+        """Answer the next ticket, which asks for nothing, with nothing."""
+        (<int64_t*>self.data + HEAD + ANSWERED * self.posted)[0] = RAISED
+        self.posted += 1
+        self.left -= 1
+        self.head += ASKED
 
     @property
     def is_answered(self):
@@ -367,6 +390,7 @@ cdef class ParcelFeed:
     cdef uint32_t* line        # the cells of the tickets in the ring, in the order of their posts
     cdef uint32_t length
     cdef uint64_t ticket
+    cdef uint64_t latest       # ns: when a parcel was answered last
 
     def __cinit__(self, Ring ring not None, Slots slots not None, list mapped not None, mapping_of):
         self.ring, self.slots, self.mapped, self.mapping_of = ring, slots, mapped, mapping_of
@@ -416,19 +440,31 @@ cdef class ParcelFeed:
                 self.length = kept
                 raise
             if not parcel.left:
-                answered.append(parcel)
+                answered.append(self.finish(parcel))
         self.length = kept
         while self.parcels:
             vacant = self.ring.find_vacant()
             if vacant < 0:
                 break
             parcel = self.parcels[0]
-            self.post(<uint32_t>vacant, parcel)
+            if parcel.head[4]:
+                self.post(<uint32_t>vacant, parcel)
+            else:
+                parcel.skip()
             if parcel.posted == parcel.count:
                 self.parcels.popleft()
+                if not parcel.left:
+                    answered.append(self.finish(parcel))
         if self.ring.unwoken:
             self.ring.wake()
         return answered
+
+    cdef Parcel finish(self, Parcel parcel):
+        """Note how long a parcel has taken, which is answered now."""
+        cdef uint64_t now = cseq_now_ns()
+        (<int64_t*>parcel.data)[1] = <int64_t>(now - max(parcel.begun, self.latest))
+        self.latest = now
+        return parcel
 
     cdef int post(self, uint32_t cell, Parcel parcel) except -1:
         """Post the next ticket of a parcel in a free cell."""
@@ -442,6 +478,8 @@ cdef class ParcelFeed:
         self.ticket += 1
         self.line[self.length] = cell
         self.length += 1
+        if not parcel.begun:
+            parcel.begun = cseq_now_ns()
         parcel.posted += 1
         parcel.indices += count
         parcel.head += ASKED
@@ -469,7 +507,7 @@ cdef class ParcelFeed:
             else:
                 with nogil:
                     memcpy(parcel.data + at, slot.data, <size_t>nbytes)
-        head = <int64_t*>parcel.data + 1 + ANSWERED * self.number[cell]
+        head = <int64_t*>parcel.data + HEAD + ANSWERED * self.number[cell]
         head[0], head[1] = c.status, at
         for k in range(4):
             head[2 + k] = <int64_t>f[k] if nbytes else 0

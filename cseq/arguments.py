@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     # `MSequence` has an overload for each of the two: pyright resolves no type variable in a union.
     Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
-    ThreadType: TypeAlias = Literal["proc", "thread"]
+    ThreadType: TypeAlias = Literal["proc", "thread", "ray"]
     StartMethod: TypeAlias = Literal["forkserver", "spawn", "fork"]
     OnError: TypeAlias = Literal["raise", "skip"]
     OnTimeout: TypeAlias = Literal["raise", "restart"]
@@ -72,6 +72,7 @@ __all__ = [
     "batch_size_of",
     "converters_of",
     "dtype_of",
+    "fleet_of",
     "samples_of",
 ]
 
@@ -130,6 +131,8 @@ class Job(NamedTuple):
         In a pool, 0 where there is no CUDA.
     compat : bool or None
         CUDA conversion in threads; None: as the system requires.
+    fleet : Fleet or None
+        That `worker` is given to, or in place of it.
     """
 
     worker: Any
@@ -143,6 +146,7 @@ class Job(NamedTuple):
     on_error: str
     seed_globals: bool
     options: WorkerOptions
+    fleet: Any = None
 
     @property
     def room(self) -> int:
@@ -152,6 +156,16 @@ class Job(NamedTuple):
     def without_worker(self) -> Job:
         """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
         return self._replace(worker=None)
+
+
+def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
+    """Check `worker`: return it, and the fleet that was given in its place, or None."""
+    if not hasattr(worker, "attach") or not hasattr(worker, "waits_for"):
+        indexer.check_worker(worker)
+        return worker, None
+    if thread_type != "ray":
+        raise TypeError(f"worker={worker!r} is a fleet: give it to a RaySequence")
+    return worker.worker, worker
 
 
 def batch_size_of(batch_size: Any) -> int:

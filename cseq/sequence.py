@@ -12,7 +12,6 @@ from cseq import arguments
 from cseq._feed import FeedIterator
 from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
 from cseq.converter import output as outputs
-from cseq.indexing import indexer
 from cseq.manager import Manager
 from cseq.order import checkpoint
 from cseq.order import shard as shards
@@ -21,7 +20,7 @@ from cseq.order.sampler import RankSampler, Sampler
 from cseq.pools import pool_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typing_extensions import Self, TypeVar, Unpack
 
@@ -38,18 +37,19 @@ if TYPE_CHECKING:
     )
     from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
+    from cseq.pools.base import BatchPool
 
     # What the loop gets; anything where that is not known.
     B_co = TypeVar("B_co", covariant=True, default=Any)
 else:
     B_co = typing.TypeVar("B_co", covariant=True)
 
-__all__ = ["MPSequence", "MSequence", "MTSequence"]
+__all__ = ["MSequence"]
 
 
 MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_EPOCH = 2**64 - 1
-THREAD_TYPE_AT = 7  # its place among the arguments
+KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}  # `thread_type`
 
 
 class MSequence(Manager, Generic[B_co]):
@@ -216,12 +216,10 @@ class MSequence(Manager, Generic[B_co]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            kind = _Kind if isinstance(self, _Kind) else MSequence
-            known = inspect.signature(kind).parameters
-            raise unexpected(type(self).__name__, next(iter(unknown)), known)
-        if thread_type not in ("proc", "thread"):
-            raise TypeError(f"thread_type={thread_type!r} is unknown; give 'proc' or 'thread'")
-        indexer.check_worker(worker)
+            raise unexpected(type(self).__name__, next(iter(unknown)), self._parameters())
+        if thread_type not in KINDS:
+            raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
+        worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: str = thread_type
         workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
         self._drawn = seed is None
@@ -253,9 +251,16 @@ class MSequence(Manager, Generic[B_co]):
             options=arguments.WorkerOptions.checked(
                 start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
             ),
+            fleet=fleet,
         )
         self._check_seed(self._shard or shards.ALONE)
         super().__init__()
+
+    @staticmethod
+    def _parameters() -> Iterable[str]:
+        """Name the arguments."""
+        parameters = inspect.signature(MSequence).parameters.values()
+        return [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
 
     @property
     def _sampler(self) -> Sampler:
@@ -320,9 +325,8 @@ class MSequence(Manager, Generic[B_co]):
             if self._shard is not None:
                 yield "batches", f"{self._sampler.length:,}"
             yield "batch_size", f"{self.batch_size:,}"
-            kind = "processes" if self._thread_type == "proc" else "threads"
             workers = self._job.num_workers
-            yield "workers", f"{workers} {kind}" if workers else "0"
+            yield "workers", f"{workers} {KINDS[self._thread_type]}" if workers else "0"
             yield "seed", f"{self.seed} (drawn)" if self._own_seed else f"{self.seed}"
             if self._shard is None:
                 yield "shard", "shard='auto'"
@@ -446,7 +450,7 @@ class MSequence(Manager, Generic[B_co]):
         """The kind of pool that `start` starts."""
         if not self._job.num_workers:
             return "inline"
-        return "process" if self._thread_type == "proc" else "thread"
+        return self._thread_type
 
     def start_test(self, test_mode: TestMode = "default") -> Self:
         """Start test mode: batches are made in the calling thread when the loop asks for them.
@@ -485,13 +489,12 @@ class MSequence(Manager, Generic[B_co]):
     ) -> Self:
         """End what runs, and start a pool."""
         self._refuse_inside_with(verb)
-        make = pool_of(kind)
         self._settle_shard()
         self._end()
         resolved = outputs.resolve(output)
         converters = self._job.num_converters if resolved.use_cuda else 0
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
-        self._open(make(job))
+        self._open(_pool_of(kind)(job))
         return self
 
     def __iter__(self) -> Iterator[B_co]:
@@ -602,98 +605,10 @@ class MSequence(Manager, Generic[B_co]):
             self._own_seed = False
 
 
-class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class sets `thread_type`: the arguments after it move up by one."""
+def _pool_of(kind: str) -> Callable[[arguments.Job], BatchPool]:
+    """Return the class of pools of a kind."""
+    if kind == "ray":
+        from cseq.fleet.pool import FleetPool
 
-    @overload
-    def __init__(
-        self,
-        worker: Callable[[], Indexer[B_co]],
-        dset_size: Any = ...,
-        num_workers: int = ...,
-        *,
-        out_type: Literal["null"],
-        **options: Unpack[Keywords],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        worker: Indexer[B_co],
-        dset_size: Any = ...,
-        num_workers: int = ...,
-        *,
-        out_type: Literal["null"],
-        **options: Unpack[Keywords],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        worker: Worker,
-        dset_size: Any = ...,
-        num_workers: int = ...,
-        num_converters: int | None = ...,
-        batch_size: int = ...,
-        buffer: int = ...,
-        shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
-        out_type: OutType = ...,
-        seed: int | None = ...,
-        **options: Unpack[Options],
-    ) -> None: ...
-
-    def __init__(self, *positions: Any, **options: Any) -> None:
-        kind = self._thread_type
-        if "thread_type" in options:
-            name = type(self).__name__
-            raise TypeError(f"{name}() has no argument 'thread_type', which is {kind!r} there")
-        before, after = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
-        initialise: Callable[..., None] = super().__init__
-        if after:
-            initialise(*before, kind, *after, **options)
-        else:
-            initialise(*before, thread_type=kind, **options)
-
-
-class MPSequence(_Kind[B_co]):
-    """An `MSequence` of worker processes: for indexers that compute in Python.
-
-    Takes the parameters of `MSequence` but ``thread_type``.
-
-    Examples
-    --------
-    >>> manager = cseq.MPSequence(np.arange(6), batch_size=3, shuffle=False, out_type="null")
-    >>> with manager.start() as batches:
-    ...     print(*batches)
-    [0 1 2] [3 4 5]
-    """
-
-    _thread_type = "proc"
-
-
-class MTSequence(_Kind[B_co]):
-    """An `MSequence` of threads: for indexers that read, wait, or compute without the GIL.
-
-    Takes the parameters of `MSequence` but ``thread_type``.
-
-    Examples
-    --------
-    >>> manager = cseq.MTSequence(np.arange(6), batch_size=3, shuffle=False, out_type="null")
-    >>> with manager.start() as batches:
-    ...     print(*batches)
-    [0 1 2] [3 4 5]
-    """
-
-    _thread_type = "thread"
-
-
-def _sign() -> None:
-    """Set the signatures of the classes that help and completion show."""
-    signature = inspect.signature(MSequence.__init__)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    others = [p for p in parameters if p.name != "thread_type"]
-    for kind, shown in ((MSequence, parameters), (_Kind, others)):
-        setattr(kind.__init__, "__signature__", signature.replace(parameters=shown))  # noqa: B010
-
-
-_sign()
+        return FleetPool
+    return pool_of(kind)

@@ -58,6 +58,13 @@ class Stats:
     computed : float or None
         Seconds that all threads of this process together computed, where workers are threads that
         share a GIL.
+    agents : int
+        Of a fleet: those that can be sent something at this moment.
+    parcels, lost, hedged : int
+        Parcels that were sent to agents; whose agents were lost; whose agents were late, so that
+        others made them as well.
+    received : int
+        Bytes that agents have sent.
     """
 
     batches: int = 0
@@ -76,6 +83,11 @@ class Stats:
     num_workers: int = 0
     num_converters: int = 0
     computed: float | None = None
+    agents: int = 0
+    parcels: int = 0
+    lost: int = 0
+    hedged: int = 0
+    received: int = 0
 
     @property
     def loop_waiting(self) -> float:

@@ -1,1 +1,9 @@
-"""Batches from other machines: parcels of tickets, and who makes them."""
+"""Batches from other machines.
+
+``ledger``    which tickets are in which parcel, at which agent
+``agent``     what a fleet and its agents are to the trainer
+``server``    worker processes that make the batches of parcels: an agent's end
+``dispatch``  the trainer's thread that sends tickets to agents, and publishes answers
+``pool``      the loop's end of a fleet
+``ray``       fleets of Ray actors: the only module that imports ray
+"""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cseq._lock import Latch
 from cseq._parcel import Parcel, ParcelFeed
@@ -31,10 +31,10 @@ from cseq.stage import INDEXER
 from cseq.threads import Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
+
+    from cseq.arguments import WorkerOptions
 
     Words = NDArray[np.int64]
     Bytes = NDArray[np.uint8]
@@ -63,13 +63,15 @@ class TicketServer:
     Parameters
     ----------
     worker : object
-        As in `MSequence`.
+        As in `MSequence`; or a `Pickled` one.
     num_workers : int
         Processes.
     batch_size : int
         The most samples of a batch.
-    start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload, seed_globals
-        As in `MSequence`. Restarts are counted anew whenever a parcel of another epoch comes.
+    options : WorkerOptions
+        Restarts are counted anew whenever a parcel of another epoch comes.
+    seed_globals : bool
+        As in `MSequence`.
     """
 
     def __init__(
@@ -77,24 +79,20 @@ class TicketServer:
         worker: Any,
         num_workers: int,
         batch_size: int,
+        options: WorkerOptions,
         *,
-        memory_limit: int,
-        start_method: str | None = None,
-        max_restarts: int = 3,
-        timeout: float | None = None,
-        on_timeout: str = "raise",
-        threads: int | None = 1,
-        preload: Sequence[str] | Literal[False] | None = None,
         seed_globals: bool = True,
     ) -> None:
         self._worker = worker
-        self._num_workers = num_workers
-        self._batch_size = batch_size
-        self._timeout, self._on_timeout = timeout, on_timeout
-        self._preload = preload
+        self._num_workers, self._batch_size = num_workers, batch_size
+        self._options = options
         self._seed_globals = seed_globals
         self._shared = Shared(
-            CELLS, batch_size, num_workers, owners=num_workers, memory_limit=memory_limit
+            CELLS,
+            batch_size,
+            num_workers,
+            owners=num_workers,
+            memory_limit=options.memory_limit,
         )
         (ring,) = self._shared.rings
         self._ring = ring
@@ -103,12 +101,12 @@ class TicketServer:
         self._feed = ParcelFeed(ring, arena.slots, arena.mapped, arena.mapping_of)
         advice = "look at what the indexer does with these indices"
         self.supervisor = Supervisor(
-            make_launcher(start_method, entry=ENTRY, threads=threads),
+            make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
             self._shared,
             readers=num_workers,
             task=self._task,
             describe=lambda _, cell: Held(*named(ring, cell)),
-            deaths=Deaths(max_restarts, num_workers, "batch", advice),
+            deaths=Deaths(options.max_restarts, num_workers, "batch", advice),
         )
         self._coming: deque[_Request] = deque()
         self._requests: dict[int, _Request] = {}  # by the id of the parcel; of this thread alone
@@ -138,7 +136,8 @@ class TicketServer:
         TypeError
             The worker cannot be pickled.
         """
-        self.supervisor.prepare(self._worker, preload=self._preload, timeout=self._timeout)
+        options = self._options
+        self.supervisor.prepare(self._worker, preload=options.preload, timeout=options.timeout)
         self.supervisor.launch()
         self._thread.start()
 
@@ -217,10 +216,9 @@ class TicketServer:
                 self.supervisor.deaths.begin()
             self._feed.add(asked.parcel)
         self.supervisor.check()
-        if self._timeout is not None:
-            self.supervisor.check_time(
-                self._in_work(), self._timeout, restart=self._on_timeout == "restart"
-            )
+        timeout, restart = self._options.timeout, self._options.on_timeout == "restart"
+        if timeout is not None:
+            self.supervisor.check_time(self._in_work(), timeout, restart=restart)
         for parcel in self._feed.advance():
             self._requests.pop(id(parcel)).over.set()
         if not self._coming:

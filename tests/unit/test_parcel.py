@@ -39,15 +39,15 @@ def workshop() -> Iterator[Workshop]:
 
 def answer_of(*batches: bytes) -> np.ndarray[Any, Any]:
     """Write an answer by the layout that the module states: as if these bytes lay in the slots."""
-    head: list[int] = [len(batches)]
-    at = -(-8 * (1 + 6 * len(batches)) // 64) * 64
+    head: list[int] = [len(batches), 0]
+    at = -(-8 * (2 + 6 * len(batches)) // 64) * 64
     for batch in batches:
         head += [BATCH, at, len(batch), 0, 0, 0]
         at += -(-len(batch) // 64) * 64
     made = np.zeros(at, np.uint8)
     made[: 8 * len(head)] = np.array(head).view(np.uint8)
     for number, batch in enumerate(batches):
-        start = head[2 + 6 * number]
+        start = head[3 + 6 * number]
         made[start : start + len(batch)] = np.frombuffer(batch, np.uint8)
     return made
 

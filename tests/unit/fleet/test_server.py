@@ -15,6 +15,7 @@ import pytest
 from carrying import Trainer
 
 import cseq
+from cseq.arguments import WorkerOptions
 from cseq.encoding import failure
 from cseq.fleet.server import TicketServer
 from cseq.stage import RAISED
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., TicketServer]
 
-GIB = 1 << 30
 SIZE = 3  # samples of a batch
+PLAIN = WorkerOptions.checked(None, 100, None, "raise", None, 1, None)
 
 
 class Draws:
@@ -75,7 +76,7 @@ def start() -> Iterator[Start]:
     servers = []
 
     def start(worker: Any, num_workers: int = 2, **options: Any) -> TicketServer:
-        server = TicketServer(worker, num_workers, SIZE, memory_limit=GIB, **options)
+        server = TicketServer(worker, num_workers, SIZE, PLAIN._replace(**options))
         servers.append(server)
         server.start()
         return server
@@ -211,7 +212,7 @@ def test_closing_ends_the_calls_that_wait(start: Start) -> None:
 
 def test_a_worker_that_cannot_be_pickled_is_refused_at_the_start() -> None:
     """Before any process is there."""
-    server = TicketServer(threading.Lock(), 1, SIZE, memory_limit=GIB)
+    server = TicketServer(threading.Lock(), 1, SIZE, PLAIN)
     try:
         with pytest.raises(TypeError, match="worker"):
             server.start()

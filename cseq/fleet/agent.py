@@ -1,0 +1,67 @@
+"""What a fleet is to the trainer: agents, which make the batches of parcels.
+
+An agent is a `TicketServer` on some machine, at the other end of a transport. `cseq.fleet.ray` has
+agents that are actors of Ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Agent", "Failed", "Fleet", "Lost", "Outcome"]
+
+
+class Lost(NamedTuple):
+    """An agent is gone, or cannot be reached: all that it has is to be made by others."""
+
+    cause: str
+    final: bool = False  # it will not come back
+
+
+class Failed(NamedTuple):
+    """What no agent can make good, such as an indexer that cannot be made: raised in the loop."""
+
+    packed: bytes  # `failure.pack`
+
+
+Outcome = Union["NDArray[Any]", Lost, Failed]  # of a parcel; an array is its answer
+
+
+class Agent(Protocol):
+    """Makes the batches of parcels. Its methods return at once, and call `done` on any thread."""
+
+    name: str  # where it is, for messages
+
+    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
+        """Send a parcel; `done` is called once, with what becomes of it."""
+
+    def ping(self, done: Callable[[Lost | Failed | None], None]) -> None:
+        """Ask for a sign of life; `done` is called with None once it comes."""
+
+
+class Fleet(Protocol):
+    """The agents that there are."""
+
+    @property
+    def workers(self) -> int:
+        """Worker processes of all agents."""
+
+    @property
+    def waits_for(self) -> str:
+        """What agents wait for that are not there yet, for the log."""
+
+    def attach(self, notify: Callable[[], None]) -> Mapping[int, Agent]:
+        """Return the present agents, by number: a view that changes with them.
+
+        `notify` is called after each change, on any thread, until `detach`. An agent that is
+        replaced has a new number.
+        """
+
+    def detach(self, notify: Callable[[], None]) -> None:
+        """Do not call `notify` any more."""

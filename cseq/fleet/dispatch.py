@@ -1,0 +1,272 @@
+"""The trainer's thread that sends tickets to agents, and publishes their answers.
+
+It drives a `Ledger`, which decides, and a `Carrier`, which has the tickets. What agents answer
+comes on threads of their transport; these put it down and wake this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq.encoding import failure
+from cseq.errors import WorkerDied
+from cseq.fleet.agent import Failed, Lost
+from cseq.fleet.ledger import Ledger, Parcel, TicketLost
+from cseq.stage import RAISED
+from cseq.threads import tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cseq._core import Ring
+    from cseq._parcel import Carrier
+    from cseq.fleet.agent import Agent, Fleet, Outcome
+    from cseq.stats import Stats
+
+__all__ = ["Dispatcher"]
+
+FIRST = 8  # tickets that are claimed before the first answer
+LOOK = 1.0  # seconds: the longest sleep
+AGAIN = 0.2  # seconds after which an agent that was lost is asked again for a sign of life
+SHORT, LONG = 2.0, 10.0  # seconds without an agent: logged as INFO, as WARNING
+KEPT = 1000  # exceptions whose agents are remembered until the loop has them
+
+
+class Dispatcher:
+    """Sends the tickets of a ring to a fleet.
+
+    Parameters
+    ----------
+    ring : Ring
+    carrier : Carrier
+        Its runner.
+    fleet : Fleet
+        Stays the caller's.
+    memory_limit : int
+        Bytes of batches that may be under way, or wait for the loop.
+    named : callable
+        ``named(cell)``: epoch, number, indices and name of the batch there.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        carrier: Carrier,
+        fleet: Fleet,
+        *,
+        memory_limit: int,
+        named: Callable[[int], tuple[int, int, list[int], str]],
+    ) -> None:
+        self._ring, self._carrier, self._fleet = ring, carrier, fleet
+        self._memory_limit, self._named = memory_limit, named
+        self._ledger = Ledger(ring.capacity)
+        self._events: deque[Callable[[], None]] = deque()  # from other threads
+        self._agents: Mapping[int, Agent] = {}  # the fleet's, which change
+        self._known: dict[str, Agent] = {}
+        self._asked: dict[str, float] = {}  # when to ask lost agents again
+        self._floor = 0  # the first ticket that was not given up
+        self._received = 0, 0  # tickets, bytes
+        self._raised: dict[int, str] = {}  # by ticket: the agent whose indexer has raised
+        self._alone = time.monotonic()  # since when there is no agent
+        self._patience = SHORT
+        self.failure = failure.Failure()
+
+    # -- on the loop's thread
+
+    def open(self) -> None:
+        """Get the agents; whatever this raises is for the caller."""
+        self._agents = self._fleet.attach(self._look_soon)
+        self._look_soon()
+
+    def give_up(self, ticket: int) -> None:
+        """Free the cells of all tickets before this one at once: they were given up."""
+        self._carrier.give_up(ticket)
+        self._post(partial(self._forget, ticket))
+
+    def agent_of(self, cell: int) -> str | None:
+        """Name the agent that has sent the exception in a cell."""
+        return self._raised.pop(self._ring.token(cell) >> 24, None)
+
+    def counted(self, stats: Stats) -> Stats:
+        """Add what this has counted."""
+        counts, workers = self._ledger.counts, self._fleet.workers
+        return replace(
+            stats,
+            num_workers=workers,
+            workers_waited=stats.workers_waited * workers,
+            agents=len(self._ledger.agents),
+            parcels=counts.parcels,
+            lost=counts.lost,
+            hedged=counts.hedged,
+            received=counts.bytes,
+        )
+
+    def close(self) -> None:
+        """Leave the fleet. The ring is closed, so the thread ends."""
+        self._fleet.detach(self._look_soon)
+        self._agents = {}
+
+    # -- on any thread
+
+    def _post(self, event: Callable[[], None]) -> None:
+        """Have something done on the dispatcher's thread."""
+        self._events.append(event)
+        self._carrier.notify()
+
+    def _look_soon(self) -> None:
+        """The fleet has changed."""
+        self._post(self._look)
+
+    # -- on the dispatcher's thread
+
+    def run(self) -> None:
+        """Send and publish until the ring is closed."""
+        carrier, ledger = self._carrier, self._ledger
+        while True:
+            seen = carrier.notices()
+            while self._events:
+                self._events.popleft()()
+            for agent in ledger.overdue():
+                self._ping(agent)
+            room = self._room()
+            if room:
+                ledger.add(carrier.claim(room))
+            while (parcel := ledger.send()) is not None:
+                self._send(parcel)
+            self._ask_again()
+            if not carrier.wait(seen, self._until(), room > 0):
+                return
+
+    def _until(self) -> int:
+        """Return how long to sleep, in ns."""
+        times = [self._ledger.due(), *self._asked.values(), time.monotonic() + LOOK]
+        return int(max(0.0, min(times) - time.monotonic()) * 1e9)
+
+    def _room(self) -> int:
+        """Return how many tickets may be claimed now: so many that their batches have room."""
+        tickets, nbytes = self._received
+        cells: int = self._ring.capacity
+        if not tickets:  # how large they are is not known yet
+            return max(0, FIRST - self._carrier.held)
+        if nbytes * cells <= self._memory_limit * tickets:
+            return cells
+        most = max(1, self._memory_limit * tickets // nbytes)
+        return max(0, most - self._ring.depths()[2] - self._carrier.held)
+
+    def _send(self, parcel: Parcel) -> None:
+        """Send a parcel to its agent."""
+        request = self._carrier.request(parcel.tickets)
+        done = partial(self._arrived, parcel)
+        self._known[parcel.agent].send(request, done)
+
+    def _arrived(self, parcel: Parcel, outcome: Outcome) -> None:
+        """Pass on what has become of a parcel; on any thread."""
+        self._post(partial(self._count, parcel, outcome))
+
+    def _count(self, parcel: Parcel, outcome: Outcome) -> None:
+        """Publish the answer to a parcel, or have its tickets made by others."""
+        if isinstance(outcome, Lost):
+            self._lose(parcel.agent, outcome)
+        elif isinstance(outcome, Failed):
+            self._fail(failure.unpack(outcome.packed))
+        else:
+            head = outcome[: 8 * (2 + 6 * len(parcel.tickets))].view(np.int64)
+            counted = self._ledger.answered(parcel.number, outcome.nbytes, head[1] / 1e9)
+            if counted:
+                if head[2::6].any():
+                    self._remember(parcel, head[2::6])
+                self._carrier.publish(parcel.tickets, outcome)
+                tickets, nbytes = self._received
+                self._received = tickets + len(parcel.tickets), nbytes + outcome.nbytes
+
+    def _remember(self, parcel: Parcel, statuses: Any) -> None:
+        """Note which agent has sent exceptions."""
+        for ticket, status in zip(parcel.tickets, statuses, strict=True):
+            if status & RAISED and len(self._raised) < KEPT:
+                self._raised[ticket >> 24] = self._known[parcel.agent].name
+
+    def _forget(self, floor: int) -> None:
+        """Forget the tickets before this one."""
+        ledger = self._ledger
+        ledger.give_up([one for one in ledger.tickets if (one >> 24) - floor < 0])
+        self._raised.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise an error in the loop."""
+        self.failure.note(error)
+        self._ring.notify_all()
+
+    # -- agents
+
+    def _look(self) -> None:
+        """Greet new agents, and part with those that are not in the fleet any more."""
+        agents = {str(number): agent for number, agent in list(self._agents.items())}
+        for name in self._known.keys() - agents.keys():
+            self._lose(name, Lost("it has left the fleet", final=True))
+        for name in agents.keys() - self._known.keys():
+            self._known[name] = agents[name]
+            self._ping(name)
+
+    def _ping(self, name: str) -> None:
+        """Ask an agent for a sign of life."""
+        self._known[name].ping(lambda what: self._post(partial(self._pinged, name, what)))
+
+    def _pinged(self, name: str, what: Lost | Failed | None) -> None:
+        """Take an agent in, or back, that has given a sign of life."""
+        if isinstance(what, Failed):
+            self._fail(failure.unpack(what.packed))
+        elif isinstance(what, Lost):
+            self._lose(name, what)
+        elif name in self._ledger.agents:
+            self._ledger.pong(name)
+        elif name in self._known:
+            self._ledger.join(name)
+            self._alone = 0.0
+
+    def _lose(self, name: str, lost: Lost) -> None:
+        """Have what an agent had made by others; ask it again later."""
+        agent = self._known.get(name)
+        try:
+            self._ledger.lost(name, agent.name if agent else name)
+        except TicketLost as error:
+            epoch, batch, indices, place = self._named(error.ticket & 0xFFFFFF)
+            ends = "; ".join(f"{loss.agent}" for loss in error.losses)
+            self._fail(
+                WorkerDied(
+                    f"{place} was lost with {len(error.losses)} agents ({ends}), the last of which "
+                    f"ended so: {lost.cause}",
+                    epoch=epoch,
+                    batch=batch,
+                    indices=indices,
+                )
+            )
+        if not self._ledger.agents and not self._alone:
+            self._alone, self._patience = time.monotonic(), SHORT
+        if lost.final:
+            self._known.pop(name, None)
+            self._asked.pop(name, None)
+        elif agent is not None:
+            self._asked[name] = time.monotonic() + AGAIN
+
+    def _ask_again(self) -> None:
+        """Ask lost agents for signs of life, and log if there is no agent for long."""
+        now = time.monotonic()
+        for name in [name for name, when in self._asked.items() if when <= now]:
+            del self._asked[name]
+            self._ping(name)
+        if self._alone and now - self._alone > self._patience:
+            level = logging.INFO if now - self._alone < LONG else logging.WARNING
+            tell(
+                level,
+                "no agent is there after %.0f s: %s",
+                now - self._alone,
+                self._fleet.waits_for,
+            )
+            self._patience = max(LONG, 2 * (now - self._alone))

@@ -1,0 +1,136 @@
+"""A fleet in this process: agents with a ticket server each, in the place of other machines."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from cseq.arguments import WorkerOptions
+from cseq.encoding import failure
+from cseq.fleet.agent import Failed, Lost
+from cseq.fleet.server import TicketServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Self
+
+PLAIN = WorkerOptions.checked(None, 100, None, "raise", None, 1, None)
+
+
+class LocalAgent:
+    """A ticket server, and threads that call it."""
+
+    def __init__(self, name: str, server: TicketServer) -> None:
+        self.name, self.server = name, server
+        self._threads = ThreadPoolExecutor(4)
+        self._running = threading.Event()
+        self._running.set()
+        self.is_lost = False
+        self.is_lost_in_work = False  # whenever it gets a parcel
+
+    def send(self, request: Any, done: Callable[[Any], None]) -> None:
+        """Have a thread call the server."""
+        self._threads.submit(self._call, request, done)
+
+    def _call(self, request: Any, done: Callable[[Any], None]) -> None:
+        try:
+            outcome: Any = self.server.make(request)
+        except InterruptedError as error:
+            outcome = Lost(str(error), final=True)
+        except Exception as error:  # noqa: BLE001 - it is raised in the loop
+            outcome = Failed(failure.pack(error))
+        self._running.wait()
+        done(Lost("it was lost") if self.is_lost or self.is_lost_in_work else outcome)
+
+    def ping(self, done: Callable[[Any], None]) -> None:
+        """Answer, unless it is stopped or lost."""
+
+        def answer() -> None:
+            self._running.wait()
+            done(Lost("it is lost") if self.is_lost else None)
+
+        self._threads.submit(answer)
+
+    def stop(self) -> None:
+        """Answer nothing until `go`."""
+        self._running.clear()
+
+    def go(self) -> None:
+        """Answer again."""
+        self._running.set()
+
+    def close(self) -> None:
+        """End the workers."""
+        self.go()
+        self.server.close()
+        self._threads.shutdown()
+
+
+class LocalFleet:
+    """Agents that come and go; what `MSequence` takes in the place of a worker."""
+
+    waits_for = "a test"
+
+    def __init__(
+        self,
+        worker: Any,
+        nodes: int = 2,
+        num_workers: int = 1,
+        batch_size: int = 64,
+        **options: Any,
+    ) -> None:
+        self.worker, self.batch_size = worker, batch_size
+        self._num_workers = num_workers
+        self._options = PLAIN._replace(**options)
+        self._numbers = itertools.count(1)
+        self.agents: dict[int, LocalAgent] = {}
+        self._watchers: list[Callable[[], None]] = []
+        for _ in range(nodes):
+            self.add()
+
+    @property
+    def workers(self) -> int:
+        """Worker processes of all agents."""
+        return self._num_workers * len(self.agents)
+
+    def add(self) -> LocalAgent:
+        """Start an agent."""
+        server = TicketServer(self.worker, self._num_workers, self.batch_size, self._options)
+        server.start()
+        number = next(self._numbers)
+        agent = self.agents[number] = LocalAgent(f"agent {number}", server)
+        self._tell()
+        return agent
+
+    def remove(self, number: int) -> None:
+        """End an agent without a warning."""
+        self.agents.pop(number).close()
+        self._tell()
+
+    def _tell(self) -> None:
+        for notify in list(self._watchers):
+            notify()
+
+    def attach(self, notify: Callable[[], None]) -> dict[int, LocalAgent]:
+        """Return the agents."""
+        self._watchers.append(notify)
+        return self.agents
+
+    def detach(self, notify: Callable[[], None]) -> None:
+        """Do not call `notify` any more."""
+        self._watchers.remove(notify)
+
+    def close(self) -> None:
+        """End all agents."""
+        for agent in self.agents.values():
+            agent.close()
+        self.agents.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
