@@ -155,7 +155,7 @@ class Job(NamedTuple):
 
     def without_worker(self) -> Job:
         """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
-        return self._replace(worker=None)
+        return self._replace(worker=None, fleet=None)
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:

@@ -64,7 +64,9 @@ class Dispatcher:
         memory_limit: int,
         named: Callable[[int], tuple[int, int, list[int], str]],
     ) -> None:
-        self._ring, self._carrier, self._fleet = ring, carrier, fleet
+        self._ring, self._carrier = ring, carrier
+        self._fleet: Fleet | None = fleet
+        self._workers = 0  # of the fleet, when this was looked at last
         self._memory_limit, self._named = memory_limit, named
         self._ledger = Ledger(ring.capacity)
         self._events: deque[Callable[[], None]] = deque()  # from other threads
@@ -82,6 +84,7 @@ class Dispatcher:
 
     def open(self) -> None:
         """Get the agents; whatever this raises is for the caller."""
+        assert self._fleet is not None
         self._agents = self._fleet.attach(self._look_soon)
         self._look_soon()
 
@@ -96,7 +99,10 @@ class Dispatcher:
 
     def counted(self, stats: Stats) -> Stats:
         """Add what this has counted."""
-        counts, workers = self._ledger.counts, self._fleet.workers
+        counts = self._ledger.counts
+        if self._fleet is not None:
+            self._workers = self._fleet.workers
+        workers = self._workers
         return replace(
             stats,
             num_workers=workers,
@@ -110,7 +116,10 @@ class Dispatcher:
 
     def close(self) -> None:
         """Leave the fleet. The ring is closed, so the thread ends."""
-        self._fleet.detach(self._look_soon)
+        fleet, self._fleet = self._fleet, None  # it refers to the user's worker
+        if fleet is not None:
+            self._workers = fleet.workers
+            fleet.detach(self._look_soon)
         self._agents = {}
 
     # -- on any thread
@@ -261,12 +270,13 @@ class Dispatcher:
         for name in [name for name, when in self._asked.items() if when <= now]:
             del self._asked[name]
             self._ping(name)
-        if self._alone and now - self._alone > self._patience:
+        fleet = self._fleet
+        if self._alone and now - self._alone > self._patience and fleet is not None:
             level = logging.INFO if now - self._alone < LONG else logging.WARNING
             tell(
                 level,
                 "no agent is there after %.0f s: %s",
                 now - self._alone,
-                self._fleet.waits_for,
+                fleet.waits_for,
             )
             self._patience = max(LONG, 2 * (now - self._alone))

@@ -37,6 +37,7 @@ from indexers import (
     Where,
 )
 from kinds import (
+    FLEET,
     INLINE,
     KINDS,
     PROCESSES,
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
-every_pool = pytest.mark.parametrize("kind", QUICK, ids=by_name)
+every_kind = pytest.mark.parametrize("kind", [*KINDS, FLEET], ids=by_name)
+every_pool = pytest.mark.parametrize("kind", [*QUICK, FLEET], ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 
@@ -639,7 +640,7 @@ def test_killed_in_an_epoch_that_was_left(tmp_path: Path) -> None:
 @every_pool
 def test_a_billion_samples_begin_at_once(kind: Kind) -> None:
     """The first batches of 10^9 samples touch a few pages of memory, not the table's 4 GB."""
-    with kind.start(Indices1, 10**9) as manager:
+    with kind.start(Indices1, 10**9, buffer=10) as manager:
         for _ in range(2):
             before = resident_kib()
             batches = iter(manager)

@@ -80,11 +80,14 @@ class LocalFleet:
         nodes: int = 2,
         num_workers: int = 1,
         batch_size: int = 64,
+        *,
+        seed_globals: bool = True,
         **options: Any,
     ) -> None:
         self.worker, self.batch_size = worker, batch_size
         self._num_workers = num_workers
         self._options = PLAIN._replace(**options)
+        self._seed_globals = seed_globals
         self._numbers = itertools.count(1)
         self.agents: dict[int, LocalAgent] = {}
         self._watchers: list[Callable[[], None]] = []
@@ -98,7 +101,13 @@ class LocalFleet:
 
     def add(self) -> LocalAgent:
         """Start an agent."""
-        server = TicketServer(self.worker, self._num_workers, self.batch_size, self._options)
+        server = TicketServer(
+            self.worker,
+            self._num_workers,
+            self.batch_size,
+            self._options,
+            seed_globals=self._seed_globals,
+        )
         server.start()
         number = next(self._numbers)
         agent = self.agents[number] = LocalAgent(f"agent {number}", server)
@@ -133,4 +142,23 @@ class LocalFleet:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OwnFleet(LocalFleet):
+    """A fleet of one sequence: it starts and ends with it."""
+
+    def __init__(self, worker: Any, nodes: int, **options: Any) -> None:
+        super().__init__(worker, 0, **options)
+        self._nodes = nodes
+
+    def attach(self, notify: Callable[[], None]) -> dict[int, LocalAgent]:
+        """Start the agents."""
+        for _ in range(self._nodes):
+            self.add()
+        return super().attach(notify)
+
+    def detach(self, notify: Callable[[], None]) -> None:
+        """End the agents."""
+        super().detach(notify)
         self.close()
