@@ -120,7 +120,14 @@ class RaySequence(_Kind[B_co]):
     """An `MSequence` of worker processes on the nodes of a Ray cluster.
 
     Takes the parameters of `MSequence` but ``thread_type``; in the place of `worker` also a
-    `RayFleet`.
+    `RayFleet`. `buffer` is 2048: parcels of many batches travel at a time.
+
+    Examples
+    --------
+    >>> manager = cseq.RaySequence(np.arange(6), batch_size=3, shuffle=False, out_type="null")
+    >>> with manager.start_test() as batches:  # start() has Ray's nodes make the same ones
+    ...     print(*batches)
+    [0 1 2] [3 4 5]
     """
 
     _thread_type = "ray"

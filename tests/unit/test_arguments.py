@@ -16,7 +16,7 @@ SHOWN = {
     kind.__name__: {
         name: parameter.annotation for name, parameter in inspect.signature(kind).parameters.items()
     }
-    for kind in (cseq.MSequence, cseq.MPSequence, cseq.MTSequence)
+    for kind in (cseq.MSequence, cseq.MPSequence, cseq.MTSequence, cseq.RaySequence)
 }
 
 
@@ -37,7 +37,7 @@ def overloads(name: str) -> list[dict[str, str]]:
     """Give the parameters of each overload of a class's `__init__`, and their types as written."""
     return [
         {a.arg: ast.unparse(a.annotation) for a in (*n.args.args[1:], *n.args.kwonlyargs)}
-        for n in class_named("sequence.py", name).body
+        for n in class_named("kinds.py" if name == "_Kind" else "sequence.py", name).body
         if isinstance(n, ast.FunctionDef) and ast.unparse(n.decorator_list[:1]) == "overload"
     ]
 
@@ -48,6 +48,7 @@ def test_all_classes_show_the_same_arguments() -> None:
     del others["thread_type"]
     assert list(SHOWN["MPSequence"].items()) == list(others.items())
     assert list(SHOWN["MTSequence"].items()) == list(others.items())
+    assert list(SHOWN["RaySequence"].items()) == list(others.items())
 
 
 def test_the_keywords_for_type_checkers() -> None:
