@@ -30,6 +30,8 @@ FLEET_BUFFER = 2048  # batches: several parcels for each agent; `memory_limit` b
 class _Kind(MSequence[B_co]):
     """An `MSequence` whose class sets `thread_type`: the arguments after it move up by one."""
 
+    _buffer: int | None = None  # the default of `buffer`, if it is another one
+
     @staticmethod
     def _parameters() -> Iterable[str]:
         return [name for name in MSequence._parameters() if name != "thread_type"]
@@ -76,6 +78,8 @@ class _Kind(MSequence[B_co]):
         if "thread_type" in options:
             name = type(self).__name__
             raise TypeError(f"{name}() has no argument 'thread_type', which is {kind!r} there")
+        if self._buffer is not None and len(positions) <= BUFFER_AT:
+            options.setdefault("buffer", self._buffer)
         before, after = positions[:THREAD_TYPE_AT], positions[THREAD_TYPE_AT:]
         initialise: Callable[..., None] = super().__init__
         if after:
@@ -131,11 +135,7 @@ class RaySequence(_Kind[B_co]):
     """
 
     _thread_type = "ray"
-
-    def __init__(self, *positions: Any, **options: Any) -> None:
-        if len(positions) <= BUFFER_AT:
-            options.setdefault("buffer", FLEET_BUFFER)
-        super().__init__(*positions, **options)
+    _buffer = FLEET_BUFFER
 
 
 def _sign() -> None:
