@@ -25,6 +25,9 @@ What holds at each moment:
 - Each ticket that was added is answered, waiting, or in a parcel at an agent that is in the ledger.
 - `answered` counts a ticket once. The answer to a parcel of an agent that was lost counts nothing.
 - What was lost or hedged is sent before what is new, the first in order first.
+
+What is new is kept as lists, and looked at parcel by parcel. A ticket has a state of its own only
+from the moment on when its parcel is lost, hedged or given up.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ class Parcel:
     tickets: list[int]
     sent: float
     left: int  # tickets that are not answered, by this parcel or another one
+    first: int | None  # place in order of the first one; None: each has a state of its own
 
 
 @dataclass
@@ -114,10 +118,9 @@ class Counts:
 
 @dataclass(eq=False)
 class _Ticket:
-    """A ticket that is not answered."""
+    """A ticket that is not answered, and whose parcel was lost, hedged or given up."""
 
     order: int
-    added: float
     parcels: list[Parcel] = field(default_factory=list)
     losses: tuple[Loss, ...] = ()
 
@@ -176,12 +179,13 @@ class Ledger:
         self._buffer, self._hedge, self._clock = buffer, hedge, clock
         self._agents: dict[str, _Agent] = {}
         self._tickets: dict[int, _Ticket] = {}
-        self._fresh: deque[int] = deque()
+        self._fresh: deque[tuple[float, list[int]]] = deque()  # when they were added
+        self._waiting = 0  # tickets in these lists
         self._again: list[tuple[int, int]] = []  # a heap: order, ticket
         self._alone: list[tuple[int, int]] = []  # the same, of tickets that go alone
         self._parcels: dict[int, Parcel] = {}
         self._numbers = 0  # parcels so far
-        self._orders = 0  # tickets so far
+        self._orders = 0  # tickets that were sent for the first time so far
         self._size = 1
         self._turns = _Turns()
         self._minute = _Minute()
@@ -225,6 +229,7 @@ class Ledger:
         for parcel in there.parcels.values():
             del self._parcels[parcel.number]
             self.counts.lost += 1
+            self._divide(parcel)
             for number in parcel.tickets:
                 ticket = self._tickets.get(number)
                 if ticket is None:
@@ -249,24 +254,38 @@ class Ledger:
     @property
     def tickets(self) -> list[int]:
         """Those that are not answered, the first in order first."""
-        return list(self._tickets)
+        found = {ticket.order: number for number, ticket in self._tickets.items()}
+        for parcel in self._parcels.values():
+            if parcel.first is not None:
+                found.update(enumerate(parcel.tickets, parcel.first))
+        return [found[order] for order in sorted(found)] + [
+            number for _, tickets in self._fresh for number in tickets
+        ]
 
     def add(self, tickets: Iterable[int]) -> None:
         """Enter tickets, in order."""
-        now = self._clock()
-        for number in tickets:
-            self._tickets[number] = _Ticket(self._orders, now)
-            self._orders += 1
-            self._fresh.append(number)
+        entered = list(tickets)
+        if entered:
+            self._fresh.append((self._clock(), entered))
+            self._waiting += len(entered)
 
     def give_up(self, tickets: Iterable[int] | None = None) -> None:
         """Forget tickets, all if none are named: their epoch is over; the next begins.
 
         What is under way counts as the agents' work until they answer; the answers count nothing.
         """
-        for number in self.tickets if tickets is None else tickets:
+        over = set(self.tickets if tickets is None else tickets)
+        for parcel in self._parcels.values():
+            if not over.isdisjoint(parcel.tickets):
+                self._divide(parcel)
+        for number in over:
             self._settle(number)
-        self._fresh = deque(number for number in self._fresh if number in self._tickets)
+        fresh, self._fresh, self._waiting = self._fresh, deque(), 0
+        for added, listed in fresh:
+            kept = [number for number in listed if number not in over]
+            if kept:
+                self._fresh.append((added, kept))
+                self._waiting += len(kept)
         self._size = 1
 
     def send(self) -> Parcel | None:
@@ -277,15 +296,17 @@ class Ledger:
         if alone:
             agent.is_reserved = True
             return self._parcel(agent, [heapq.heappop(self._alone)[1]])
+        size = self.size
         tickets: list[int] = []
-        while len(tickets) < self.size and self._waits(self._again):
+        while len(tickets) < size and self._waits(self._again):
             number = heapq.heappop(self._again)[1]
             if tickets[-1:] != [number]:  # it may be there twice
                 tickets.append(number)
-        if not tickets and (len(self._fresh) >= self.size or self._flush_at() <= self._clock()):
-            count = min(self.size, len(self._fresh))
-            tickets = [self._fresh.popleft() for _ in range(count)]
-        return self._parcel(agent, tickets) if tickets else None
+        if tickets:
+            return self._parcel(agent, tickets)
+        if self._waiting >= size or self._flush_at() <= self._clock():
+            return self._parcel(agent, self._take(size), self._orders)
+        return None
 
     def answered(self, number: int, nbytes: int, seconds: float) -> list[int]:
         """Count the answer to a parcel.
@@ -316,7 +337,10 @@ class Ledger:
         if len(parcel.tickets) == self.size:
             factor = min(PARCEL_SECONDS / max(seconds, 1e-9), PARCEL_BYTES / max(nbytes, 1))
             self._size = max(1, int(self.size * min(2.0, max(0.5, factor))))
-        counted = [ticket for ticket in parcel.tickets if self._settle(ticket)]
+        if parcel.first is None:
+            counted = [ticket for ticket in parcel.tickets if self._settle(ticket)]
+        else:
+            counted, parcel.left = parcel.tickets, 0
         self.counts.late += not counted
         self._forget_if_done(agent)
         return counted
@@ -382,17 +406,40 @@ class Ledger:
         """Whether an agent is there that could take over."""
         return any(other.is_open for other in self._agents.values() if other is not agent)
 
-    def _parcel(self, agent: _Agent, tickets: list[int]) -> Parcel:
-        """Make a parcel and enter it."""
+    def _take(self, most: int) -> list[int]:
+        """Take out what was added first."""
+        taken: list[int] = []
+        while self._fresh and len(taken) < most:
+            _, tickets = self._fresh[0]
+            count = min(most - len(taken), len(tickets))
+            taken += tickets[:count]
+            del tickets[:count]
+            if not tickets:
+                self._fresh.popleft()
+        self._waiting -= len(taken)
+        return taken
+
+    def _parcel(self, agent: _Agent, tickets: list[int], first: int | None = None) -> Parcel:
+        """Make a parcel and enter it; `first`: the tickets are new."""
         self._numbers += 1
-        parcel = Parcel(self._numbers, agent.name, tickets, self._clock(), len(tickets))
+        parcel = Parcel(self._numbers, agent.name, tickets, self._clock(), len(tickets), first)
         self._parcels[parcel.number] = agent.parcels[parcel.number] = parcel
         agent.last = parcel.number
-        for number in tickets:
-            self._tickets[number].parcels.append(parcel)
+        if first is None:
+            for number in tickets:
+                self._tickets[number].parcels.append(parcel)
+        else:
+            self._orders += len(tickets)
         self.counts.parcels += 1
         self._minute.sent(parcel.sent)
         return parcel
+
+    def _divide(self, parcel: Parcel) -> None:
+        """Give each ticket of a parcel a state of its own, unless that was done."""
+        if parcel.first is not None:
+            for order, number in enumerate(parcel.tickets, parcel.first):
+                self._tickets[number] = _Ticket(order, [parcel])
+            parcel.first = None
 
     def _settle(self, number: int) -> bool:
         """Take a ticket out; False: it is out already."""
@@ -451,7 +498,7 @@ class Ledger:
         """When tickets that do not fill a parcel are sent nevertheless."""
         if not self._fresh:
             return math.inf
-        return self._tickets[self._fresh[0]].added + PARCEL_SECONDS
+        return self._fresh[0][0] + PARCEL_SECONDS
 
     def _late_at(self, agent: _Agent) -> float:
         """When an agent is late, if it does not answer before."""
@@ -462,6 +509,7 @@ class Ledger:
         agent.is_hedged = True
         for parcel in agent.parcels.values():
             self.counts.hedged += parcel.left > 0
+            self._divide(parcel)
             for number in parcel.tickets:
                 self._send_again(number)
 

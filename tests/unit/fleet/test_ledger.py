@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+import sys
 from collections import Counter
 
 import pytest
@@ -392,3 +393,72 @@ def test_ranks_choose_agents_evenly():
     for rank, choice in choices.items():
         after = chosen(rank, agents[1:], 6)
         assert len(set(choice) - set(after)) == (agents[0] in choice)
+
+
+def steps(size):
+    """Count the steps of the interpreter for one more parcel of `size` tickets."""
+    ledger, clock = one_agent(buffer=2 * size)
+    numbers = itertools.count(2 * size)
+    while ledger.size < size or ledger.tickets:
+        parcel = ledger.send()
+        if parcel is not None:
+            ledger.answered(parcel.number, 8, 0.020 * len(parcel.tickets) / size)
+        elif ledger.size < size:
+            ledger.add(itertools.islice(numbers, size))
+        else:
+            clock[0] = ledger.due()
+    counted = 0
+
+    def trace(frame, event, _):
+        nonlocal counted
+        frame.f_trace_opcodes = True
+        counted += event == "opcode"
+        return trace
+
+    tickets = list(itertools.islice(numbers, size))
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        ledger.add(tickets)
+        parcel = ledger.send()
+        ledger.due()
+        ledger.overdue()
+        answered = ledger.answered(parcel.number, 8, 0.020)
+    finally:
+        sys.settrace(before)
+    assert answered == parcel.tickets == tickets
+    return counted
+
+
+def test_an_ordinary_parcel_costs_as_much_as_a_ticket():
+    """No step of Python is done ticket by ticket, unless one is lost or hedged."""
+    assert 0 < steps(256) == steps(16)
+
+
+def test_what_is_hedged_and_lost_in_part_counts_once():
+    """Of a parcel that was divided, each ticket counts with the first answer that has it."""
+    ledger, clock = one_agent(buffer=40)
+    sizes(ledger, 0.0001, 8, 4)
+    for name in "bc":
+        ledger.join(name)
+    first = [ledger.send() for _ in range(3)]
+    assert [len(parcel.tickets) for parcel in first] == [6, 6, 6]
+    of = {parcel.agent: parcel for parcel in first}
+    clock[0] = 1.0
+    assert ledger.overdue() == ["a", "b", "c"]
+    clock[0] = 1.05
+    ledger.pong("b")
+    clock[0] = 1.12
+    ledger.overdue()  # a has not answered the ping, and is hedged
+    ledger.lost("c", "killed")
+    again = ledger.send()
+    assert again.agent == "b"
+    lost = [*of["a"].tickets, *of["c"].tickets]
+    assert again.tickets == sorted(lost)[: ledger.size]
+    before = ledger.tickets
+    assert before == sorted(before)
+    counted = ledger.answered(again.number, 8, 0.001)
+    assert counted == again.tickets
+    rest = [ticket for ticket in of["a"].tickets if ticket not in counted]
+    assert ledger.answered(of["a"].number, 8, 0.001) == rest
+    assert set(before) - set(ledger.tickets) == {*counted, *rest}
