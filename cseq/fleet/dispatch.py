@@ -172,6 +172,7 @@ class Dispatcher:
     def _send(self, parcel: Parcel) -> None:
         """Send a parcel to its agent."""
         request = self._carrier.request(parcel.tickets)
+        parcel.asked = request.nbytes
         done = partial(self._arrived, parcel)
         self._known[parcel.agent].send(request, done)
 

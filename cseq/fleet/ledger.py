@@ -49,6 +49,9 @@ __all__ = ["Counts", "Ledger", "Loss", "Parcel", "TicketLost", "chosen"]
 AHEAD = 2  # parcels that an agent has beside the one in work
 PARCEL_SECONDS = 0.020  # a parcel grows until it takes this long to make; a call costs about 1 ms
 PARCEL_BYTES = 32_000_000
+# Ray sends up to 100 KB within a call, for about 1.2 ms of CPU. More goes through its store, which
+# costs 4 ms and more: it pays from so many bytes on that they would be four calls.
+INLINE_BYTES, STORE_BYTES = 96_000, 400_000
 TURNS = 64  # parcels of which the median turn-round is taken
 LATE = 4.0  # times that median
 LEAST_LATE = 0.1  # seconds; also how long the answer to a ping is waited for
@@ -103,6 +106,7 @@ class Parcel:
     sent: float
     left: int  # tickets that are not answered, by this parcel or another one
     first: int | None  # place in order of the first one; None: each has a state of its own
+    asked: int = 0  # bytes of the request, once it is sent
 
 
 @dataclass
@@ -186,7 +190,9 @@ class Ledger:
         self._parcels: dict[int, Parcel] = {}
         self._numbers = 0  # parcels so far
         self._orders = 0  # tickets that were sent for the first time so far
-        self._size = 1
+        self._size = 1  # tickets of a parcel, as far as they have grown
+        self._most = 1  # so many at most take 20 ms, and 32 MB
+        self._each = 0.0  # bytes a ticket, of request or answer
         self._turns = _Turns()
         self._minute = _Minute()
         self.counts = Counts()
@@ -248,8 +254,13 @@ class Ledger:
 
     @property
     def size(self) -> int:
-        """Tickets of a parcel."""
-        return max(1, min(self._size, self._buffer // (2 * max(1, len(self._agents)))))
+        """Tickets of a parcel: none has more bytes than a call takes, and too few for the store."""
+        share = max(1, self._buffer // (2 * max(1, len(self._agents))))
+        size = min(self._size, share)
+        if INLINE_BYTES < size * self._each < STORE_BYTES and self._each <= INLINE_BYTES:
+            large = math.ceil(STORE_BYTES / self._each)
+            return large if large <= min(self._most, share) else int(INLINE_BYTES / self._each)
+        return size
 
     @property
     def tickets(self) -> list[int]:
@@ -316,7 +327,7 @@ class Ledger:
         number : int
             That of the parcel.
         nbytes : int
-            The size of the answer.
+                The size of the answer.
         seconds : float
             How long the agent worked on it.
 
@@ -335,8 +346,10 @@ class Ledger:
         agent.is_reserved &= bool(agent.parcels)
         self._turns.add(self._clock() - parcel.sent)
         if len(parcel.tickets) == self.size:
-            factor = min(PARCEL_SECONDS / max(seconds, 1e-9), PARCEL_BYTES / max(nbytes, 1))
-            self._size = max(1, int(self.size * min(2.0, max(0.5, factor))))
+            size, most = self.size, max(nbytes, parcel.asked, 1)
+            factor = min(PARCEL_SECONDS / max(seconds, 1e-9), PARCEL_BYTES / most)
+            self._size = max(1, int(size * min(2.0, max(0.5, factor))))
+            self._most, self._each = int(size * factor), most / size
         if parcel.first is None:
             counted = [ticket for ticket in parcel.tickets if self._settle(ticket)]
         else:
