@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cseq._feed import FeedIterator, ItemFailure
 from cseq.arguments import MAX_RESTARTS, WorkerOptions
 from cseq.check import MOST_WORKERS, choice, count, flag
-from cseq.indexing.producer import EncodedItem, KeyProducer, Producer
+from cseq.indexing.producer import KeyProducer, Producer
 from cseq.pools.stream import StreamPool
 from cseq.run import Run
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cseq.processes.launcher import Child
     from cseq.stats import Stats
 
-__all__ = ["EncodedItem", "ItemFailure", "KeyProducer", "Producer", "Streams"]
+__all__ = ["ItemFailure", "KeyProducer", "Producer", "Streams"]
 
 MOST_AHEAD = 2**62  # items
 MOST_KEY = 2**24  # ints
@@ -71,8 +71,6 @@ class Streams:
         Most shared memory that held items may occupy; beyond it, items are copied. See `MSequence`.
     threads, preload
         See `MSequence`.
-    encoded : bool
-        Items come out as `EncodedItem`, for another process to decode; see `segment`.
     errors : 'raise' or 'return'
         Raise exceptions in place of items, or return an `ItemFailure` there, which has the
         ``error`` and the number of the ``worker``.
@@ -130,7 +128,6 @@ class Streams:
         memory_limit: int | str | None = None,
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
-        encoded: bool = False,
         errors: Literal["raise", "return"] = "raise",
         unit: str = "item",
         show: Callable[[Any], Any] | None = None,
@@ -152,7 +149,6 @@ class Streams:
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
             key_size=count("key_size", key_size, least=0, most=MOST_KEY),
             patient=choice("timed_from", timed_from, ("item", "wait")) == "wait",
-            encoded=flag("encoded", encoded),
             errors=choice("errors", errors, ("raise", "return")),
             unit=unit,
             show=show,
@@ -175,16 +171,6 @@ class Streams:
     def num_workers(self) -> int:
         """Worker processes."""
         return self._run.pool.num_workers
-
-    @property
-    def segment(self) -> tuple[int, int]:
-        """Where encoded items lie: the descriptor of the slots' file, and the bytes of a slot.
-
-        While there are references to an item's memory here, another process that has the file finds
-        it there: ``item.memory.nbytes`` bytes from the beginning of slot ``item.slot`` on.
-        """
-        segment = self._run.pool.supervisor.shared.arena.segment
-        return segment.fd, segment.width
 
     def begin(
         self,

@@ -19,7 +19,7 @@ goes to `start`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq._memory import copy_of
 from cseq._source import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq._core import Ring
-    from cseq._memory import Memory
     from cseq.memory.writer import Writer
 
-__all__ = ["ENTRY", "EncodedItem", "KeyProducer", "Producer", "main"]
+__all__ = ["ENTRY", "KeyProducer", "Producer", "main"]
 
 ENTRY = "cseq.indexing.producer:main"
 
@@ -209,15 +208,3 @@ class Making(Work):
             self._at += 1
             self._failing = RAISED  # one that cannot be sent ends nothing
         return item
-
-
-class EncodedItem(NamedTuple):
-    """An item as its worker has encoded it; `decode` makes it an object."""
-
-    memory: Memory
-    record: tuple[int, ...]
-    slot: int = -1  # the slot of `memory`; -1: it is private memory
-
-    def decode(self) -> Any:
-        """Return the item."""
-        return codec.decode(self.memory, self.record)

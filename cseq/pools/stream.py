@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cseq._core import now_ns, ring_bytes
 from cseq._memory import Mapping
-from cseq._slots import Lease
 from cseq._source import (
     BEGIN,
     CALL,
@@ -26,7 +25,7 @@ from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump, dumps
 from cseq.encoding.transport import SlotReader
 from cseq.errors import RemoteTraceback
-from cseq.indexing.producer import ENTRY, EncodedItem
+from cseq.indexing.producer import ENTRY
 from cseq.memory.shared import Shared
 from cseq.memory.writer import Writer
 from cseq.pools.base import Pool
@@ -65,7 +64,6 @@ class StreamPool(Pool):
         prefetch: int,
         key_size: int,
         patient: bool,
-        encoded: bool,
         errors: Literal["raise", "return"],
         unit: str,
         show: Callable[[Any], Any] | None,
@@ -104,7 +102,7 @@ class StreamPool(Pool):
         self._slots = SlotReader(self._arena)
         super().__init__(
             shared.rings,
-            EncodedReader(self._arena) if encoded else self._slots,
+            self._slots,
             errors=errors,
             options=options,
             num_workers=num_workers,
@@ -391,17 +389,6 @@ class StreamPool(Pool):
         for writer in self._writers:
             writer.close()
         self._shared.close()
-
-
-class EncodedReader(SlotReader):
-    """Leaves items as the workers have encoded them."""
-
-    in_c = False
-
-    def decode(self, cell: int, slot: int, capacity: int, record: tuple[int, ...]) -> Any:  # noqa: ARG002
-        """Return the item as it lies in its slot, or a copy."""
-        lent = self._arena.lend(slot, codec.used(record), capacity)
-        return EncodedItem(lent, record, slot if type(lent) is Lease else -1)
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

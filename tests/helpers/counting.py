@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from kinds import QUICKEST
 
-from cseq._memory import Mapping
 from cseq.processes.launcher import start_methods
-from cseq.stream import EncodedItem, Streams
+from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -134,14 +133,3 @@ def one_alone(number: int, num_workers: int, length: int, kind: type[Numbers]) -
     producer = kind(number, num_workers)
     producer.begin(length)
     return list(producer.items(0))
-
-
-def decoded(s: Streams, item: Any) -> Any:
-    """Decode an encoded item; where it lies in a slot, read it as another process does, too."""
-    if not isinstance(item, EncodedItem):
-        return item
-    if item.slot >= 0:
-        (fd, width), size = s.segment, item.memory.nbytes
-        there = Mapping(fd, width * item.slot, size)
-        assert bytes(memoryview(there)[:size]) == bytes(memoryview(item.memory)[:size])
-    return item.decode()

@@ -725,11 +725,3 @@ def test_arrays_are_made_in_place_and_may_be_kept() -> None:
             del item, array, held
         begin(s, [])
         assert not s.stats().copies
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_encoded_items() -> None:
-    """They come out of an epoch of keys as well."""
-    with streams(Sized, encoded=True) as s:
-        begin(s, [[5], [30_000], [6]])
-        assert [len(item.decode()[0]) for item in s] == [5, 30_000, 6]

@@ -17,11 +17,8 @@ import numpy as np
 import pytest
 from counting import (
     METHODS,
-    Broken,
     Gated,
     Numbers,
-    TwoArguments,
-    decoded,
     in_process,
     next_or_none,
     one_alone,
@@ -38,7 +35,7 @@ import cseq
 import cseq.processes.deaths
 from cseq import testing
 from cseq._slots import Lease
-from cseq.stream import EncodedItem, Streams
+from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -310,40 +307,6 @@ def test_tensors() -> None:
         assert (large == k).all()
 
 
-@pytest.mark.parametrize("kind", [Mixed, Pieces])
-def test_encoded_items(kind: type[Numbers]) -> None:
-    """An encoded item decodes to its item; another process finds a large one in its slot."""
-    lent = 0
-    with streams(kind, prefetch=20, encoded=True) as s:
-        for _ in range(2):
-            s.begin([40, 60])
-            encoded_items = [item for item in s if isinstance(item, EncodedItem)]
-            opened = [item.decode() for item in encoded_items]
-            if kind is Mixed:
-                assert plain(opened) == in_process([40, 60], Mixed)
-            else:
-                order = [k for k in range(60) for w in (0, 1) if k < (40, 60)[w]]
-                assert opened == [kind(0, 1).item(k) for k in order]
-            for item in encoded_items:
-                if item.slot >= 0:
-                    decoded(s, item)
-                    lent += 1
-            del item, encoded_items, opened
-    assert (lent > 0) == (kind is Mixed)
-
-
-@pytest.mark.parametrize("prefetch", [1, 30])
-def test_encoded_items_and_an_exception(prefetch: int) -> None:
-    """An exception comes out as itself, behind the encoded_items of the items before it."""
-    with streams(Broken, prefetch=prefetch, encoded=True) as s:
-        for _ in range(3):
-            s.begin([(5, 40), (-1, 3)])
-            assert [s.next(0).decode()[1] for _ in range(5)] == list(range(5))
-            with pytest.raises(TwoArguments, match="0: broken"):
-                s.next(0)
-            assert [item.decode()[0] for item in s] == [1, 1, 1]
-
-
 def test_epochs_take_no_more_memory() -> None:
     """Slots for assignments, calls and items are used again, however an epoch ends."""
     with streams(Mixed, prefetch=5) as s:
@@ -455,7 +418,7 @@ def test_dropped_without_close() -> None:
 
 SCRIPT = """
 import sys
-from cseq.stream import EncodedItem, Streams
+from cseq.stream import Streams
 
 class Item:
     def __init__(self, k): self.k = k

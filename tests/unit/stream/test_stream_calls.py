@@ -308,19 +308,6 @@ def test_exceptions_as_items(prefetch: int) -> None:
         assert [isinstance(item.error, AttributeError) for item in s] == [True] * 4  # no keys
 
 
-def test_exceptions_among_encoded_items() -> None:
-    """They are raised, and what is not decoded here is an `EncodedItem`."""
-    with streams(Unsendable, 1, prefetch=30, encoded=True) as s:
-        for _ in range(3):
-            s.begin([8])
-            for k in range(8):
-                if k in (0, 7):
-                    with pytest.raises(TypeError, match="lock"):
-                        s.next(0)
-                else:
-                    assert s.next(0).decode()[1] == k
-
-
 @pytest.mark.parametrize("prefetch", [1, 30])
 def test_peek_and_commit(prefetch: int) -> None:
     """The round's next item is shown until it is committed, with its number, which counts on."""

@@ -122,7 +122,7 @@ FAULTY = """
 import sys, time
 import numpy as np
 from cseq import _memory, testing
-from cseq.stream import EncodedItem, Streams
+from cseq.stream import Streams
 
 class Producer:
     seconds = 0

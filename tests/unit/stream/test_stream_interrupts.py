@@ -18,7 +18,6 @@ from counting import (
     Gated,
     Numbers,
     TwoArguments,
-    decoded,
     in_process,
     next_or_none,
     one_alone,
@@ -80,7 +79,7 @@ class Reading:
                 self.held += [error] if hold else []
                 raise
         if items:
-            assert plain(decoded(self.s, item) for item in items) == self.left[worker][:1]
+            assert plain(items) == self.left[worker][:1]
             del self.turns[0], self.left[worker][0]
             self.taken += 1
         else:
@@ -114,16 +113,16 @@ class Leased(Numbers):
 
 
 TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
-HOW = [("turn", False), ("worker", False), ("peek", False), ("worker", True)]
+HOW = ["turn", "worker", "peek"]
 
 
-@pytest.mark.parametrize(("how", "encoded"), HOW)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, encoded: bool
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
 ) -> None:
     """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
-    with streams(producer, 2, prefetch=prefetch, encoded=encoded) as s:
+    with streams(producer, 2, prefetch=prefetch) as s:
         s.begin([500, 500])
         assert len(list(s)) == 1000  # from now on small items come together
 
@@ -250,14 +249,14 @@ def test_a_signal_handler_may_call(keyed: bool) -> None:
         assert not lost_slots(s)
 
 
-@pytest.mark.parametrize(("how", "encoded"), HOW)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_again_and_again(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, encoded: bool
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
 ) -> None:
     """The going on after an interrupt may be interrupted, too, and so may calls in between."""
     rng, hits = random.Random(7), 0
-    with streams(producer, 2, prefetch=prefetch, encoded=encoded) as s:
+    with streams(producer, 2, prefetch=prefetch) as s:
         for _ in range(8):
             reading = Reading(s, producer, lengths)
             while reading.turns:
@@ -270,22 +269,21 @@ def test_ctrl_c_again_and_again(
     assert hits > 9
 
 
-@pytest.mark.parametrize("encoded", [False, True])
 @pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
-def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, encoded: bool) -> None:
+def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
     """Wherever a signal handler raises: what the producer has raised comes out, once."""
-    with streams(Broken, 2, prefetch=prefetch, encoded=encoded) as s:
+    with streams(Broken, 2, prefetch=prefetch) as s:
         s.begin([(-1, 500), (-1, 500)])
         assert len(list(s)) == 1000
 
         def step(countdown: int) -> bool:
             s.begin([(3, 9), (-1, 2)])
-            got = [decoded(s, s.next(0))[1] for _ in range(behind)]
+            got = [s.next(0)[1] for _ in range(behind)]
             raised: list[BaseException] = []
 
             def take() -> None:
                 try:
-                    got.append(decoded(s, s.next(0))[1])
+                    got.append(s.next(0)[1])
                 except TwoArguments as error:
                     raised.append(error)
 
@@ -296,7 +294,7 @@ def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int, encoded: 
             without = [k for k in range(3) if k != behind]
             assert got == [0, 1, 2] or (struck.is_set() and got == without)
             assert next_or_none(s, 0) is None
-            assert [decoded(s, item)[:2] for item in s] == [(1, 0), (1, 1)]
+            assert [item[:2] for item in s] == [(1, 0), (1, 1)]
             return struck.is_set()
 
         assert first_hits(step) > 2 or behind == 1  # nothing is done for an item that is ready
