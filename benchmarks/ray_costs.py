@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -32,6 +33,7 @@ ADDRESS = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's outer address
 SIZES = {"8 kB": 8_000, "64 kB": 64_000, "1 MB": 10**6, "32 MB": 32 * 10**6, "81 MB": 81 * 10**6}
 AHEAD = 3  # calls that each actor has: one in work and two that wait
 BYTES = 640 * 10**6  # of a round of arrays, at most
+SETTLE = 1.0  # seconds in which actors end: their CPU time is lost, no case may see that
 CALLS = 600  # of a round, at most
 
 
@@ -50,7 +52,7 @@ def two_actors() -> Iterator[list[Any]]:
         # Before there are others: Ray would connect to any of the nodes with this address.
         ray.init(address=cluster.address, _node_ip_address=ADDRESS, log_to_driver=False)
         for _ in range(2):
-            cluster.add_node(num_cpus=1, **node)
+            cluster.add_node(num_cpus=1, resources={"agent": 1}, **node)
         actors = [ray.remote(Agent).options(num_cpus=1).remote() for _ in range(2)]
         nodes = set(ray.get([actor.node.remote() for actor in actors]))
         if len(nodes | {ray.get_runtime_context().get_node_id()}) != 3:
@@ -70,8 +72,16 @@ class Agent:
 
         return ray.get_runtime_context().get_node_id()
 
+    def pid(self) -> int:
+        """Say which process this is."""
+        return os.getpid()
+
     def null(self) -> None:
         """Do nothing."""
+
+    def sleep(self, seconds: float) -> None:
+        """Work for a while."""
+        time.sleep(seconds)
 
     def array(self, size: int) -> Any:
         """Return the same array each time: making it costs nothing, sending it does."""
@@ -123,6 +133,34 @@ def prepared(size: int, actors: list[Any]) -> tuple[int, float, float, float]:
     return count, *(now - then for now, then in zip(usage(), before, strict=True))
 
 
+def started(_: list[Any]) -> int:
+    """Start an actor; wait until it answers."""
+    import ray
+
+    actor = ray.remote(Agent).options(num_cpus=0, resources={"agent": 0.01}).remote()
+    ray.get(actor.pid.remote())
+    return 1
+
+
+def killed(restarts: int, _: list[Any]) -> tuple[int, float, float, float]:
+    """Kill an actor's process; wait until its call fails: when Ray has told of it."""
+    import ray
+
+    options = {"num_cpus": 0, "resources": {"agent": 0.01}, "max_restarts": restarts}
+    actor = ray.remote(Agent).options(**options).remote()
+    pid = ray.get(actor.pid.remote())
+    call = actor.sleep.remote(60.0)
+    ray.wait([call], timeout=0.2)
+    before = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError:
+        seconds = time.perf_counter() - before
+    ray.kill(actor)
+    return 1, seconds, 0.0, 0.0  # the CPU time of what was killed is lost
+
+
 def usage() -> tuple[float, float, float]:
     """Seconds: of the clock, of all processes' CPU time, of the driver's."""
     return time.perf_counter(), cpu_seconds(os.getpid()), time.process_time()
@@ -135,6 +173,11 @@ def timed(work: Callable[[list[Any]], int], actors: list[Any]) -> tuple[int, flo
     return calls, *(now - then for now, then in zip(usage(), before, strict=True))
 
 
+def measured(work: Callable[[list[Any]], Any], actors: list[Any]) -> Any:
+    """Let a case measure itself."""
+    return work(actors)
+
+
 def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     """Measure all, in turn; for each call: microseconds of the clock, of CPU, of the driver's."""
     cases: dict[str, tuple[Callable[[list[Any]], Any], Callable[..., Any]]] = {
@@ -145,15 +188,20 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
         calls = min(CALLS, BYTES // size)
         cases[f"{name}, pipelined"] = partial(pipelined, "array", (size,), calls), timed
     size = SIZES["81 MB"]
-    cases["81 MB, made beforehand"] = partial(prepared, size), lambda work, actors: work(actors)
+    cases["81 MB, made beforehand"] = partial(prepared, size), measured
+    cases["an actor, until it answers"] = started, timed
+    cases["an actor killed, until its call fails"] = partial(killed, 0), measured
+    cases["the same, with max_restarts=-1"] = partial(killed, -1), measured
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}
     with two_actors() as actors:
         for work, way in cases.values():  # warms up
             way(work, actors)
+        time.sleep(SETTLE)
         before = usage()
         time.sleep(2.0)
         wall, idle, _ = (now - then for now, then in zip(usage(), before, strict=True))
         for _ in range(rounds):
+            time.sleep(SETTLE)
             for name, (work, way) in cases.items():
                 calls, *seconds = way(work, actors)
                 found[name].append(tuple(1e6 * one / calls for one in seconds))

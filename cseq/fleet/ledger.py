@@ -301,6 +301,8 @@ class Ledger:
 
     def send(self) -> Parcel | None:
         """Return a parcel that is to be sent now; None: there is none."""
+        if not (self._fresh or self._again or self._alone):
+            return None
         agent, alone = self._next_agent()
         if agent is None:
             return None
@@ -362,11 +364,14 @@ class Ledger:
 
     def due(self) -> float:
         """When `send` or `overdue` has something to do, if nothing happens before; or infinity."""
-        times = [math.inf if self._next_agent()[0] is None else self._flush_at()]
+        times = [math.inf]
+        if self._fresh and self._next_agent()[0] is not None:
+            times.append(self._flush_at())
         if self._hedge:
+            patience = self._patience()
             for agent in self._agents.values():
                 if agent.pinged is None:
-                    times.append(self._late_at(agent))
+                    times.append(agent.oldest() + patience)
                 elif not agent.is_hedged and self._is_other_open(agent):
                     times.append(agent.pinged + LEAST_LATE)
         return min(times)
@@ -377,19 +382,21 @@ class Ledger:
         One that is late becomes a suspect: it gets nothing new until `pong`. What it has goes to
         others as well: at once while that is in the budget, else when the ping is not answered.
         """
-        now, found = self._clock(), []
-        for agent in self._agents.values() if self._hedge else ():
-            may_hedge = not agent.is_hedged and self._is_other_open(agent)
-            if agent.pinged is not None:
-                may_hedge &= agent.pinged + LEAST_LATE <= now
-            elif self._late_at(agent) <= now:
+        found: list[str] = []
+        if not self._hedge:
+            return found
+        now, patience = self._clock(), self._patience()
+        for agent in self._agents.values():
+            if agent.pinged is None and agent.oldest() + patience <= now:
                 agent.pinged = now
                 found.append(agent.name)
                 awaited = sum(parcel.left > 0 for parcel in agent.parcels.values())
-                may_hedge = may_hedge and self._minute.hedge(now, awaited)
+                is_allowed = self._is_other_open(agent) and self._minute.hedge(now, awaited)
+            elif agent.pinged is not None and agent.pinged + LEAST_LATE <= now:
+                is_allowed = not agent.is_hedged and self._is_other_open(agent)
             else:
                 continue
-            if may_hedge:
+            if is_allowed:
                 self._hedge_all(agent)
         return found
 
@@ -513,9 +520,9 @@ class Ledger:
             return math.inf
         return self._fresh[0][0] + PARCEL_SECONDS
 
-    def _late_at(self, agent: _Agent) -> float:
-        """When an agent is late, if it does not answer before."""
-        return agent.oldest() + max(LEAST_LATE, LATE * self._turns.median)
+    def _patience(self) -> float:
+        """How long an answer may take; infinitely long before the first."""
+        return max(LEAST_LATE, LATE * self._turns.median)
 
     def _hedge_all(self, agent: _Agent) -> None:
         """Give all that an agent has to others as well."""
