@@ -329,7 +329,7 @@ class Ledger:
         number : int
             That of the parcel.
         nbytes : int
-                The size of the answer.
+            The size of the answer.
         seconds : float
             How long the agent worked on it.
 
