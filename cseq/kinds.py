@@ -124,7 +124,10 @@ class RaySequence(_Kind[B_co]):
     """An `MSequence` of worker processes on the nodes of a Ray cluster.
 
     Takes the parameters of `MSequence` but ``thread_type``; in the place of `worker` also a
-    `RayFleet`. `buffer` is 2048: parcels of many batches travel at a time.
+    `RayFleet`, which then has the workers. Without one, `start` makes a fleet that `finish` ends:
+    `num_workers` processes in all, spread over the nodes by their CPUs, with the other options
+    that concern workers. It connects to Ray as ``ray.init()`` does, where that has not been done.
+    `buffer` is 2048: parcels of many batches travel at a time.
 
     Examples
     --------

@@ -45,6 +45,7 @@ __all__ = [
     "descriptors",
     "dying",
     "kill",
+    "kill_agent",
     "pids",
     "ready",
     "slots",
@@ -118,6 +119,32 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     if not 0 <= worker < owners:
         raise ValueError(f"worker={worker} does not exist; give a number from 0 to {owners - 1}")
     return supervisor.kill(worker + 1, number)
+
+
+def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
+    """Send an agent of a fleet a signal: the process of Ray's that has worker processes.
+
+    Parameters
+    ----------
+    fleet : RayFleet
+    agent : int
+        Its place in ``fleet.agents``.
+    number : int or None
+        The signal's number. None: end it as ``ray.kill`` does, so that Ray does not restart it, and
+        the fleet starts another one.
+
+    Returns
+    -------
+    int
+        The id of the process that it was sent to, on the agent's node.
+
+    Raises
+    ------
+    IndexError
+        There is no such agent.
+    """
+    pid: int = fleet.signal(agent, number)
+    return pid
 
 
 def pids(running: Any) -> list[int | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+import sysconfig
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["MAIN", "Importable", "named_here", "promise"]
 
 MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
+
+# Folders of packages, and of what a runtime_env of Ray's brings.
+INSTALLED = ("site-packages", "dist-packages", "working_dir_files", "py_modules_files")
 
 # Modules that worker processes will have although no finder finds them.
 _promised: set[str] = set()
@@ -34,10 +38,18 @@ def promise(module: str) -> None:
 
 
 class Importable:
-    """Which modules a new process can import; each is looked for once."""
+    """Which modules a new process can import; each is looked for once.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    elsewhere : bool
+        The process is on another machine. This has the standard library, what is installed, cseq,
+        and what Ray has brought to all its machines (a `runtime_env`), but no file of the user's.
+    """
+
+    def __init__(self, *, elsewhere: bool = False) -> None:
         self._findable: dict[str, bool] = {}
+        self._elsewhere = elsewhere
 
     def has(self, obj: type | types.FunctionType) -> bool:
         """Whether a class or function can be had by importing its module."""
@@ -66,7 +78,8 @@ class Importable:
             return True
         parent = name.rpartition(".")[0]
         if not parent:
-            return _is_same(module, find_spec(name, None))
+            spec = find_spec(name, None)
+            return _is_same(module, spec) and (not self._elsewhere or _is_installed(spec))
         if not self.findable(parent):
             return False
         path = getattr(sys.modules[parent], "__path__", None)
@@ -106,6 +119,17 @@ def _is_everywhere(finder: object) -> bool:
     )
     home = getattr(finder, "__module__", None) or ""
     return finder in standard or "editable" in home
+
+
+def _is_installed(spec: importlib.machinery.ModuleSpec | None) -> bool:
+    """Whether machines that are set up alike have a module that is not inside another one."""
+    if spec is None or spec.name == "cseq" or spec.origin in ("built-in", "frozen"):
+        return spec is not None
+    place = os.path.realpath(spec.origin or next(iter(spec.submodule_search_locations or [""])))
+    standard = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    return any(place.startswith(os.path.join(folder, "")) for folder in standard) or any(
+        part in INSTALLED for part in place.split(os.sep)
+    )
 
 
 def _is_same(module: types.ModuleType, spec: importlib.machinery.ModuleSpec | None) -> bool:

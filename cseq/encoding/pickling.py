@@ -66,7 +66,7 @@ class Pickled(NamedTuple):
     modules: tuple[str, ...] = ()  # that it refers to by name, as far as is known
 
 
-def dump(obj: object, *, name: str = "worker") -> Pickled:
+def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickled:
     """Pickle an object so that any process of this machine can read it.
 
     Parameters
@@ -75,13 +75,15 @@ def dump(obj: object, *, name: str = "worker") -> Pickled:
         A class, a factory, a `functools.partial`, or an object with data.
     name : str
         What error messages call it.
+    elsewhere : bool
+        Processes of other machines can read it, too: see `Importable`.
 
     Raises
     ------
     TypeError
         When it cannot be pickled; the message says which attribute is to blame and what to do.
     """
-    modules = Importable()
+    modules = Importable(elsewhere=elsewhere)
     buffers: list[memoryview] = []
     try:
         try:
@@ -94,7 +96,7 @@ def dump(obj: object, *, name: str = "worker") -> Pickled:
     except MemoryError:
         raise
     except Exception as error:
-        probed = Importable()
+        probed = Importable(elsewhere=elsewhere)
         raise unpicklable(
             obj,
             name,

@@ -53,6 +53,10 @@ class Fleet(Protocol):
         """Worker processes of all agents."""
 
     @property
+    def over(self) -> str:
+        """Why there will be no agents any more; empty: there may be."""
+
+    @property
     def waits_for(self) -> str:
         """What agents wait for that are not there yet, for the log."""
 

@@ -151,6 +151,7 @@ class Dispatcher:
                 self._send(parcel)
             self._ask_again()
             if not carrier.wait(seen, self._until(), room > 0):
+                self._known.clear()  # they hold what the fleet has in a store
                 return
 
     def _until(self) -> int:
@@ -185,7 +186,9 @@ class Dispatcher:
         if isinstance(outcome, Lost):
             self._lose(parcel.agent, outcome)
         elif isinstance(outcome, Failed):
-            self._fail(failure.unpack(outcome.packed))
+            error = failure.unpack(outcome.packed)
+            failure.annotate(error, f"raised by {self._known[parcel.agent].name}")
+            self._fail(error)
         else:
             head = outcome[: 8 * (2 + 6 * len(parcel.tickets))].view(np.int64)
             counted = self._ledger.answered(parcel.number, outcome.nbytes, head[1] / 1e9)
@@ -217,16 +220,24 @@ class Dispatcher:
 
     def _look(self) -> None:
         """Greet new agents, and part with those that are not in the fleet any more."""
+        if self._fleet.over:
+            self._fail(RuntimeError(f"the fleet is over: {self._fleet.over}"))
         agents = {str(number): agent for number, agent in list(self._agents.items())}
         for name in self._known.keys() - agents.keys():
-            self._lose(name, Lost("it has left the fleet", final=True))
+            if name in self._ledger.agents:
+                self._ledger.leave(name)
+            else:
+                self._known.pop(name)
+            self._asked.pop(name, None)
         for name in agents.keys() - self._known.keys():
             self._known[name] = agents[name]
             self._ping(name)
 
     def _ping(self, name: str) -> None:
         """Ask an agent for a sign of life."""
-        self._known[name].ping(lambda what: self._post(partial(self._pinged, name, what)))
+        agent = self._known.get(name)
+        if agent is not None:
+            agent.ping(lambda what: self._post(partial(self._pinged, name, what)))
 
     def _pinged(self, name: str, what: Lost | Failed | None) -> None:
         """Take an agent in, or back, that has given a sign of life."""
@@ -236,7 +247,7 @@ class Dispatcher:
             self._lose(name, what)
         elif name in self._ledger.agents:
             self._ledger.pong(name)
-        elif name in self._known:
+        elif int(name) in self._agents:
             self._ledger.join(name)
             self._alone = 0.0
 
@@ -244,14 +255,13 @@ class Dispatcher:
         """Have what an agent had made by others; ask it again later."""
         agent = self._known.get(name)
         try:
-            self._ledger.lost(name, agent.name if agent else name)
+            self._ledger.lost(name, f"{agent.name if agent else name} ({lost.cause})")
         except TicketLost as error:
             epoch, batch, indices, place = self._named(error.ticket & 0xFFFFFF)
-            ends = "; ".join(f"{loss.agent}" for loss in error.losses)
+            ends = "; ".join(str(loss.cause) for loss in error.losses)
             self._fail(
                 WorkerDied(
-                    f"{place} was lost with {len(error.losses)} agents ({ends}), the last of which "
-                    f"ended so: {lost.cause}",
+                    f"{place} was lost with {len(error.losses)} agents: {ends}",
                     epoch=epoch,
                     batch=batch,
                     indices=indices,
@@ -262,7 +272,7 @@ class Dispatcher:
         if lost.final:
             self._known.pop(name, None)
             self._asked.pop(name, None)
-        elif agent is not None:
+        elif int(name) in self._agents:
             self._asked[name] = time.monotonic() + AGAIN
 
     def _ask_again(self) -> None:

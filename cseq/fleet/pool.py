@@ -30,6 +30,7 @@ from cseq.stage import INDEXER
 if TYPE_CHECKING:
     from cseq.arguments import Job
     from cseq.fleet.agent import Fleet
+    from cseq.fleet.ray import RayFleet
     from cseq.order.place import Place
     from cseq.pools.base import Awaited
     from cseq.stats import Stats
@@ -46,8 +47,10 @@ CLOSE_SECONDS = 2.0
 class FleetPool(BatchPool):
     """A ring whose tickets are made by the agents of a fleet."""
 
+    _own: RayFleet | None = None  # where none was given
+
     def __init__(self, job: Job) -> None:
-        fleet: Fleet = job.fleet
+        fleet: Fleet = job.fleet or self._own_fleet(job)
         cells = min(job.buffer, max(FEWEST, ROOM // (8 * job.room)))
         runners = 1 + job.num_converters
         ring = Ring(
@@ -88,6 +91,13 @@ class FleetPool(BatchPool):
             num_converters=job.num_converters,
         )
 
+    def _own_fleet(self, job: Job) -> Fleet:
+        """Make a fleet that ends with this pool."""
+        from cseq.fleet.ray import fleet_for
+
+        self._own = fleet_for(job)
+        return self._own
+
     def open(self) -> None:
         """Connect to the fleet, and start the threads."""
         job = self._job
@@ -125,10 +135,12 @@ class FleetPool(BatchPool):
         return self._dispatcher.counted(super().stats())
 
     def close(self) -> None:
-        """End the threads; the fleet ends with what has made it."""
+        """End the threads; a fleet that was given ends with what has made it."""
         self._ring.close()
         self._dispatcher.close()
         self._group.join(time.monotonic() + CLOSE_SECONDS)
         self._writer.close()
         self._arena.close()
+        if self._own is not None:
+            self._own.close()
         self._job = self._job.without_worker()

@@ -1,20 +1,16 @@
 """Fleets of Ray actors: an agent on each of some nodes, with worker processes.
 
 Ray starts the agents, restarts those that die, and carries parcels and answers. It repeats no call:
-what is lost is made anew by the ledger of the trainer that asked for it. This is the only module
-that imports ray.
+what is lost is made anew by the ledger of the trainer that asked for it. This module and `actors`
+are the only ones that import ray.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
-import os
-import signal
-import sys
 import threading
-from dataclasses import dataclass
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,20 +18,30 @@ import numpy as np
 from cseq import check
 from cseq.arguments import MAX_RESTARTS, WorkerOptions, batch_size_of
 from cseq.encoding import failure
-from cseq.encoding.pickling import Pickled, dump
+from cseq.encoding.pickling import dump
 from cseq.fleet.agent import Failed, Lost
-from cseq.fleet.server import TicketServer
 from cseq.indexing.indexer import check_worker
 
 try:
     import ray
     from ray import exceptions
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise ImportError(
         "RaySequence and RayFleet need Ray, which is not installed here or has no build for this "
         "Python: pip install 'cseq-loader[ray]'"
     ) from error
+
+from cseq.fleet.actors import (
+    READERS,
+    About,
+    Agents,
+    Member,
+    Placement,
+    Roster,
+    Spec,
+    aside,
+    system,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,84 +50,46 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
+    from cseq.arguments import Job
     from cseq.fleet.agent import Outcome
 
-__all__ = ["RayFleet"]
+__all__ = ["AgentState", "RayFleet", "fleet_for"]
 
-log = logging.getLogger("cseq")
-
-CALLS = 4  # of an agent at a time: parcels that it has, and one for signs of life
 LARGEST = 4096  # samples of a batch that a fleet makes, unless it is made for larger ones
 NAMESPACE = "cseq"
+ANSWER_SECONDS = 2.0  # in which an agent says what it has made
+ROSTER_SECONDS = 30.0  # in which a fleet that has a name is started, or ended
 
 
-# ── in the actor ───────────────────────────────────────────────────────────────────────────
+class AgentState(NamedTuple):
+    """One of `RayFleet.agents`.
 
-
-class About(NamedTuple):
-    """What an agent says of itself."""
-
-    node: str  # its address
-    pid: int
-    system: str  # what has to be the same in the trainer
-    workers: int
-
-
-def system() -> str:
-    """Name what two processes must have in common to exchange batches."""
-    python = ".".join(map(str, sys.version_info[:2]))
-    return f"cseq {sys.modules['cseq'].__version__} on Python {python}, {sys.byteorder}-endian"
-
-
-class AgentActor:
-    """A ticket server in a process of Ray's.
-
-    Parameters
+    Attributes
     ----------
-    payload : tuple
-        The fields of a `Pickled` worker, its buffers as arrays.
-    num_workers, batch_size, options, seed_globals
-        See `TicketServer`.
+    node : str
+        Its address; empty while the agent does not answer.
+    pid : int
+    state : str
+        'ready'; 'silent': it does not answer, and may be starting; 'lost': Ray restarts it.
+    workers : int
+        Worker processes.
+    batches : int
+        That it has made, for all its trainers.
     """
 
-    def __init__(
-        self,
-        payload: tuple[bytes, list[Any], tuple[str, ...]],
-        num_workers: int,
-        batch_size: int,
-        options: WorkerOptions,
-        *,
-        seed_globals: bool,
-    ) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's to handle
-        data, buffers, modules = payload
-        worker = Pickled(data, [memoryview(buffer) for buffer in buffers], modules)
-        self._workers = num_workers
-        self._server = TicketServer(
-            worker, num_workers, batch_size, options, seed_globals=seed_globals
-        )
-        self._server.start()
-
-    def make(self, request: NDArray[np.int64]) -> NDArray[np.uint8] | Failed:
-        """Make the batches of a parcel."""
-        try:
-            return self._server.make(request)
-        except InterruptedError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - it is raised in the training loop
-            return Failed(failure.pack(error))
-
-    def about(self) -> About:
-        """Give a sign of life."""
-        return About(ray.util.get_node_ip_address(), os.getpid(), system(), self._workers)
-
-    def close(self) -> None:
-        """End the workers."""
-        self._server.close()
+    node: str
+    pid: int
+    state: str
+    workers: int
+    batches: int
 
 
-# ── in the trainer ─────────────────────────────────────────────────────────────────────────
+# What Ray raises when an agent is not restarted.
+FINAL = (
+    exceptions.ActorDiedError,
+    exceptions.ActorUnschedulableError,
+    exceptions.RuntimeEnvSetupError,
+)
 
 
 def outcome_of(future: Future[Any]) -> Any:
@@ -129,19 +97,20 @@ def outcome_of(future: Future[Any]) -> Any:
     error = future.exception()
     if error is None:
         return future.result()
-    if isinstance(error, exceptions.RayTaskError):
-        cause = error.as_instanceof_cause()
-        if not isinstance(cause, InterruptedError):  # the agent is being closed
-            return Failed(failure.pack(cause))
-    final = isinstance(error, exceptions.ActorDiedError)
+    # An agent packs what its server raises. These are of Ray, whose node is gone, or they are
+    # InterruptedError: the agent is being closed, or was started again.
+    of_system = OSError, exceptions.RaySystemError
+    if isinstance(error, exceptions.RayTaskError) and not isinstance(error.cause, of_system):
+        return Failed(failure.pack(error.cause or error))
+    final = isinstance(error, FINAL)
     return Lost(failure.line_of(error), final)
 
 
 class RayAgent:
     """An agent, as a trainer sees it."""
 
-    def __init__(self, handle: Any, gone: Callable[[Lost], None]) -> None:
-        self._handle = handle
+    def __init__(self, member: Member, gone: Callable[[Lost], None]) -> None:
+        self._member = member
         self._gone = gone
         self._about: About | None = None  # once it has given a sign of life
         self.name = "an agent that is not there yet"
@@ -152,7 +121,7 @@ class RayAgent:
         def finish(future: Future[Any]) -> None:
             done(self._looked_at(outcome_of(future)))
 
-        self._handle.make.remote(request).future().add_done_callback(finish)
+        self._member.handle.make.remote(request).future().add_done_callback(finish)
 
     def ping(self, done: Callable[[Lost | Failed | None], None]) -> None:
         """Ask for a sign of life; `done` is called with None once it comes."""
@@ -160,18 +129,19 @@ class RayAgent:
         def finish(future: Future[Any]) -> None:
             found = self._looked_at(outcome_of(future))
             if isinstance(found, About):
-                self._about, self.name = found, f"pid {found.pid} on node {found.node}"
+                self._about = found
+                self.name = f"the agent with pid {found.pid} on node {found.node}"
                 found = None if found.system == system() else self._another_system(found)
             done(found)
 
-        self._handle.about.remote().future().add_done_callback(finish)
+        self._member.about().future().add_done_callback(finish)
 
     def _another_system(self, about: About) -> Failed:
         """Refuse an agent whose batches could not be read here."""
         return Failed(
             failure.pack(
                 RuntimeError(
-                    f"the agent with {self.name} has {about.system}, and the trainer {system()}: "
+                    f"{self.name} has {about.system}, and the trainer {system()}: "
                     "install the same on all nodes, or give runtime_env="
                 )
             )
@@ -186,37 +156,6 @@ class RayAgent:
                 )
             self._gone(outcome)
         return outcome
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where agents are to be, and what each gets: arguments of `ray.remote`."""
-
-    nodes: int | None
-    num_workers: int | None
-    resources: dict[str, Any]
-
-    def plan(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return for each agent its number of workers, and its arguments of `ray.remote`."""
-        if self.nodes is not None:
-            workers = self.num_workers or max(1, int(self.resources.get("num_cpus") or 1))
-            spread = {"scheduling_strategy": "SPREAD"} if self.nodes > 1 else {}
-            own = {"num_cpus": workers, **spread, **self.resources}
-            return [(workers, own)] * self.nodes
-        found = []
-        for node in ray.nodes():
-            cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
-            wanted = self.num_workers or int(self.resources.get("num_cpus") or cpus)
-            if 0 < wanted <= cpus:
-                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                own = {"num_cpus": wanted, "scheduling_strategy": there, **self.resources}
-                found.append((wanted, own))
-        if not found:
-            raise ValueError(
-                f"nodes=None asks for an agent on every node that has {self.num_workers or 'any'} "
-                "CPUs, and the cluster has no such node now: give nodes="
-            )
-        return found
 
 
 class RayFleet:
@@ -246,7 +185,9 @@ class RayFleet:
     Attributes
     ----------
     worker : object
-        In the process that has made the fleet; elsewhere None.
+        In the process that has made the fleet, until it is closed; elsewhere None.
+    over : str
+        Why there will be no agents any more; empty: there may be.
     """
 
     def __init__(
@@ -275,7 +216,6 @@ class RayFleet:
         check_worker(worker)
         self.worker = worker
         self.batch_size = batch_size_of(batch_size)
-        self._name = name
         own = {
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
@@ -293,14 +233,56 @@ class RayFleet:
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
         )
         self._seed_globals = check.flag("seed_globals", seed_globals)
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._refer(name, None)
+
+    def _refer(self, name: str | None, roster: Any) -> None:
+        """Begin without agents; a roster tells of those of another fleet."""
+        self._name, self._roster = name, roster
+        self._lock = threading.RLock()
+        self._made: Agents | None = None  # those that this object has started
+        self._seen = 0  # the roster's version
+        self._asks = False  # the roster was asked for a newer one
+        self._members: dict[int, Member] = {}
         self._agents: dict[int, RayAgent] = {}
-        self._handles: dict[int, tuple[Any, int, dict[str, Any]]] = {}  # with what made them
         self._watchers: list[Callable[[], None]] = []
-        self._payload: Any = None  # the worker, in Ray's store
-        self._owned = True
-        self._closed = False
+        self.over = ""
+
+    @classmethod
+    def find(cls, name: str) -> Self:
+        """Find the fleet that was started with a name, by this or another job.
+
+        Raises
+        ------
+        ValueError
+            There is none.
+        """
+        connect()
+        try:
+            roster = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            raise ValueError(f"name={name!r}: no such fleet runs in this cluster") from None
+        found = cls._copy(roster, ray.get(roster.about.remote()))
+        found._name = name  # its `close` ends the fleet
+        return found
+
+    @classmethod
+    def _copy(cls, roster: Any, about: tuple[Placement, int]) -> Self:
+        """Make a fleet that refers to the agents of another one."""
+        made = cls.__new__(cls)
+        made.worker = None
+        made._placement, made.batch_size = about
+        made._refer(None, roster)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a reference to the agents; they are started here if they are not yet."""
+        self.start()
+        with self._lock:
+            if self._roster is None:
+                self._roster = roster_actor().remote()
+                self._show()
+                self._await_losses()
+        return type(self)._copy, (self._roster, (self._placement, self.batch_size))
 
     def start(self) -> Self:
         """Start the agents, unless they are started; do not wait until they are there.
@@ -315,46 +297,111 @@ class RayFleet:
             ``nodes=None``, and no node of the cluster has the CPUs.
         """
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this fleet is closed: make another one")
-            if self._handles or not self._owned:
+            if self.over:
+                raise RuntimeError(f"this fleet is over: {self.over}")
+            if self._made is not None or self._roster is not None:
                 return self
-            if not ray.is_initialized():
-                ray.init()
-            pickled = dump(self.worker)
+            connect()
+            pickled = dump(self.worker, elsewhere=True)
             buffers = [np.frombuffer(view, np.uint8) for view in pickled.buffers]
-            self._payload = ray.put((pickled.data, buffers, pickled.modules))
-            for workers, own in self._placement.plan():
-                self._add(workers, own)
+            payload = pickled.data, buffers, pickled.modules
+            spec = Spec(
+                payload, self.batch_size, self._options, self._seed_globals, self._placement
+            )
+            if self._name is None:
+                self._made = Agents(spec, self._changed)
+                self._changed()
+                return self
+            try:
+                self._roster = roster_actor(self._name).remote(spec)
+                ray.get(self._roster.about.remote(), timeout=ROSTER_SECONDS)
+            except ValueError as error:
+                self._roster = None
+                raise ValueError(
+                    f"name={self._name!r}: a fleet of this name runs: use RayFleet.find"
+                ) from error
         return self
 
-    def _add(self, workers: int, own: dict[str, Any]) -> None:
-        """Start an agent."""
-        number = next(self._numbers)
-        make = ray.remote(AgentActor).options(
-            max_restarts=-1, max_task_retries=0, max_concurrency=CALLS, **own
-        )
-        handle = make.remote(
-            self._payload,
-            workers,
-            self.batch_size,
-            self._options,
-            seed_globals=self._seed_globals,
-        )
-        self._handles[number] = handle, workers, own
-        self._agents[number] = RayAgent(handle, lambda lost: self._replace(number, lost))
+    # -- who the agents are
 
-    def _replace(self, number: int, lost: Lost) -> None:
-        """Start another agent for one that Ray does not restart; called on any thread."""
+    def _changed(self) -> None:
+        """Take over who the agents are that this object has started, and tell the copies."""
         with self._lock:
-            found = self._handles.pop(number, None)
-            if found is None or self._closed:
+            if self._made is None:
                 return
+            self._take(self._made.present)
+            if self._roster is not None:
+                self._show()
+        self._tell()
+
+    def _show(self) -> None:
+        """Tell the roster which agents there are."""
+        assert self._made is not None
+        self._roster.show.remote(self._made.present)
+
+    def _take(self, members: Mapping[int, Member]) -> None:
+        """Have these agents, and no others."""
+        self._members = dict(members)
+        for number in self._agents.keys() - members.keys():
             del self._agents[number]
-            if self._owned:
-                log.warning("an agent of the fleet is gone, and is replaced: %s", lost.cause)
-                _, workers, own = found
-                self._add(workers, own)
+        for number in members.keys() - self._agents.keys():
+            self._agents[number] = RayAgent(members[number], self._reporter(number))
+
+    def _reporter(self, number: int) -> Callable[[Lost], None]:
+        """Return what reports that an agent is gone for good; called on any thread."""
+        here = weakref.ref(self)
+
+        def report(lost: Lost) -> None:
+            fleet = here()
+            if fleet is None:
+                return
+            if fleet._made is not None:
+                aside(partial(fleet._made.replace, number, lost.cause))
+            elif not fleet.over and ray.is_initialized():
+                fleet._roster.gone.remote(number, lost.cause)
+
+        return report
+
+    def _await_losses(self) -> None:
+        """Have agents replaced that are gone for good for a copy."""
+        here = weakref.ref(self)
+
+        def arrived(future: Future[Any]) -> None:
+            fleet = here()
+            if fleet is None or fleet._made is None or fleet.over or future.exception() is not None:
+                return
+            for number, cause in future.result():
+                aside(partial(fleet._made.replace, number, cause))
+            fleet._await_losses()
+
+        self._roster.losses.remote().future().add_done_callback(arrived)
+
+    def _ask(self) -> None:
+        """Ask the roster which agents there are, once it knows others."""
+        here = weakref.ref(self)
+
+        def arrived(future: Future[Any]) -> None:
+            fleet = here()
+            if fleet is not None:
+                fleet._heard(future)
+
+        self._asks = True
+        self._roster.present.remote(self._seen).future().add_done_callback(arrived)
+
+    def _heard(self, future: Future[Any]) -> None:
+        """Take over what the roster knows; without it, there will be no agents."""
+        with self._lock:
+            self._asks = False
+            if self.over:
+                return
+            if future.exception() is not None:
+                self.over = "what has made it has ended, and its agents with it"
+                self._take({})
+            else:
+                self._seen, members = future.result()
+                self._take(members)
+                if self._watchers:
+                    self._ask()
         self._tell()
 
     def _tell(self) -> None:
@@ -362,24 +409,86 @@ class RayFleet:
         for notify in list(self._watchers):
             notify()
 
+    def _settled(self) -> dict[int, Member]:
+        """Return the present agents, as the roster of a copy has them."""
+        self.start()
+        if self._made is None:
+            with self._lock:
+                _, members = ray.get(self._roster.present.remote(-1), timeout=ROSTER_SECONDS)
+                return dict(members)
+        return self._members
+
+    @property
+    def agents(self) -> list[AgentState]:
+        """The agents, in the order in which they were started."""
+        members = [member for _, member in sorted(self._settled().items())]
+        asked = [member.about() for member in members]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
+        found = []
+        for member, answer in zip(members, asked, strict=True):
+            state, about = "silent", About("", 0, "", member.workers, 0)
+            if answer in answered:
+                try:
+                    state, about = "ready", ray.get(answer)
+                except exceptions.RayError:
+                    state = "lost"
+            found.append(AgentState(about.node, about.pid, state, member.workers, about.batches))
+        return found
+
+    def resize(self, nodes: int) -> None:
+        """Have another number of agents, also in the middle of an epoch.
+
+        Those that go make what they have.
+        """
+        nodes = check.count("nodes", nodes)
+        self.start()
+        if self._made is not None:
+            self._made.resize(nodes)
+        elif self._name is not None:
+            ray.get(self._roster.resize.remote(nodes), timeout=ROSTER_SECONDS)
+        else:
+            raise RuntimeError("this fleet is a copy: resize the one that was started")
+
+    def signal(self, agent: int, number: int | None) -> int:
+        """End an agent for `cseq.testing.kill_agent`; return the process id that it has had."""
+        member = [member for _, member in sorted(self._settled().items())][agent]
+        pid: int = ray.get(member.about()).pid
+        if number is None:
+            ray.kill(member.handle)
+        else:
+            member.handle.signal.remote(number)
+        return pid
+
     # -- for the pool
 
     @property
     def waits_for(self) -> str:
         """What agents wait for that are not there yet."""
         wants = self._placement.resources or {"num_cpus": "as many as there are workers"}
-        return f"Ray has not started one; each asks for {wants}"
+        with contextlib.suppress(Exception):  # the connection may be gone
+            there = {
+                name: total
+                for name, total in ray.cluster_resources().items()
+                if name in ("CPU", "GPU", "memory", *(wants.get("resources") or ()))
+            }
+            free = ray.available_resources()
+            free = {name: free.get(name, 0) for name in there}
+            return f"each asks for {wants}; the cluster has {there}, of which are free {free}"
+        return f"each asks for {wants}"
 
     @property
     def workers(self) -> int:
         """Worker processes of all agents."""
-        with self._lock:
-            return sum(workers for _, workers, _ in self._handles.values())
+        return sum(member.workers for member in list(self._members.values()))
 
     def attach(self, notify: Callable[[], None]) -> Mapping[int, RayAgent]:
         """Return the present agents, by number; `notify` is called when they change."""
         self.start()
-        self._watchers.append(notify)
+        with self._lock:
+            self._watchers.append(notify)
+            if self._made is None and not self._asks:
+                self._seen = -1
+                self._ask()
         return self._agents
 
     def detach(self, notify: Callable[[], None]) -> None:
@@ -392,19 +501,46 @@ class RayFleet:
     def close(self) -> None:
         """End the agents and their workers. A fleet that was unpickled only forgets them."""
         with self._lock:
-            closed, self._closed = self._closed, True
-            handles, self._handles = self._handles, {}
-            self._agents.clear()
-            self._payload = None
-        if closed or not self._owned or not ray.is_initialized():
+            over, self.over = self.over, self.over or "it was closed"
+            made, self._made, roster, self._roster = self._made, None, self._roster, None
+            is_mine = made is not None or self._name is not None
+            self._take({})
+            self.worker = None
+        self._tell()
+        if over or not is_mine or not ray.is_initialized():
             return
-        asked = [handle.close.remote() for handle, _, _ in handles.values()]
-        ray.wait(asked, num_returns=len(asked), timeout=2.0) if asked else None
-        for handle, _, _ in handles.values():
-            ray.kill(handle)
+        if made is not None:
+            made.close()
+        if roster is not None:
+            ray.wait([roster.close.remote()], timeout=ROSTER_SECONDS)
+            ray.kill(roster)
 
     def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def connect() -> None:
+    """Connect to Ray, where that has not been done: as `ray.init()` does."""
+    if not ray.is_initialized():
+        ray.init()
+
+
+def roster_actor(name: str | None = None) -> Any:
+    """Return what starts a roster; one with a name outlives this job."""
+    lasting = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
+    return ray.remote(Roster).options(num_cpus=0, max_concurrency=READERS, **lasting)
+
+
+def fleet_for(job: Job) -> RayFleet:
+    """Make the fleet of a sequence that is given none: its workers are spread over all nodes."""
+    fleet = RayFleet(
+        job.worker,
+        batch_size=job.room,
+        seed_globals=job.seed_globals,
+        **job.options._asdict(),
+    )
+    fleet._placement = Placement(None, job.num_workers, {}, is_total=True)
+    return fleet

@@ -73,6 +73,7 @@ class LocalFleet:
     """Agents that come and go; what `MSequence` takes in the place of a worker."""
 
     waits_for = "a test"
+    over = ""
 
     def __init__(
         self,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 from pathlib import Path
@@ -17,7 +16,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 try:
-    from local_cluster import QUICK_DEATHS, LocalCluster, kill, local_cluster, until
+    from local_cluster import (
+        QUICK_DEATHS,
+        LocalCluster,
+        kill,
+        local_cluster,
+        shared_names,
+        until,
+    )
 except ImportError:
     collect_ignore_glob = ["test_*.py"]
 
@@ -54,7 +60,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, cluster: LocalCluster) -
 
     In place of the check of all other tests: Ray starts processes and threads when it likes.
     """
-    threads, names = set(threading.enumerate()), set(os.listdir("/dev/shm"))
+    threads, names = set(threading.enumerate()), shared_names()
     nodes, spills = list(cluster.nodes), cluster.spills()
     failed = request.session.testsfailed
     yield
@@ -67,7 +73,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, cluster: LocalCluster) -
     assert cluster.spills() == spills, "objects were spilled to a disk"
     assert cluster.nodes == nodes
     assert {thread.name for thread in set(threading.enumerate()) - threads} <= RAYS_THREADS
-    assert set(os.listdir("/dev/shm")) <= names
+    assert shared_names() <= names
 
 
 # Ray starts these when they are needed first, and ends them with the connection.

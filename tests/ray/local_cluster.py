@@ -89,7 +89,7 @@ def local_cluster(nodes: int, **system: object) -> Iterator[LocalCluster]:
     """Start a cluster and connect to it; leave nothing of it. `system`: Ray's internal settings."""
     # A short name: paths of sockets, which are below, have 107 bytes at most.
     folder = Path(tempfile.mkdtemp(prefix="cseq-ray-"))
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_names()
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
     cluster = Cluster()
     running = LocalCluster(cluster, folder)
@@ -113,7 +113,7 @@ def local_cluster(nodes: int, **system: object) -> Iterator[LocalCluster]:
         left = await_end(folder)
         shutil.rmtree(folder)
     assert not left, f"processes of the cluster are left: {left}"
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert shared_names() <= shm
 
 
 def await_end(folder: Path) -> dict[int, bytes]:
@@ -166,6 +166,11 @@ def processes_of(folder: Path) -> dict[int, bytes]:
     while more := {pid for pid, parent in parents.items() if parent in marked} - marked:
         marked |= more
     return {pid: commands[pid] for pid in sorted(marked)}
+
+
+def shared_names() -> set[str]:
+    """List the files of shared memory, without locks of multiprocessing: other programs' alone."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def until(condition: Callable[[], bool], complaint: str) -> None:

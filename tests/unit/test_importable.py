@@ -53,6 +53,25 @@ def test_what_can_be_imported_goes_by_reference(folder: Path) -> None:
     assert arrives_elsewhere(module.Worker(), "obj[1], type(obj).__module__") == "(43, 'on_disk')"
 
 
+def test_another_machine_has_what_is_installed_alone(folder: Path) -> None:
+    """The standard library, packages, cseq, what a runtime_env brings; no file of the user's."""
+    (folder / "site-packages").mkdir()
+    (folder / "working_dir_files").mkdir()
+    sys.path[:0] = [str(folder / "site-packages"), str(folder / "working_dir_files")]
+    own = import_file(folder / "own_file.py", SOURCE)
+    installed = import_file(folder / "site-packages" / "installed.py", SOURCE)
+    brought = import_file(folder / "working_dir_files" / "brought.py", SOURCE)
+    names = ["json", "numpy", "cseq", "cseq.errors", "itertools", "installed", "brought"]
+    there = Importable(elsewhere=True)
+    assert [name for name in names if not there.findable(name)] == []
+    assert not there.findable("own_file")
+    assert b"helper" in dump(own.Worker(), elsewhere=True).data
+    assert dump(own.Worker()).modules == ("own_file",)
+    for module in (installed, brought):
+        made = dump(module.Worker(), elsewhere=True)
+        assert (b"helper" in made.data, made.modules) == (False, (module.__name__,))
+
+
 def test_a_module_made_by_hand_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that exists in memory only is taken along."""
     module = types.ModuleType("made_by_hand")

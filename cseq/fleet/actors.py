@@ -1,0 +1,421 @@
+"""What runs on the nodes of a Ray cluster: agents, and the roster of a fleet.
+
+And what starts agents there, in the process of a fleet's maker, or in the roster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cseq.encoding import failure
+from cseq.encoding.pickling import Pickled
+from cseq.fleet.agent import Failed
+from cseq.fleet.server import TicketServer
+from cseq.threads import Threads, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cseq.arguments import WorkerOptions
+
+__all__ = ["About", "Agents", "Member", "Placement", "Roster", "Spec", "aside", "system"]
+
+log = logging.getLogger("cseq")
+
+CALLS = 4  # of an agent at a time: parcels that it has, and one for signs of life
+DRAIN_SECONDS = 10.0  # for what an agent has in work that is to leave
+CLOSE_SECONDS = 2.0
+READERS = 100_000  # processes that may wait for news of a roster
+
+Plan = tuple[int, dict[str, Any]]  # of an agent: its workers, and its arguments of `ray.remote`
+
+
+class About(NamedTuple):
+    """What an agent says of itself."""
+
+    node: str  # its address
+    pid: int
+    system: str  # what has to be the same in the trainer
+    workers: int
+    batches: int  # that it has made
+
+
+class Member(NamedTuple):
+    """An agent of a fleet."""
+
+    handle: Any
+    workers: int
+    payload: Any  # an ObjectRef of a `Spec.payload`
+
+    def about(self) -> Any:
+        """Ask it for a sign of life, and give it what it needs if it was just started.
+
+        Not as an argument of its constructor: Ray would keep that for each restart.
+        """
+        return self.handle.about.remote([self.payload])
+
+
+class Placement(NamedTuple):
+    """Where agents are to be, and what each gets.
+
+    Attributes
+    ----------
+    nodes : int or None
+        Agents. None: one on each node that has CPUs.
+    num_workers : int or None
+        Worker processes of each agent; without a number of nodes and `is_total`: of all together.
+    resources : dict
+        Arguments of `ray.remote`.
+    """
+
+    nodes: int | None
+    num_workers: int | None
+    resources: dict[str, Any]
+    is_total: bool = False
+
+    def plan(self) -> list[Plan]:
+        """Return what each agent gets.
+
+        Raises
+        ------
+        ValueError
+            No node of the cluster has the CPUs.
+        """
+        if self.nodes is not None:
+            workers = self.num_workers or max(1, int(self.resources.get("num_cpus") or 1))
+            spread = {"scheduling_strategy": "SPREAD"} if self.nodes > 1 else {}
+            return [(workers, {"num_cpus": workers, **spread, **self.resources})] * self.nodes
+        cpus = {
+            node["NodeID"]: int(node["Resources"].get("CPU", 0))
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+        if self.is_total:
+            shares = dealt(self.num_workers or 1, cpus)
+            wanted = {node: (workers, shares[node][1]) for node, (workers, _) in shares.items()}
+        else:
+            each = {
+                node: self.num_workers or int(self.resources.get("num_cpus") or there)
+                for node, there in cpus.items()
+            }
+            wanted = {node: (n, float(n)) for node, n in each.items() if 0 < n <= cpus[node]}
+        if not wanted:
+            asked = "any" if self.is_total else self.num_workers or "any"
+            raise ValueError(
+                f"an agent is to be on every node that has {asked} CPUs, and the cluster has no "
+                "such node now: give nodes= to a RayFleet"
+            )
+        return [
+            (
+                workers,
+                {
+                    "num_cpus": share,
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+                    **self.resources,
+                },
+            )
+            for node, (workers, share) in wanted.items()
+        ]
+
+
+def dealt(workers: int, cpus: dict[str, int]) -> dict[str, tuple[int, float]]:
+    """Deal workers to nodes in proportion to their CPUs; return also how many CPUs to ask for.
+
+    These are as many as there are workers, unless fewer are free.
+    """
+    total = sum(cpus.values())
+    if not total:
+        return {}
+    shares = {node: workers * count // total for node, count in cpus.items()}
+    rest = sorted(cpus, key=lambda node: shares[node] - workers * cpus[node] / total)
+    for node in rest[: workers - sum(shares.values())]:
+        shares[node] += 1
+    free = min(float(workers), ray.available_resources().get("CPU", 0.0))
+    if total < workers:
+        log.warning("%d worker processes share %d CPUs: the cluster has no more", workers, total)
+    found = {}
+    for node, count in shares.items():
+        if count:
+            share = count * free / workers
+            found[node] = count, float(int(share)) if share >= 1 else int(share * 1000) / 1000
+    return found
+
+
+class Spec(NamedTuple):
+    """What makes the agents of a fleet.
+
+    Attributes
+    ----------
+    payload : tuple
+        The fields of a `Pickled` worker, its buffers as arrays.
+    batch_size, options, seed_globals
+        See `TicketServer`.
+    """
+
+    payload: tuple[bytes, list[Any], tuple[str, ...]]
+    batch_size: int
+    options: WorkerOptions
+    seed_globals: bool
+    placement: Placement
+
+
+def system() -> str:
+    """Name what two processes must have in common to exchange batches."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    return f"cseq {sys.modules['cseq'].__version__} on Python {python}, {sys.byteorder}-endian"
+
+
+class AgentActor:
+    """A ticket server in a process of Ray's.
+
+    Parameters
+    ----------
+    num_workers, batch_size, options, seed_globals
+        See `TicketServer`.
+    """
+
+    def __init__(
+        self, num_workers: int, batch_size: int, options: WorkerOptions, *, seed_globals: bool
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the trainer's to handle
+        _forget_threads()
+        self._arguments = num_workers, batch_size, options
+        self._seed_globals = seed_globals
+        self._server: TicketServer | None = None
+        self._batches = 0
+        self._idle = threading.Condition()
+        self._running = 0  # calls of `make`
+
+    def about(self, payload: list[Any]) -> About:
+        """Give a sign of life; start the server, if it is not started."""
+        with self._idle:
+            if self._server is None:
+                data, buffers, modules = ray.get(payload[0])
+                worker = Pickled(data, [memoryview(buffer) for buffer in buffers], modules)
+                server = TicketServer(worker, *self._arguments, seed_globals=self._seed_globals)
+                server.start()
+                self._server = server
+        node = ray.util.get_node_ip_address()
+        return About(node, os.getpid(), system(), self._arguments[0], self._batches)
+
+    def make(self, request: NDArray[np.int64]) -> NDArray[np.uint8] | Failed:
+        """Make the batches of a parcel."""
+        if self._server is None:
+            raise InterruptedError("this agent was just started")
+        with self._idle:
+            self._running += 1
+        try:
+            answer = self._server.make(request)
+            self._batches += int(request[0])
+            return answer
+        except InterruptedError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is raised in the training loop
+            if isinstance(error, ModuleNotFoundError):
+                failure.annotate(
+                    error,
+                    f"on node {ray.util.get_node_ip_address()}: install the module on all nodes, "
+                    "or have Ray bring it there, with runtime_env={'pip': [...]} or "
+                    "{'py_modules': [...]}",
+                )
+            return Failed(failure.pack(error))
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+
+    def signal(self, number: int) -> None:
+        """Send this process a signal, for tests."""
+        os.kill(os.getpid(), number)
+
+    def close(self, seconds: float = 0.0) -> None:
+        """End the workers; what is in work gets so long before."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running, seconds)
+        if self._server is not None:
+            self._server.close()
+
+
+def _forget_threads() -> None:
+    """Drop the OMP_NUM_THREADS that Ray sets to the CPUs of an actor: the workers share them."""
+    context = ray.get_runtime_context()
+    mine = (context.runtime_env.get("env_vars") or {}).get("OMP_NUM_THREADS")
+    cpus = max(1, int(context.get_assigned_resources().get("CPU", 0)))
+    if mine is None and os.environ.get("OMP_NUM_THREADS") == str(cpus):
+        del os.environ["OMP_NUM_THREADS"]
+
+
+class Agents:
+    """Starts the agents of a fleet, others for those that are gone for good, and ends them.
+
+    Parameters
+    ----------
+    spec : Spec
+    changed : callable
+        Called after each change, on any thread.
+    """
+
+    def __init__(self, spec: Spec, changed: Callable[[], None]) -> None:
+        self._spec, self._changed = spec, changed
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._plans: dict[int, Plan] = {}
+        self._closed = False
+        self.present: dict[int, Member] = {}
+        plans = spec.placement.plan()
+        self._payload = ray.put(spec.payload)
+        for plan in plans:
+            self._add(plan)
+
+    def _add(self, plan: Plan) -> None:
+        """Start an agent."""
+        workers, own = plan
+        make = ray.remote(AgentActor).options(
+            max_restarts=-1, max_task_retries=0, max_concurrency=CALLS, **own
+        )
+        spec = self._spec
+        handle = make.remote(workers, spec.batch_size, spec.options, seed_globals=spec.seed_globals)
+        member = Member(handle, workers, self._payload)
+        member.about()
+        number = next(self._numbers)
+        self._plans[number] = plan
+        self.present = {**self.present, number: member}
+
+    def _without(self, number: int) -> Plan:
+        """Take an agent out."""
+        self.present = {k: member for k, member in self.present.items() if k != number}
+        return self._plans.pop(number)
+
+    def replace(self, number: int, cause: str) -> None:
+        """Start another agent for one that Ray does not restart."""
+        with self._lock:
+            if self._closed or number not in self.present:
+                return
+            tell(logging.WARNING, "an agent of the fleet is gone, and is replaced: %s", cause)
+            self._add(self._without(number))
+        self._changed()
+
+    def resize(self, nodes: int) -> None:
+        """Start agents, or end the newest ones when they have made what they have."""
+        with self._lock:
+            present = self.present
+            workers, own = next(iter(self._plans.values()))
+            plan = workers, {**own, "scheduling_strategy": "SPREAD"}
+            for _ in range(nodes - len(present)):
+                self._add(plan)
+            leaving = sorted(present)[nodes:]
+            for number in leaving:
+                self._without(number)
+        self._changed()
+        for number in leaving:
+            _end_later(present[number].handle)
+
+    def close(self) -> None:
+        """End all agents."""
+        with self._lock:
+            self._closed = True
+            handles = [member.handle for member in self.present.values()]
+            self.present = {}
+            self._payload = None
+        asked = [handle.close.remote() for handle in handles]
+        ray.wait(asked, num_returns=len(asked), timeout=CLOSE_SECONDS) if asked else None
+        for handle in handles:
+            ray.kill(handle)
+
+
+def _end_later(handle: Any) -> None:
+    """End an agent when it has made what it has."""
+    closed = handle.close.remote(DRAIN_SECONDS).future()
+    closed.add_done_callback(lambda _: aside(partial(ray.kill, handle)))
+
+
+def aside(work: Callable[[], None]) -> None:
+    """Do something on a thread of its own: on Ray's, which calls back, calls of Ray may hang."""
+
+    def done() -> None:
+        if ray.is_initialized():  # else all agents have ended with the connection
+            work()
+
+    threads = Threads()
+    threads.add("cseq-fleet", done)
+    threads.start()
+
+
+class Roster:
+    """An actor that tells the copies of a fleet which agents there are.
+
+    Parameters
+    ----------
+    spec : Spec, optional
+        Of a fleet with a name, whose agents this actor starts. None: they are the maker's.
+    """
+
+    def __init__(self, spec: Spec | None = None) -> None:
+        self._version = 0
+        self._present: dict[int, Member] = {}
+        self._gone: list[tuple[int, str]] = []
+        self._news = asyncio.Condition()
+        self._agents: Agents | None = None
+        self._spec = None if spec is None else spec._replace(payload=(b"", [], ()))
+        if spec is not None:
+            self._agents = Agents(spec, lambda: None)
+            self._version, self._present = 1, self._agents.present
+
+    async def show(self, present: dict[int, Member]) -> None:
+        """Take the present agents, from the maker."""
+        async with self._news:
+            self._version, self._present = self._version + 1, present
+            self._news.notify_all()
+
+    async def present(self, seen: int) -> tuple[int, dict[int, Member]]:
+        """Return a version and the agents, when there is another version than the one seen."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._version != seen)
+            return self._version, self._present
+
+    async def gone(self, number: int, cause: str) -> None:
+        """Note that an agent is gone for good."""
+        if self._agents is not None:
+            self._agents.replace(number, cause)
+            await self.show(self._agents.present)
+            return
+        async with self._news:
+            self._gone.append((number, cause))
+            self._news.notify_all()
+
+    async def losses(self) -> list[tuple[int, str]]:
+        """Return the agents that are gone for good, to the maker, when there are any."""
+        async with self._news:
+            await self._news.wait_for(lambda: bool(self._gone))
+            gone, self._gone = self._gone, []
+            return gone
+
+    async def resize(self, nodes: int) -> None:
+        """Resize a fleet with a name."""
+        assert self._agents is not None
+        self._agents.resize(nodes)
+        await self.show(self._agents.present)
+
+    async def about(self) -> tuple[Placement, int] | None:
+        """Return placement and size of batches of a fleet with a name."""
+        return None if self._spec is None else (self._spec.placement, self._spec.batch_size)
+
+    async def close(self) -> None:
+        """End the agents of a fleet with a name."""
+        if self._agents is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._agents.close)

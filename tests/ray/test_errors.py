@@ -1,0 +1,253 @@
+"""Errors of indexers and of agents that cannot start: each is raised in the loop as what it is."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+
+import numpy as np
+import pytest
+from drawing import (
+    BATCHES,
+    SMALL,
+    Draws,
+    actor_of_this_process,
+    assert_is_test_mode,
+    await_agents,
+    in_test_mode,
+    sequence,
+)
+from kinds import assert_same
+from local_cluster import until
+
+import cseq
+from cseq.fleet import dispatch
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class OwnError(LookupError):
+    """One that no other process can import."""
+
+    def __init__(self, sample):
+        super().__init__(f"sample {sample}")
+        self.sample = sample
+
+
+class Unpicklable(Exception):
+    """One that cannot travel."""
+
+    def __init__(self):
+        super().__init__("it holds a file")
+        self.file = sys.stdout
+
+
+class Fails(Draws):
+    """Raises another thing for each of some samples."""
+
+    def __getitem__(self, indices):
+        if 100 in indices:
+            raise OwnError(100)
+        if 200 in indices:
+            raise Unpicklable
+        if 300 in indices:
+            raise SystemExit(3)
+        return super().__getitem__(indices)
+
+
+def without(samples):
+    """List the batches of test mode that have none of these samples."""
+    return [one for one in in_test_mode() if not np.isin(one[0], samples).any()]
+
+
+def test_exceptions_of_indexers_arrive_as_themselves():
+    """Own classes are the loop's own; each note names batch, node and process."""
+    errors, got = [], []
+    with cseq.RayFleet(Fails, 2, 1) as fleet, sequence(fleet).start() as batches:
+        iterator = iter(batches)
+        while True:
+            try:
+                got.append(next(iterator))
+            except StopIteration:
+                break
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+        pids = {agent.pid for agent in fleet.agents}
+    assert_same(got, without([100, 200, 300]))
+    own = next(error for error in errors if isinstance(error, OwnError))
+    assert own.sample == 100
+    assert sorted(type(error).__name__ for error in errors) == [
+        "OwnError",
+        "RuntimeError",
+        "Unpicklable",
+    ]
+    for error in errors:
+        assert isinstance(error.__cause__, cseq.RemoteTraceback)
+        assert "epoch 0, batch" in "".join(error.__notes__)
+        assert any(f"agent with pid {pid} on node 127.0.0.2" in error.__notes__[-1] for pid in pids)
+
+
+def test_failing_batches_are_left_out():
+    """With on_error='skip'."""
+    with cseq.RayFleet(Fails, 2, 1) as fleet:
+        manager = sequence(fleet, on_error="skip")
+        with manager.start() as batches:
+            got = list(batches)
+        assert batches.stats().skips == BATCHES - len(got)
+    assert_same(got, without([100, 200, 300]))
+
+
+class FailsWithoutFile(Draws):
+    """Fails at an agent for which a file of its process id is not there."""
+
+    folder = ""
+
+    def __getitem__(self, indices):
+        if not os.path.exists(f"{self.folder}/{actor_of_this_process()}"):
+            raise OSError("this node has no data")
+        return super().__getitem__(indices)
+
+
+def test_an_indexer_fails_at_one_agent_alone(tmp_path):
+    """Its batches are errors, and not tried elsewhere; those of the other are not."""
+
+    class Fails(FailsWithoutFile):
+        folder = str(tmp_path)
+
+    with cseq.RayFleet(Fails, 2, 1) as fleet:
+        await_agents(fleet)
+        bad, good = [agent.pid for agent in fleet.agents]
+        (tmp_path / str(good)).touch()
+        made, failed = 0, set()
+        with sequence(fleet, **SMALL).start() as batches:
+            iterator = iter(batches)
+            for _ in range(BATCHES):
+                try:
+                    next(iterator)
+                    made += 1
+                except OSError as error:
+                    failed.add(error.__notes__[-1].split(" pid ")[1].split()[0])
+    assert made
+    assert failed == {str(bad)}
+
+
+class Refuses:
+    """Cannot be made."""
+
+    def __init__(self):
+        raise FileNotFoundError(2, "no such file", "data.bin")
+
+
+def test_the_constructor_of_an_indexer_raises_in_the_loop():
+    """At the first batch, with its own type; no other agent is asked."""
+    with cseq.RayFleet(Refuses, 2, 1) as fleet, sequence(fleet).start() as batches:
+        iterator = iter(batches)
+        with pytest.raises(FileNotFoundError, match="no such file") as caught:
+            next(iterator)
+    assert caught.value.filename == "data.bin"
+    assert "raised by the agent with pid" in "".join(caught.value.__notes__)
+
+
+def test_an_agent_whose_environment_cannot_be_made_is_an_error():
+    """It says that the agent did not start, and what Ray says."""
+    fleet = cseq.RayFleet(Draws, 1, 1, runtime_env={"working_dir": "file:///no/such.zip"})
+    with fleet, sequence(fleet).start() as batches:
+        iterator = iter(batches)
+        with pytest.raises(RuntimeError, match="an agent did not start"):
+            next(iterator)
+
+
+def test_what_cannot_be_scheduled_is_logged(caplog):
+    """What the agents ask for, and what the cluster has; the loop can be left."""
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "cseq"):
+        patch.setattr(dispatch, "SHORT", 0.2)
+        with cseq.RayFleet(Draws, 1, 1, resources={"unobtainable": 1}) as fleet:
+            manager = sequence(fleet)
+            with manager.start() as batches:
+                iter(batches)
+                until(lambda: "no agent is there" in caplog.text, "nothing is logged")
+    assert "each asks for {'resources': {'unobtainable': 1}}" in caplog.text
+    assert "the cluster has {" in caplog.text
+    assert "'CPU': 2.0" in caplog.text
+
+
+def test_another_version_is_refused(monkeypatch):
+    """With both named."""
+    with cseq.RayFleet(Draws, 1, 1) as fleet:
+        await_agents(fleet, 1)
+        monkeypatch.setattr(cseq, "__version__", "0.0.1")
+        with sequence(fleet).start() as batches:
+            iterator = iter(batches)
+            with pytest.raises(RuntimeError, match=r"has cseq 0\.[2-9].*the trainer cseq 0\.0\.1"):
+                next(iterator)
+
+
+SOURCE = """
+import cseq, numpy, {0}_more
+
+class Own:
+    def __getitem__(self, indices):
+        return indices * {0}_more.twice(1) + cseq.rng().integers(10, size=len(indices))
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Two modules in a folder that this process alone has on its path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "written.py").write_text(SOURCE.format("written"))
+    (tmp_path / "written_more.py").write_text("def twice(x):\n    return 2 * x\n")
+    importlib.invalidate_caches()
+    yield importlib.import_module("written")
+    for name in ("written", "written_more"):
+        sys.modules.pop(name, None)
+
+
+def test_modules_of_the_user_go_by_value(written):
+    """With those that they import; and closures."""
+    offset = 5
+
+    class Closure(written.Own):
+        def __getitem__(self, indices):
+            return super().__getitem__(indices) + offset
+
+    for worker in (written.Own, Closure):
+        with cseq.RayFleet(worker, 2, 1) as fleet, sequence(fleet).start() as batches:
+            got = list(batches)
+        assert_is_test_mode(got, worker)
+
+
+def test_a_module_that_agents_lack_is_named(tmp_path, monkeypatch):
+    """With the two ways out."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    (tmp_path / "site-packages" / "only_here.py").write_text(SOURCE.format("only_here"))
+    (tmp_path / "site-packages" / "only_here_more.py").write_text("twice = abs\n")
+    importlib.invalidate_caches()
+    module = importlib.import_module("only_here")
+    try:
+        with cseq.RayFleet(module.Own, 1, 1) as fleet, sequence(fleet).start() as batches:
+            iterator = iter(batches)
+            with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
+                next(iterator)
+    finally:
+        for name in ("only_here", "only_here_more"):
+            sys.modules.pop(name, None)
+    notes = "".join(caught.value.__notes__)
+    assert "install the module on all nodes" in notes
+    assert "py_modules" in notes
+
+
+def test_threads_of_libraries_share_the_cpus(monkeypatch):
+    """Ray gives an actor as many as it has CPUs; each worker process gets one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    class Threads:
+        def __getitem__(self, indices):
+            return os.environ.get("OMP_NUM_THREADS")
+
+    with cseq.RayFleet(Threads, 1, 2, num_cpus=1) as fleet, sequence(fleet).start() as batches:
+        assert next(iter(batches)) in (None, "1")

@@ -1,0 +1,214 @@
+"""Fleets: a sequence's own, one with copies in other processes, one with a name, one that grows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+
+import drawing
+import pytest
+import ray
+from drawing import (
+    BATCHES,
+    OPTIONS,
+    SAMPLES,
+    SMALL,
+    Draws,
+    DrawsSlowly,
+    assert_is_test_mode,
+    await_agents,
+    in_test_mode,
+    sequence,
+)
+from kinds import assert_same
+from local_cluster import until
+
+import cseq
+from cseq.testing import kill_agent
+
+ray.cloudpickle.register_pickle_by_value(drawing)  # for `Rank`
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A process beside the driver that goes through an epoch on a fleet, or makes one."""
+
+    def epoch(self, fleet, **options):
+        with sequence(fleet, **options).start() as batches:
+            return list(batches)
+
+    def halting(self, fleet, seconds, **options):
+        """Take a batch, sleep, and take the rest."""
+        with sequence(fleet, **options).start() as batches:
+            iterator = iter(batches)
+            first = next(iterator)
+            time.sleep(seconds)
+            return [first, *iterator]
+
+    def make(self, **options):
+        self.fleet = cseq.RayFleet(DrawsSlowly, 2, 1, **options)
+        return self.fleet.start()
+
+    def kill_first(self):
+        kill_agent(self.fleet, 0, None)
+
+    def resize(self, nodes):
+        self.fleet.resize(nodes)
+
+
+def own(workers=2, **options):
+    """Make a sequence with a fleet of its own."""
+    return cseq.RaySequence(Draws, SAMPLES, workers, **OPTIONS | options)
+
+
+def test_a_sequence_has_a_fleet_of_its_own():
+    """Its workers are on all nodes; `finish` ends them, and leaves Ray."""
+    with own().start() as batches:
+        got = list(batches)
+        stats = batches.stats()
+        assert (stats.num_workers, stats.batches) == (2, BATCHES)
+    assert_is_test_mode(got)
+    assert ray.is_initialized()
+
+
+def test_more_workers_than_cpus_is_logged_once(caplog):
+    """The default of four workers on two nodes with a CPU each: they share."""
+    with caplog.at_level(logging.WARNING, "cseq"), own(4).start() as batches:
+        got = list(batches)
+        assert batches.stats().num_workers == 4
+    assert_is_test_mode(got)
+    assert [record.message[:18] for record in caplog.records] == ["4 worker processes"]
+
+
+def test_a_sequence_begins_again_and_is_dropped():
+    """Each start has a fleet; without `finish`, it ends with the manager."""
+    manager = own()
+    with manager.start() as batches:
+        next(iter(batches))
+    manager.start()
+    assert_is_test_mode(list(manager), epoch=1)
+    del manager
+
+
+def test_a_copy_uses_the_same_agents():
+    """In another process, at the same time as here."""
+    with cseq.RayFleet(Draws, 2, 1) as fleet:
+        rank = Rank.remote()
+        there = rank.epoch.remote(fleet)
+        assert_is_test_mode(list(sequence(fleet).start()))
+        assert_is_test_mode(copy.deepcopy(ray.get(there)))  # Ray's arrays are read-only
+        assert len(fleet.agents) == 2
+        assert sum(agent.batches for agent in fleet.agents) >= 2 * BATCHES
+
+
+def test_a_rank_that_sleeps_holds_no_other_up():
+    """Two ranks on a fleet: together, they have each sample once."""
+    with cseq.RayFleet(Draws, 2, 1) as fleet:
+        await_agents(fleet)
+        sleeper = Rank.remote()
+        asleep = sleeper.halting.remote(fleet, 3.0, shard=(1, 2))
+        with sequence(fleet, shard=(0, 2)).start() as batches:
+            mine = list(batches)
+        assert ray.wait([asleep], timeout=0)[0] == []
+        theirs = ray.get(asleep)
+    seen = sorted(int(index) for batch in mine + theirs for index in batch[0])
+    assert seen == list(range(SAMPLES))
+
+
+def test_resize_and_replacements_reach_copies():
+    """In the middle of an epoch of a copy."""
+    rank = Rank.remote()
+    fleet = ray.get(rank.make.remote())
+    got = []
+    with sequence(fleet, **SMALL).start() as batches:
+        for k, batch in enumerate(batches):
+            got.append(batch)
+            if k == 30:
+                rank.resize.remote(3)
+                until(lambda: fleet.workers == 3, "the agent is not known")
+            if k == 60:
+                kill_agent(fleet, 1, None)
+            if k == 100:
+                rank.resize.remote(1)
+                until(lambda: fleet.workers == 1, "the agents are still known")
+    assert_is_test_mode(got)
+    with pytest.raises(RuntimeError, match="this fleet is a copy"):
+        fleet.resize(2)
+
+
+def test_a_copy_whose_maker_dies_says_so():
+    """Its agents are gone; the loop ends with an error."""
+    rank = Rank.remote()
+    fleet = ray.get(rank.make.remote())
+    with sequence(fleet, **SMALL).start() as batches:
+        iterator = iter(batches)
+        next(iterator)
+        ray.kill(rank)
+        with pytest.raises(RuntimeError, match="the fleet is over: what has made it has ended"):
+            list(iterator)
+
+
+def test_a_fleet_with_a_name_outlives_its_maker():
+    """Another process finds, resizes and ends it."""
+    rank = Rank.remote()
+    ray.get(rank.make.remote(name="shared"))
+    ray.kill(rank)
+    del rank
+    with cseq.RayFleet.find("shared") as fleet:
+        assert_is_test_mode(list(sequence(fleet).start()))
+        with pytest.raises(ValueError, match="a fleet of this name runs"):
+            cseq.RayFleet(Draws, 2, 1, name="shared").start()
+        got = []
+        with sequence(fleet, **SMALL).start() as batches:
+            for k, batch in enumerate(batches):
+                got.append(batch)
+                if k == 40:
+                    kill_agent(fleet, 0, None)
+                if k == 80:
+                    fleet.resize(1)
+        assert_is_test_mode(got)
+    with pytest.raises(ValueError, match="no such fleet"):
+        cseq.RayFleet.find("shared")
+
+
+def test_agents_come_and_go_in_the_middle_of_an_epoch(cluster, added_node):
+    """More of them get work; those that go make what they have."""
+    got = []
+    with cseq.RayFleet(DrawsSlowly, 1, 1) as fleet:
+        await_agents(fleet, 1)
+        with sequence(fleet, **SMALL).start() as batches:
+            for k, batch in enumerate(batches):
+                got.append(batch)
+                if k == 20:
+                    fleet.resize(3)
+                    await_agents(fleet, 3)
+                if k == 120:
+                    assert all(agent.batches for agent in fleet.agents)
+                    fleet.resize(1)
+            assert batches.stats().agents == 1
+            assert batches.stats().lost == 0
+    assert_is_test_mode(got)
+
+
+def test_states_move_between_kinds_of_pools():
+    """Half an epoch on a fleet, a quarter in processes, a quarter on a fleet of another size."""
+    with cseq.RayFleet(Draws, 2, 1) as fleet:
+        kinds = [
+            (sequence(fleet), BATCHES // 2),
+            (cseq.MPSequence(Draws, SAMPLES, 2, **OPTIONS), BATCHES // 4),
+            (sequence(fleet, buffer=3), None),
+        ]
+        got, state = [], None
+        for manager, most in kinds:
+            if state is not None:
+                manager.load_state_dict(state)
+            with manager.start() as batches:
+                for k, batch in enumerate(batches):
+                    got.append(batch)
+                    if k + 1 == most:
+                        break
+                state = manager.state_dict()
+    assert_same(got, in_test_mode())
