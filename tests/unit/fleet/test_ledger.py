@@ -486,3 +486,116 @@ def test_what_is_hedged_and_lost_in_part_counts_once():
     rest = [ticket for ticket in of["a"].tickets if ticket not in counted]
     assert ledger.answered(of["a"].number, 8, 0.001) == rest
     assert set(before) - set(ledger.tickets) == {*counted, *rest}
+
+
+def late_ledger(names):
+    """A ledger whose agents have a ticket each, 0, 1, …, sent at 0; they are late from 0.1 on."""
+    clock = [0.0]
+    ledger = Ledger(1000, clock=lambda: clock[0])
+    ledger.join(names[0])
+    ledger.add([1000])
+    ledger.answered(ledger.send().number, 8, 1.0)  # slow: parcels stay at one ticket
+    for name in names[1:]:
+        ledger.join(name)
+    ledger.add(range(100))
+    sent = {(parcel := ledger.send()).agent: parcel for _ in names}
+    for _ in range(2 * len(names)):  # and two more
+        ledger.send()
+    return ledger, clock, sent
+
+
+def test_what_is_answered_for_in_time_is_not_made_twice():
+    """A suspect that answers the ping before its tickets were sent elsewhere makes them alone."""
+    ledger, clock, sent = late_ledger("ab")
+    clock[0] = 0.1
+    assert ledger.overdue() == ["a", "b"]
+    clock[0] = 0.2
+    ledger.pong("b")
+    ledger.overdue()
+    assert ledger.counts.hedged == 3  # all that a has
+    ledger.pong("a")
+    ledger.answered(sent["b"].number, 8, 1.0)
+    assert ledger.send().tickets == [6]  # b, which has room, gets what is new
+
+
+def test_three_agents_that_do_not_answer_are_enough():
+    """What three have that may be dead because of it is not sent to a fourth."""
+    ledger, clock, sent = late_ledger("a")
+    for name in "bcd":
+        clock[0] += 0.1
+        ledger.overdue()
+        ledger.join(name)
+        clock[0] += 0.1
+        ledger.overdue()
+        while (parcel := ledger.send()) is not None:
+            sent[name] = min(parcel, sent.get(name, parcel), key=lambda one: one.tickets)
+    assert [sent[name].tickets for name in "abc"] == [[0]] * 3
+    made = [sent["d"]]
+    for parcel in made:
+        ledger.answered(parcel.number, 8, 1.0)
+        made += [parcel for parcel in (ledger.send(),) if parcel]
+    tickets = [ticket for parcel in made for ticket in parcel.tickets]
+    assert 0 not in tickets
+    assert len(tickets) == 99
+
+
+def test_a_ticket_that_goes_alone_has_its_agent_for_itself():
+    """Its agent is emptied for it, and gets nothing else before it has answered."""
+    ledger, _, _ = late_ledger("ab")
+    ledger.lost("a", "killed")
+    ledger.lost("b", "killed")
+    ledger.join("a")
+    again = [ledger.send().tickets for _ in range(3)]
+    assert again == [[0], [1], [2]]
+    ledger.lost("a", "killed")
+    for name in "ab":
+        ledger.join(name)
+    alone = [ledger.send() for _ in range(2)]
+    assert [parcel.tickets for parcel in alone] == [[0], [1]]
+    assert ledger.send() is None  # though each could have three
+    ledger.answered(alone[0].number, 8, 1.0)
+    assert ledger.send().tickets == [2]
+    assert ledger.send() is None
+
+
+def test_an_old_entry_takes_no_ticket_along_that_goes_alone():
+    """A ticket that waited twice, as late and as lost, is in nobody's company after two losses."""
+    ledger, clock, sent = late_ledger("abcd")
+    for name in "bcd":
+        ledger.answered(sent[name].number, 8, 1.0)
+    clock[0] = 0.1
+    ledger.overdue()
+    clock[0] = 0.2
+    for name in "bcd":
+        ledger.pong(name)
+    ledger.overdue()
+    ledger.lost("a", "killed")
+    parcel = ledger.send()
+    assert parcel.tickets == sent["a"].tickets
+    ledger.lost(parcel.agent, "killed")
+    while (parcel := ledger.send()) is not None:
+        assert parcel.tickets != sent["a"].tickets  # all others have something
+
+
+def test_what_others_have_answered_is_not_late():
+    """A suspect is awaited no longer when others have made all that it has."""
+    ledger, clock, _ = late_ledger("a")
+    clock[0] = 0.1
+    ledger.overdue()
+    ledger.join("b")
+    clock[0] = 0.2
+    ledger.overdue()
+    for _ in range(3):
+        ledger.answered(ledger.send().number, 8, 1.0)
+    ledger.pong("a")
+    assert ledger.agents["a"] == 3
+    clock[0] = 10.0
+    assert ledger.overdue() == []
+
+
+def test_fewer_parcels_go_before_a_longer_wait():
+    """The agent with none is next, though it got its last one after the other."""
+    ledger, _, _ = late_ledger("ab")
+    for number in (3, 5, 7, 2, 4):  # all of a, two of the three of b
+        ledger.answered(number, 8, 1.0)
+    assert [ledger.send().agent for _ in range(3)] == ["a", "b", "a"]
