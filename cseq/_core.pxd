@@ -6,7 +6,7 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport (
-    cseq_cell, cseq_count_u64, cseq_gil, cseq_order, cseq_ring, cseq_ring_retire,
+    cseq_cell, cseq_count_u64, cseq_feistel, cseq_gil, cseq_order, cseq_ring, cseq_ring_retire,
 )
 from cseq._memory cimport Memory
 
@@ -21,6 +21,8 @@ cdef class Order:
     cdef uint64_t seed
     cdef uint32_t width
     cdef readonly bint shuffle
+    cdef cseq_feistel feistel
+    cdef readonly bint is_computed  # there is no table: each position is computed when it is read
     cdef readonly object indices
     cdef public object cut
     cdef int make_table(self) except -1

@@ -7,14 +7,17 @@ from typing_extensions import Self
 from cseq._memory import Memory
 
 FIELDS: Final[int]
-ALGORITHM: Final[str]
+ALGORITHMS: Final[tuple[str, str]]
 PARK_NS: Final[int]
 
 def derive(
     seed: SupportsIndex, epoch: SupportsIndex, purpose: int, count: int
 ) -> tuple[int, ...]: ...
 def permutation(
-    n: SupportsIndex, seed: SupportsIndex, epoch: SupportsIndex = 0
+    n: SupportsIndex,
+    seed: SupportsIndex,
+    epoch: SupportsIndex = 0,
+    algorithm: str = "fisher-yates-v1",
 ) -> NDArray[np.uint32] | NDArray[np.int64]: ...
 
 @final
@@ -32,7 +35,11 @@ class Order:
         seed: SupportsIndex,
         indices: NDArray[np.integer[Any]] | None = None,
         wide: bool = False,
+        feistel: bool = False,
     ) -> Self: ...
+    @property
+    def is_computed(self) -> bool: ...
+    def find(self, sample: int) -> int: ...
     def begin(self, epoch: SupportsIndex, cut: Any = None) -> None: ...
     def read_into(self, start: int, count: int, out: NDArray[np.int64]) -> None: ...
     def read(self, start: int, count: int) -> NDArray[np.int64]: ...

@@ -30,7 +30,7 @@ cdef enum:
     SLICE = 1 << 20    # steps between two checks for signals
 
 
-ALGORITHM = "fisher-yates-v1"
+ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
@@ -54,7 +54,7 @@ def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
     return tuple([words[k] for k in range(count)])
 
 
-def permutation(n, seed, epoch=0):
+def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     """The order of the samples in an epoch of a manager with `n` samples and this seed.
 
     Parameters
@@ -65,12 +65,15 @@ def permutation(n, seed, epoch=0):
         In [0, 2**64).
     epoch : int
         In [0, 2**64). Hashed with the seed, not added to it.
+    algorithm : 'fisher-yates-v1' or 'feistel-v1'
+        The order of ``shuffle=True``, or of ``shuffle='feistel'``; see docs/inside/shuffle.md. What a
+        name stands for never changes.
 
     Returns
     -------
     numpy.ndarray
         A new array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
-        ``int64``. The algorithm is ``fisher-yates-v1`` of docs/inside/shuffle.md, and never changes.
+        ``int64``.
 
     Raises
     ------
@@ -89,10 +92,22 @@ def permutation(n, seed, epoch=0):
     cdef uint64_t state[4]
     cdef uint32_t width = cseq_table_width(size)
     cdef uint64_t start = 0, end
+    cdef Order order
     cseq_derive(natural(seed, "seed", <uint64_t>-1), natural(epoch, "epoch", <uint64_t>-1),
                 CSEQ_PURPOSE_SHUFFLE, state, 4)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is not one of {ALGORITHMS}")
     cdef cnp.ndarray result = numpy.empty(size, numpy.uint32 if width == 4 else numpy.int64)
     cdef void* data = cnp.PyArray_DATA(result)
+    if algorithm == ALGORITHMS[1] and size >= CSEQ_FEISTEL_LEAST:
+        order = Order(size, shuffle=True, seed=seed, feistel=True)
+        order.begin(epoch)
+        while start < size:
+            end = min(start + SLICE, size)
+            result[start:end] = order.read(start, end - start)
+            PyErr_CheckSignals()
+            start = end
+        return result
     if size <= BRIEF:
         cseq_permute(data, width, size, 0, size, state)
     while start < size and size > BRIEF:
@@ -121,6 +136,8 @@ cdef class Order:
         One-dimensional integers, `n` of them: the samples themselves. Read, never written.
     wide : bool
         A 64-bit table also for few samples, for tests; the order is the same.
+    feistel : bool
+        Shuffled by ``feistel-v1``: no table, and any position at once.
 
     Attributes
     ----------
@@ -133,10 +150,11 @@ cdef class Order:
     as far as it is used: `begin` takes the same time for any number of samples.
     """
 
-    def __cinit__(self, n, *, bint shuffle, seed, indices=None, bint wide=False):
+    def __cinit__(self, n, *, bint shuffle, seed, indices=None, bint wide=False, bint feistel=False):
         self.n = natural(n, "n", <uint64_t>1 << 48)
         self.seed = natural(seed, "seed", <uint64_t>-1)
         self.shuffle = shuffle
+        self.is_computed = shuffle and feistel and self.n >= CSEQ_FEISTEL_LEAST
         self.width = 8 if wide else cseq_table_width(self.n)
         if indices is not None and indices.shape != (self.n,):
             raise ValueError(f"indices has shape {indices.shape}, not ({self.n},)")
@@ -162,7 +180,9 @@ cdef class Order:
     def begin(self, epoch, cut=None):
         """Begin an epoch, also if the last one is not over. No signal handler runs in its middle."""
         cdef uint64_t number = natural(epoch, "epoch", <uint64_t>-1)
-        if self.shuffle:
+        if self.is_computed:
+            cseq_feistel_init(&self.feistel, self.n, self.seed, number)
+        elif self.shuffle:
             if self.table == NULL:
                 self.make_table()
             cseq_order_begin(&self.order, self.seed, number)
@@ -171,12 +191,12 @@ cdef class Order:
 
     cdef bint is_near(self, uint64_t upto) noexcept:
         """Whether positions below `upto` are final, or will be in `BRIEF` steps."""
-        return not self.shuffle or (
+        return not self.shuffle or self.feistel.n or (
             self.table != NULL and upto <= self.order.position + BRIEF)
 
     cdef int approach(self, uint64_t upto) except -1:
         """Shuffle until `upto` is near; releases the GIL, and runs signal handlers."""
-        if self.shuffle and self.table == NULL:
+        if self.shuffle and self.table == NULL and not self.feistel.n:
             raise RuntimeError("begin an epoch first")
         while not self.is_near(upto):
             with nogil:
@@ -195,6 +215,8 @@ cdef class Order:
         if not self.shuffle:
             for k in range(count):
                 out[k] = <int64_t>(start + k)
+        elif self.is_computed:
+            cseq_feistel_read(&self.feistel, start, count, out)
         else:
             cseq_order_advance(&self.order, start + count, BRIEF)
             cseq_order_read(&self.order, start, count, out)
@@ -219,6 +241,14 @@ cdef class Order:
         if self.indices is not None:
             chosen = out[:count]
             chosen[...] = self.indices[chosen]
+
+    def find(self, uint64_t sample):
+        """The position of a sample in an epoch that is not shuffled by a table."""
+        self.inside(sample, 1)
+        self.approach(0)
+        if self.shuffle and not self.is_computed:
+            raise ValueError("a table of fisher-yates-v1 does not say where a sample is")
+        return cseq_feistel_find(&self.feistel, sample) if self.shuffle else sample
 
     def read(self, uint64_t start, uint64_t count):
         """The samples at positions [start, start + count): a new int64 array."""

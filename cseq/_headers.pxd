@@ -150,6 +150,18 @@ cdef extern from "cseq_gil.h" nogil:
     void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept
 
 
+cdef extern from "cseq_feistel.h" nogil:
+    enum:
+        CSEQ_FEISTEL_LEAST  # samples; with fewer, the order is that of fisher-yates-v1
+
+    ctypedef struct cseq_feistel:
+        uint64_t n
+
+    void cseq_feistel_init(cseq_feistel* f, uint64_t n, uint64_t seed, uint64_t epoch) noexcept
+    void cseq_feistel_read(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
+    uint64_t cseq_feistel_find(const cseq_feistel* f, uint64_t sample) noexcept
+
+
 cdef extern from "cseq_shuffle.h" nogil:
     enum:
         CSEQ_PURPOSE_SHUFFLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from cseq.check import choice, count, modules, seconds
+from cseq.check import choice, count, flag, modules, seconds
 from cseq.indexing import indexer
 from cseq.indexing.dataset import DatasetIndexer
 from cseq.memory.memory_limit import memory_limit_of
@@ -45,11 +45,12 @@ if TYPE_CHECKING:
         num_converters: int | None
         batch_size: int
         buffer: int
-        shuffle: bool
+        shuffle: Shuffle
         seed: int | None
 
     # `MSequence` has an overload for each of the two: pyright resolves no type variable in a union.
     Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
+    Shuffle: TypeAlias = bool | Literal["feistel"]
     ThreadType: TypeAlias = Literal["proc", "thread", "ray"]
     StartMethod: TypeAlias = Literal["forkserver", "spawn", "fork"]
     OnError: TypeAlias = Literal["raise", "skip"]
@@ -74,6 +75,7 @@ __all__ = [
     "dtype_of",
     "fleet_of",
     "samples_of",
+    "shuffle_of",
 ]
 
 MAX_RESTARTS = 100  # in an epoch, where nothing else is said
@@ -176,6 +178,15 @@ def batch_size_of(batch_size: Any) -> int:
             "give 1 for samples one by one"
         )
     return count("batch_size", batch_size, most=MOST_BATCH)
+
+
+def shuffle_of(shuffle: Any) -> Any:
+    """Check `shuffle`."""
+    if shuffle == "feistel":
+        return shuffle
+    if isinstance(shuffle, str):
+        raise ValueError(f"shuffle={shuffle!r} is unknown; give True, False or 'feistel'")
+    return flag("shuffle", shuffle)
 
 
 def converters_of(workers: int, converters: int | None) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVar, Unpack
 
-    from cseq.arguments import Keywords, Options, OutType, Worker
+    from cseq.arguments import Keywords, Options, OutType, Shuffle, Worker
     from cseq.indexing.indexer import Indexer
 
     B_co = TypeVar("B_co", covariant=True, default=Any)
@@ -67,7 +67,7 @@ class _Kind(MSequence[B_co]):
         num_converters: int | None = ...,
         batch_size: int = ...,
         buffer: int = ...,
-        shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
+        shuffle: Shuffle = ...,
         out_type: OutType = ...,
         seed: int | None = ...,
         **options: Unpack[Options],

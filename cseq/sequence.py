@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         OnTimeout,
         Options,
         OutType,
+        Shuffle,
         StartMethod,
         TestMode,
         ThreadType,
@@ -75,8 +76,9 @@ class MSequence(Manager, Generic[B_co]):
         Samples in a batch; the last one may be smaller.
     buffer : int
         The most batches that are being made or wait for the loop, 1 to 16384.
-    shuffle : bool
+    shuffle : bool or 'feistel'
         Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
+        'feistel': one that needs no table of all samples, for more than some 10**9.
     thread_type : 'proc' or 'thread'
         Workers are processes or threads.
     out_type : str, None, torch.device or callable
@@ -179,7 +181,7 @@ class MSequence(Manager, Generic[B_co]):
         num_converters: int | None = ...,
         batch_size: int = ...,
         buffer: int = ...,
-        shuffle: bool = ...,  # noqa: FBT001 - the position is fixed
+        shuffle: Shuffle = ...,
         thread_type: ThreadType = ...,
         out_type: OutType = ...,
         seed: int | None = ...,
@@ -194,7 +196,7 @@ class MSequence(Manager, Generic[B_co]):
         num_converters: int | None = None,
         batch_size: int = 32,
         buffer: int = 10,
-        shuffle: bool = True,  # noqa: FBT001, FBT002 - the position is fixed
+        shuffle: Shuffle = True,  # noqa: FBT002 - the position is fixed
         thread_type: ThreadType = "proc",
         out_type: OutType = "cuda",
         seed: int | None = None,
@@ -230,7 +232,7 @@ class MSequence(Manager, Generic[B_co]):
         sampler = Sampler(
             arguments.samples_of(worker) if dset_size is None else dset_size,
             batch_size=arguments.batch_size_of(batch_size),
-            shuffle=flag("shuffle", shuffle),
+            shuffle=arguments.shuffle_of(shuffle),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
             rank=rank,

@@ -91,6 +91,9 @@ class StandIn(Generic[TypeVar("T")]):
 
 StandIn.__name__ = StandIn.__qualname__ = "DataLoader"
 StandIn.__module__ = "torch.utils.data"
+with mock(["ray"]):
+    import cseq.fleet.ray
+
 with mock(["torch"]):
     import torch.autograd
     import torch.utils.data
@@ -114,7 +117,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"int|str|bool|float|object|list|dict|tuple|callable|type|None|Self|Generic|Protocol",
     ),
-    ("py:.*", r"cseq\.(sequence|indexing\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?"),
+    ("py:.*", r"cseq\.(sequence|kinds|manager|indexing\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?"),
 ]
 
 # -- HTML

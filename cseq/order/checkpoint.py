@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import ALGORITHM
 from cseq.check import count
 from cseq.order.sampler import MOST_SEED
 
@@ -20,7 +19,7 @@ def _order(sampler: Sampler) -> dict[str, Any]:
     """Return the format's version, and what the order of the epochs depends on but the seed."""
     return {
         "version": VERSION,
-        "algorithm": ALGORITHM,
+        "algorithm": sampler.algorithm,
         "dset_size": sampler.dset_size,
         "shuffle": sampler.shuffle,
     }

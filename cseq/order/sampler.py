@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._core import Order
+from cseq._core import ALGORITHMS, Order
 from cseq.check import count
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ class Sampler:
         indices, one at least. An integer array is neither copied nor written to.
     batch_size : int
         Samples of a batch, for each rank.
-    shuffle : bool
-        False: in their natural order, in every epoch.
+    shuffle : bool or 'feistel'
+        False: in their natural order, in every epoch. True: ``fisher-yates-v1``; else
+        ``feistel-v1``.
     seed : int
         In [0, 2**64).
     drop_last : bool
@@ -88,7 +89,7 @@ class Sampler:
         dset_size: object,
         *,
         batch_size: int,
-        shuffle: bool,
+        shuffle: bool | Literal["feistel"],
         seed: int,
         drop_last: bool,
         rank: int = 0,
@@ -97,7 +98,8 @@ class Sampler:
     ) -> None:
         self.dset_size, indices = _samples(dset_size)
         self.batch_size = count("batch_size", batch_size)
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
+        self.algorithm = ALGORITHMS[shuffle == "feistel"]
         if hasattr(seed, "initial_seed"):
             raise TypeError(f"seed={seed!r} is a generator; give an integer: initial_seed() of it")
         self.seed = count("seed", seed, 0, MOST_SEED)
@@ -106,7 +108,13 @@ class Sampler:
         self.rank = count("rank", rank, 0, self.world_size - 1)
         self.pad = pad
         self._stride = self.batch_size * self.world_size  # samples of a global batch
-        self.order = Order(self.dset_size, shuffle=shuffle, seed=self.seed, indices=indices)
+        self.order = Order(
+            self.dset_size,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            indices=indices,
+            feistel=shuffle == "feistel",
+        )
         self.order.cut = self.cut_at(0)
         self.length = self.cut.batches
 
@@ -118,7 +126,7 @@ class Sampler:
         return Sampler(
             self.dset_size if indices is None else indices,
             batch_size=self.batch_size,
-            shuffle=self.shuffle,
+            shuffle="feistel" if self.algorithm == ALGORITHMS[1] else self.shuffle,
             seed=self.seed if seed is None else seed,
             drop_last=self.drop_last,
             rank=self.rank if rank is None else rank,

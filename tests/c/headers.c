@@ -6,6 +6,7 @@
 #include "cseq_atomic.h"
 #include "cseq_fault.h"
 #include "cseq_fault.h"
+#include "cseq_feistel.h"
 #include "cseq_fork.h"
 #include "cseq_list.h"
 #include "cseq_lock.h"

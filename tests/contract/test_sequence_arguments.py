@@ -217,7 +217,7 @@ BAD = [
     ("buffer", None, TypeError),
     ("buffer", 2**14 + 1, ValueError),
     ("shuffle", 1, TypeError),
-    ("shuffle", "yes", TypeError),
+    ("shuffle", "yes", ValueError),
     ("thread_type", "process", TypeError),
     ("thread_type", None, TypeError),
     ("out_type", "gpu", ValueError),

@@ -1,7 +1,7 @@
-"""fisher-yates-v1 and generator-states-v1 in plain Python: docs/inside/shuffle.md as a program.
+"""fisher-yates-v1, feistel-v1 and generator-states-v1 in plain Python: docs/inside/shuffle.md.
 
 ``python tests/helpers/reference.py shuffle > tests/golden/shuffle.json`` writes the file there, and
-``states`` in place of ``shuffle`` the other one.
+``feistel`` and ``states`` in place of ``shuffle`` the other ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import struct
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 WORD = 2**64 - 1
 IV = int.from_bytes(b"cseq-v1\0", "big")
 GOLDEN = 0x9E3779B97F4A7C15
-SHUFFLE, INDEXER, BATCH, MAKING = 1, 2, 4, 5
+SHUFFLE, INDEXER, BATCH, MAKING, FEISTEL = 1, 2, 4, 5, 6
+LEAST = 65536  # samples that feistel-v1 has an order of its own for
 
 
 def mix(v: int) -> int:
@@ -60,6 +62,27 @@ def order(n: int, seed: int, epoch: int) -> Iterator[int]:
         here = moved.pop(i, i)
         yield here if i == j else moved.get(j, j)
         moved[j] = here
+
+
+def feistel(n: int, seed: int, epoch: int, position: int) -> int:
+    """Return the sample at a position of feistel-v1, for n of `LEAST` or more."""
+    key = derive(seed, epoch, FEISTEL, 16)
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+
+    def below(i: int, digit: int, limit: int) -> int:
+        product = (digit ^ key[2 * i]) * (key[2 * i + 1] | 1)
+        return (product & WORD ^ product >> 64) * limit >> 64
+
+    value = position
+    while True:
+        row, column = divmod(value, b)
+        for i in range(0, 8, 2):
+            row = (row + below(i, column, a)) % a
+            column = (column + below(i + 1, row, b)) % b
+        value = row * b + column
+        if value < n:
+            return value
 
 
 def twister(state: Iterable[int]) -> list[int]:
@@ -103,6 +126,23 @@ def golden() -> dict[str, Any]:
     }
 
 
+def _feistel(n: int, seed: int, epoch: int) -> dict[str, Any]:
+    places = [*range(6), n // 2, n - 1]
+    record: dict[str, Any] = {"n": n, "seed": seed, "epoch": epoch, "positions": places}
+    record["samples"] = [feistel(n, seed, epoch, place) for place in places]
+    if n <= 100_000:
+        values = [feistel(n, seed, epoch, place) for place in range(n)]
+        record["sha256"] = hashlib.sha256(struct.pack(f"<{n}Q", *values)).hexdigest()
+    return record
+
+
+def golden_feistel() -> dict[str, Any]:
+    """Return all that is in the golden file of feistel-v1."""
+    sizes = (65536, 65537, 1_000_000, 2**32, 2**32 + 1, 10**12, 2**48 - 1, 2**48)
+    orders = [_feistel(n, *where) for n, where in itertools.product(sizes, EPOCHS)]
+    return {"algorithm": "feistel-v1", "orders": orders}
+
+
 def _states(seed: int, epoch: int, start: int | None) -> dict[str, Any]:
     record: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start}
     *keys, torch = states(seed, epoch, start)
@@ -130,4 +170,5 @@ def _write(content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _write({"shuffle": golden, "states": golden_states}[sys.argv[1]]())
+    goldens = {"shuffle": golden, "feistel": golden_feistel, "states": golden_states}
+    _write(goldens[sys.argv[1]]())

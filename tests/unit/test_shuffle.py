@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import GOLDEN, WORD, bounded, derive, mix, order, words
+from reference import GOLDEN, LEAST, WORD, bounded, derive, feistel, mix, order, words
 
 import cseq
 from cseq._core import Order
@@ -30,6 +30,7 @@ from cseq._core import derive as core_derive
 
 HERE = Path(__file__).parents[1]
 FILE = json.loads((HERE / "golden" / "shuffle.json").read_text(encoding="ascii"))
+COMPUTED = json.loads((HERE / "golden" / "feistel.json").read_text(encoding="ascii"))
 
 seeds = st.integers(0, WORD)
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
@@ -98,6 +99,12 @@ def test_page_shows_the_golden_file() -> None:
         else:
             assert [int(value) for value in values] == orders[key]["first"][: len(values)]
             assert key[0] == 10 or f"`{orders[key]['sha256']}`" in page
+    computed = {key_of(r, "n", "seed", "epoch"): r["samples"] for r in COMPUTED["orders"]}
+    rows = re.findall(r"^\| `(\d+)(?:\*\*(\d+))?` \| (\S+) \| (\S+) \| ([\d ]+) \|", page, re.M)
+    assert len(rows) == 4
+    for base, power, *where, text in rows:
+        key = (int(base) ** int(power or 1), *(WORD if at == "2⁶⁴-1" else int(at) for at in where))
+        assert [int(value) for value in text.split()] == computed[key][:6]
 
 
 def test_building_blocks() -> None:
@@ -498,3 +505,116 @@ def test_no_memory_for_the_table() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     line = "no memory for the index table of 1073741824 samples (4294967296 bytes)\n"
     assert done.stdout == 2 * line + "4\n", done.stderr
+
+
+# ── feistel-v1 ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("record", COMPUTED["orders"], ids=name)
+def test_golden_of_an_order_without_a_table(record: dict[str, Any]) -> None:
+    """Any position at once, also backwards; all of them, where there are few."""
+    made = begun(record["n"], record["seed"], record["epoch"], feistel=True)
+    samples = [int(made.read(place, 1)[0]) for place in record["positions"]]
+    assert samples == record["samples"]
+    assert [made.find(sample) for sample in samples] == record["positions"]
+    if "sha256" in record:
+        whole = cseq.permutation(record["n"], record["seed"], record["epoch"], "feistel-v1")
+        assert hashlib.sha256(whole.astype("<u8").tobytes()).hexdigest() == record["sha256"]
+
+
+def test_golden_file_of_feistel_is_the_references() -> None:
+    """What is in the golden file comes from the reference."""
+    for record in COMPUTED["orders"]:
+        key = record["n"], record["seed"], record["epoch"]
+        assert [feistel(*key, place) for place in record["positions"]] == record["samples"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(LEAST, LEAST + 5000), seed=seeds, data=st.data())
+def test_an_order_without_a_table_is_a_permutation(n: int, seed: int, data: Any) -> None:
+    """Each sample once; read in any pieces; found again where it was."""
+    made = begun(n, seed, feistel=True)
+    whole = made.read(0, n)
+    assert np.array_equal(np.sort(whole), np.arange(n))
+    start = data.draw(st.integers(0, n - 1))
+    count = data.draw(st.integers(0, min(100, n - start)))
+    piece = made.read(start, count)
+    assert np.array_equal(piece, whole[start : start + count])
+    assert [made.find(int(sample)) for sample in piece] == list(range(start, start + count))
+
+
+def test_few_samples_have_the_order_of_fisher_yates() -> None:
+    """A network over fewer would have no room for its keys."""
+    n = LEAST - 1
+    assert np.array_equal(begun(n, 3, 4, feistel=True).read(0, n), begun(n, 3, 4).read(0, n))
+    assert not np.array_equal(
+        cseq.permutation(LEAST, 3, 4, "feistel-v1"), cseq.permutation(LEAST, 3, 4)
+    )
+
+
+def test_an_order_without_a_table_must_have_begun() -> None:
+    """As one with a table."""
+    made = Order(10**12, shuffle=True, seed=1, feistel=True)
+    for read in (lambda: made.read(0, 1), lambda: made.find(0)):
+        with pytest.raises(RuntimeError, match="begin an epoch first"):
+            read()
+
+
+def test_an_order_without_a_table_is_fair() -> None:
+    """Chi-square of what a table would also pass: where samples go, and which are neighbours."""
+    n, parts = 2**20 + 5, 64
+    whole = begun(n, 11, 2, feistel=True).read(0, n)
+    b = -(-n // (math.isqrt(n - 1) + 1))
+    worst = 0.0
+    for distance in (0, 1, 2, 31, 32, b, b + 1, 2 * b, 2**19):
+        if distance:
+            moved = (whole[distance:] - whole[:-distance]) % n
+        else:
+            moved = (whole - np.arange(n)) % n
+        counts = np.bincount(moved * parts // n, minlength=parts)
+        mean = len(moved) / parts
+        z = (((counts - mean) ** 2 / mean).sum() - (parts - 1)) / math.sqrt(2 * (parts - 1))
+        worst = max(worst, abs(z))
+    assert worst < 4.5
+
+
+def test_a_trillion_samples_begin_at_once() -> None:
+    """In a rank, after a resume, in test mode and in threads: nothing is as long as the epoch."""
+    n = 10**12
+    options: dict[str, Any] = {"batch_size": 4, "seed": 5, "out_type": "null", "shuffle": "feistel"}
+
+    class Indices:
+        def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
+            return indices
+
+    got = []
+    for rank in range(2):
+        manager = cseq.MTSequence(Indices, n, 1, shard=(rank, 2), **options)
+        with manager.start() as batches:
+            got.append(next(iter(batches)))
+            state = manager.state_dict()
+    assert (state["algorithm"], state["consumed"]) == ("feistel-v1", 8)
+    order = begun(n, 5, feistel=True)
+    assert np.array_equal(np.concatenate(got), order.read(0, 8))
+    later = cseq.MTSequence(Indices, n, 1, **options)
+    later.load_state_dict(state | {"consumed": 6 * 10**11})
+    with later.start_test() as batches:
+        assert np.array_equal(next(iter(batches)), order.read(6 * 10**11, 4))
+    other = cseq.MTSequence(Indices, n, 1, **options | {"shuffle": True})
+    with pytest.raises(ValueError, match=r"algorithm='feistel-v1'.*algorithm='fisher-yates-v1'"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("algorithm", ["feistel", None, 1])
+def test_an_unknown_algorithm_is_refused(algorithm: Any) -> None:
+    """With those that there are."""
+    with pytest.raises(ValueError, match="is not one of"):
+        cseq.permutation(10, 1, 0, algorithm)
+
+
+def test_an_unknown_shuffle_is_refused() -> None:
+    """With those that there are."""
+    with pytest.raises(
+        ValueError, match="shuffle='fiestel' is unknown; give True, False or 'feist"
+    ):
+        cseq.MTSequence(np.arange(5), shuffle="fiestel")  # type: ignore[call-overload]

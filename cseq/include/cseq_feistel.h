@@ -1,0 +1,128 @@
+/* The order of an epoch without a table: the algorithm "feistel-v1" of docs/inside/shuffle.md.
+ *
+ * Position → sample, a keyed bijection on exactly n values: eight rounds of a Feistel network over the
+ * digits of the position in a grid of a rows and b columns, a * b >= n. A value of n or more is put
+ * through again, until it is smaller: the grid has fewer than a such values.
+ *
+ * No memory, no state, any position at once. Eight positions go through a round together: the
+ * multiplications of one overlap with those of the others.
+ */
+#ifndef CSEQ_FEISTEL_H
+#define CSEQ_FEISTEL_H
+
+#include "cseq_shuffle.h"
+
+enum {
+    CSEQ_PURPOSE_FEISTEL = 6,
+    CSEQ_ROUNDS = 8,
+    CSEQ_LANES = 8, /* positions that go through together */
+};
+#define CSEQ_FEISTEL_LEAST 65536 /* samples; a network over fewer would have too few keys' bits */
+
+typedef struct {
+    uint64_t n, a, b; /* samples; rows and columns */
+    uint64_t x[CSEQ_ROUNDS], m[CSEQ_ROUNDS];
+} cseq_feistel;
+
+/* ceil(sqrt(n)), for n >= 1. */
+static inline uint64_t cseq_ceil_sqrt(uint64_t n)
+{
+    uint64_t low = 1, high = UINT64_C(1) << 32;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if (middle * middle >= n)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* n in [1, 2^63]. */
+static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, uint64_t seed, uint64_t epoch)
+{
+    uint64_t words[2 * CSEQ_ROUNDS];
+    f->n = n;
+    f->a = cseq_ceil_sqrt(n);
+    f->b = (n - 1) / f->a + 1;
+    cseq_derive(seed, epoch, CSEQ_PURPOSE_FEISTEL, words, 2 * CSEQ_ROUNDS);
+    for (int i = 0; i < CSEQ_ROUNDS; i++) {
+        f->x[i] = words[2 * i];
+        f->m[i] = words[2 * i + 1] | 1;
+    }
+}
+
+/* A number below `range` from a digit, in round i. */
+CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint64_t digit,
+                                              uint64_t range)
+{
+    uint64_t low, high = cseq_multiply(digit ^ f->x[i], f->m[i], &low);
+    return cseq_multiply(low ^ high, range, &low);
+}
+
+/* All rounds, for a constant number of positions: row and column of each, changed in place. */
+CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row, uint64_t *column,
+                                           int lanes)
+{
+    for (int i = 0; i < CSEQ_ROUNDS; i += 2) {
+        for (int k = 0; k < lanes; k++) {
+            uint64_t sum = row[k] + cseq_feistel_round(f, i, column[k], f->a);
+            row[k] = sum < f->a ? sum : sum - f->a;
+        }
+        for (int k = 0; k < lanes; k++) {
+            uint64_t sum = column[k] + cseq_feistel_round(f, i + 1, row[k], f->b);
+            column[k] = sum < f->b ? sum : sum - f->b;
+        }
+    }
+}
+
+/* The sample that a value which is still too large leads to. */
+static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
+{
+    while (value >= f->n) {
+        uint64_t row = value / f->b, column = value % f->b;
+        cseq_feistel_rounds(f, &row, &column, 1);
+        value = row * f->b + column;
+    }
+    return value;
+}
+
+/* The samples at positions start .. start+count-1, which must be below n. */
+static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint64_t count,
+                                     int64_t *out)
+{
+    uint64_t row = start / f->b, column = start % f->b, rows[CSEQ_LANES], columns[CSEQ_LANES];
+    for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
+        uint64_t lanes = count - done < CSEQ_LANES ? count - done : CSEQ_LANES;
+        for (int k = 0; k < CSEQ_LANES; k++) { /* lanes beyond the end are computed in vain */
+            rows[k] = row;
+            columns[k] = column;
+            if (++column == f->b) {
+                column = 0;
+                row++;
+            }
+        }
+        cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
+        for (uint64_t k = 0; k < lanes; k++)
+            out[done + k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
+    }
+}
+
+/* The position of a sample below n: the rounds backwards. */
+static inline uint64_t cseq_feistel_find(const cseq_feistel *f, uint64_t sample)
+{
+    uint64_t value = sample;
+    do {
+        uint64_t row = value / f->b, column = value % f->b;
+        for (int i = CSEQ_ROUNDS - 2; i >= 0; i -= 2) {
+            uint64_t minus = cseq_feistel_round(f, i + 1, row, f->b);
+            column = column >= minus ? column - minus : column + f->b - minus;
+            minus = cseq_feistel_round(f, i, column, f->a);
+            row = row >= minus ? row - minus : row + f->a - minus;
+        }
+        value = row * f->b + column;
+    } while (value >= f->n);
+    return value;
+}
+
+#endif
