@@ -50,6 +50,11 @@ cdef class Line:
             k -= 1
         self.first = 0 if self.first + 1 == self.room else self.first + 1
         self.length -= 1
+    @cython.final
+    cdef inline void rotate(self) noexcept:
+        """Move the first ticket of the line to its end."""
+        self.at(self.length)[0] = self.at(0)[0]
+        self.first = 0 if self.first + 1 == self.room else self.first + 1
     cdef Py_ssize_t locate(self, uint64_t number) noexcept
     cdef bint post(self) noexcept
     cpdef int refill(self) except -1

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = np.ndarray[Any, Any]
 
 CHECK = 32 * MIB  # committed between two checks of the free memory; a check takes about 1 ms
-MAX_MAPPED = 4096  # slots that a writer keeps mapped
+MAX_MAPPED = 16_384  # slots that a writer keeps mapped; Linux gives a process 65,530 mappings
 KEEPS = 3  # slots; a worker that keeps so many makes no more arrays in them
 
 
@@ -322,9 +322,12 @@ class Writer(SlotEncoder):
         self._unchecked += end - start
 
     def _map(self, slot: int, capacity: int) -> Mapping:
-        """Map a slot and remember it, forgetting the oldest mapping if there are too many."""
+        """Map a slot and remember it, forgetting the newest mapping if there are too many.
+
+        Slots come round in turn: the oldest ones are needed again first.
+        """
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
-            del self.mapped[next(iter(self.mapped))]
+            self.mapped.popitem()
         mapping = self.mapped[slot] = Mapping(self._fd, slot * self._width, capacity)
         return mapping

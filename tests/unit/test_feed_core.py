@@ -38,7 +38,7 @@ class Failed(Exception):
 
 
 class Counter:
-    """A feed of a ring of two cells, and of 5 batches of 2 samples in their natural order."""
+    """A feed of a ring of few cells, and of 5 batches of 2 samples in their natural order."""
 
     def __init__(
         self,
@@ -46,10 +46,13 @@ class Counter:
         *,
         full: int = 5,
         ordered: bool = True,
+        cells: int = 2,
+        runners: int = 1,
         **options: Any,
     ) -> None:
-        self.ring = Ring(Block(ring_bytes(2, 2, 1), zero=True), 2, 2, 1)
-        self.held = ObjectTable(2)
+        memory = Block(ring_bytes(cells, 2, runners), zero=True)
+        self.ring = Ring(memory, cells, 2, runners)
+        self.held = ObjectTable(cells)
         self.runner = Runner(self.ring, 0, 1, last=True)
         self.waits: list[Callable[[], Any]] = []  # what `wait` does
         self.run = RunState()
@@ -237,6 +240,22 @@ def test_unordered() -> None:
 
 
 # -- slots
+
+
+def test_unordered_tickets_are_looked_at_in_turn() -> None:
+    """One that is not ready goes to the end of the line: it is not looked at before each batch."""
+    counter = Counter(ordered=False, cells=4, runners=2)
+    slow = Runner(counter.ring, 0, 2, last=True)
+    assert slow.claim() is True
+    for name in "bcd":
+        counter.work(name)
+    assert counter.next() == "b"
+    counter.held[slow.cell] = "a"
+    slow.publish(0)
+    counter.work("e")
+    assert [counter.next() for _ in range(4)] == ["c", "d", "a", "e"]
+    with pytest.raises(StopIteration):
+        counter.next()
 
 
 class Slotted:
