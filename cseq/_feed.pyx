@@ -207,15 +207,11 @@ cdef class Feed(Line):
             k = self.locate(self.decoded)
             if k >= 0:
                 return k
-        if self.queues:
-            for k in range(self.length):
-                if self.is_ready(k):
-                    return k
-            return -1
         for k in range(self.length):  # in no order: those that are not ready go to the line's end
-            if self.is_ready(0):
-                return 0
-            self.rotate()
+            if self.is_ready(k if self.queues else 0):
+                return k if self.queues else 0
+            if not self.queues:
+                self.rotate()
         return -1
 
     cdef inline bint is_decoded(self, Py_ssize_t k) noexcept:
