@@ -322,10 +322,7 @@ class Writer(SlotEncoder):
         self._unchecked += end - start
 
     def _map(self, slot: int, capacity: int) -> Mapping:
-        """Map a slot and remember it, forgetting the newest mapping if there are too many.
-
-        Slots come round in turn: the oldest ones are needed again first.
-        """
+        """Map a slot and remember it; of too many, forget the newest: slots come round in turn."""
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
             self.mapped.popitem()
