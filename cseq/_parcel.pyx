@@ -66,7 +66,7 @@ cdef class Carrier:
 
     cdef Runner runner
     cdef SlotEncoder writer
-    cdef Lock lock          # around all that claims or publishes
+    cdef Lock lock          # around all that claims or publishes. SYNC: what the last owner did
     cdef uint64_t* words    # by cell: the word of the ticket that is held there; 0: none
     cdef readonly uint32_t held
     cdef uint64_t floor     # tickets from before this number were given up
