@@ -155,6 +155,15 @@ def learned(lines: list[str]) -> list[str]:
     return [line.split(" %, ")[0] for line in lines if line.startswith("epoch ")]
 
 
+@needs("sklearn", "torch")
+def test_digits_ray(output_of: Script) -> None:
+    """The network learns from what a cluster would make, too: tests/ray has that it is the same."""
+    lines = output_of(EXAMPLES / "digits_ray.py", "--here", "--epochs", "3").splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.3 < losses[0]
+
+
 @needs("sklearn", "torch", "torchdata")
 def test_digits_dataloader2(output_of: Script) -> None:
     """A DataLoader2 with shuffle, sharding and batches trains the demo's network as well."""
