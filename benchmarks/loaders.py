@@ -8,13 +8,21 @@ To add a loader, add a function here and name it in the cases it is for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
+import os
 import queue
+import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import cseq
 from work import Bare, Batches, Rows, Work, shuffled
@@ -340,3 +348,96 @@ def grain_processes(work: Work) -> Rounds:
     epochs = GrainEpochs(work)
     yield functools.partial(work.measure, epochs)
     epochs.close()
+
+
+# -- fleets, with what the tests have for them
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+
+
+def fleet_batches(work: Work, fleet: Any) -> Any:
+    """Start the batches of a work, from a fleet."""
+    options = {"batch_size": work.batch_size, "buffer": work.buffer, "shuffle": work.shuffle}
+    manager = cseq.RaySequence(fleet, work.samples, out_type="null", seed=1, **options)
+    return manager.start()
+
+
+def cseq_fleet(work: Work) -> Rounds:
+    """`RaySequence`, with agents in this process in the place of other machines."""
+    sys.path.append(str(TESTS / "helpers"))
+    from fleets import LocalFleet
+
+    with (
+        LocalFleet(work.indexer, work.num_workers, 1, work.batch_size) as fleet,
+        fleet_batches(work, fleet) as batches,
+    ):
+        yield functools.partial(work.measure, batches)
+
+
+@contextlib.contextmanager
+def ray_cluster(nodes: int) -> Iterator[None]:
+    """Connect to a cluster of several nodes on this machine, whose processes find our modules."""
+    sys.path.append(str(TESTS / "ray"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    from local_cluster import local_cluster
+
+    with local_cluster(nodes):
+        yield
+
+
+def cseq_ray(work: Work) -> Rounds:
+    """`RaySequence`, with an agent on each of several nodes."""
+    with (
+        ray_cluster(work.num_workers),
+        cseq.RayFleet(work.indexer, work.num_workers, 1, batch_size=work.batch_size) as fleet,
+        fleet_batches(work, fleet) as batches,
+    ):
+        yield functools.partial(work.measure, batches)
+
+
+def ray_calls(work: Work) -> Rounds:
+    """An actor on each node, and a call for each batch."""
+    import ray
+
+    class Calls(Rows):
+        def __iter__(self) -> Iterator[Any]:
+            under_way: deque[Any] = deque()
+            for number, indices in enumerate(super().__iter__()):
+                under_way.append(actors[number % len(actors)].__getitem__.remote(indices))
+                if len(under_way) == work.buffer:
+                    yield ray.get(under_way.popleft())
+            yield from map(ray.get, under_way)
+
+    class Actor:
+        def __init__(self) -> None:
+            self.indexer = work.indexer()
+
+        def __getitem__(self, indices: Any) -> Any:
+            return self.indexer[indices]
+
+    with ray_cluster(work.num_workers):
+        make = ray.remote(num_cpus=1)(Actor)
+        actors = [make.remote() for _ in range(work.num_workers)]
+        yield functools.partial(work.measure, Calls(work))
+
+
+def ray_objects(work: Work, nbytes: int) -> Rounds:
+    """Get objects that other nodes have made before, one after the other: GB/s."""
+    import ray
+
+    def make() -> Any:
+        return np.ones(nbytes, np.uint8)
+
+    def measure() -> float:
+        seconds = 0.0
+        for _ in range(work.batches):
+            reference = ray.remote(num_cpus=1)(make).remote()
+            ray.wait([reference], fetch_local=False)
+            start = time.perf_counter()
+            ray.get(reference)
+            seconds += time.perf_counter() - start
+            del reference
+        return work.batches * nbytes / seconds / 1e9
+
+    with ray_cluster(work.num_workers):
+        yield measure

@@ -12,6 +12,7 @@ MODULES = (
     "small",
     "brief",
     "large",
+    "fleet",
     "structure",
     "tensors",
     "computing",

@@ -1,0 +1,55 @@
+"""Fleets: what it costs that other machines make the batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import loaders
+from cases.large import BATCH_BYTES
+from harness.case import Case, Contender, Goal, scaled
+from work import Floats, Images, Rate, Work, microseconds
+
+AHEAD = 1024  # small batches: a parcel is to have hundreds
+BATCHES = scaled(100_000, 40)
+SMALL = Work(partial(Floats, BATCHES * 32), BATCHES, microseconds, buffer=AHEAD)
+LARGE = Work(partial(Images, "uint8"), scaled(400, 12), Rate(BATCH_BYTES), buffer=16)
+
+HOME, NEAR, RAY = "cseq, 2 workers", "cseq, 2 agents in the trainer", "cseq, 2 agents of Ray"
+CALLS, OBJECTS = "Ray, a call for each batch", "ray.get of objects of 81 MB"
+
+
+CASES = (
+    Case(
+        "fleet_small",
+        "Small batches from a fleet",
+        "µs/batch",
+        (
+            Contender(HOME, partial(loaders.cseq_processes, SMALL), ours=True),
+            Contender(NEAR, partial(loaders.cseq_fleet, SMALL), ours=True),
+            Contender(RAY, partial(loaders.cseq_ray, SMALL), needs=("ray",), ours=True),
+            Contender(CALLS, partial(loaders.ray_calls, SMALL.part(50)), needs=("ray",)),
+        ),
+        goals=(
+            Goal("Ray: times the processes", lambda f: f[RAY] / f[HOME], at_most=2.5),
+            Goal("times as quick as a call each", lambda f: f[CALLS] / f[RAY], at_least=60),
+        ),
+    ),
+    Case(
+        "fleet_large",
+        "4.8 MB batches from a fleet",
+        "GB/s",
+        (
+            Contender(HOME, partial(loaders.cseq_processes, LARGE), ours=True),
+            Contender(NEAR, partial(loaders.cseq_fleet, LARGE), ours=True),
+            Contender(RAY, partial(loaders.cseq_ray, LARGE), needs=("ray",), ours=True),
+            Contender(
+                OBJECTS,
+                partial(loaders.ray_objects, replace(LARGE, batches=4), 81_000_000),
+                needs=("ray",),
+            ),
+        ),
+        goals=(Goal("Ray: share of ray.get", lambda f: f[RAY] / f[OBJECTS], at_least=1.0),),
+        more_is_better=True,
+    ),
+)
