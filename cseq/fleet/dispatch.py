@@ -220,8 +220,9 @@ class Dispatcher:
 
     def _look(self) -> None:
         """Greet new agents, and part with those that are not in the fleet any more."""
-        if self._fleet.over:
-            self._fail(RuntimeError(f"the fleet is over: {self._fleet.over}"))
+        fleet = self._fleet
+        if fleet is not None and fleet.over:
+            self._fail(RuntimeError(f"the fleet is over: {fleet.over}"))
         agents = {str(number): agent for number, agent in list(self._agents.items())}
         for name in self._known.keys() - agents.keys():
             if name in self._ledger.agents:

@@ -1,0 +1,172 @@
+"""Loops and programs end in all ways: nothing stays on the cluster, nothing is delivered twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawing import (
+    BATCHES,
+    OPTIONS,
+    SMALL,
+    DrawsSlowly,
+    assert_is_test_mode,
+    await_agents,
+    sequence,
+)
+from local_cluster import STORE, at_work, kill, processes_of, shared_names, until
+
+import cseq
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture
+def fleet():
+    """Two agents with a worker each, on two nodes; both are there."""
+    with cseq.RayFleet(DrawsSlowly, 2, 1) as fleet:
+        await_agents(fleet)
+        yield fleet
+
+
+def test_an_epoch_that_is_left_delivers_nothing_later(fleet):
+    """By break, a second iter(), set_epoch, an exception and finish, with parcels in flight."""
+    with sequence(fleet).start() as batches:
+        for k, _ in enumerate(batches):
+            if k == 5:
+                break
+        next(iter(batches))
+        with pytest.raises(ZeroDivisionError):
+            for _ in batches:
+                1 / 0  # noqa: B018
+        batches.set_epoch(1)
+        assert_is_test_mode(list(batches), DrawsSlowly, 1)
+        next(iter(batches))
+    assert_is_test_mode(list(sequence(fleet).start()), DrawsSlowly)
+
+
+def test_a_loop_that_leaves_waits_for_no_agent(fleet):
+    """All agents are stopped, and hold all tickets."""
+    pids = [agent.pid for agent in fleet.agents]
+    with sequence(fleet, **SMALL).start() as batches:
+        next(iter(batches))
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            iter(batches)
+            batches.set_epoch(7)
+            iter(batches)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        batches.set_epoch(0)
+        assert_is_test_mode(list(batches), DrawsSlowly)
+
+
+class Large:
+    """Makes eight mebibytes."""
+
+    def __getitem__(self, indices):
+        return np.full(8 << 20, indices[0], np.uint8)
+
+
+def test_more_than_the_stores_have_room_for_is_not_spilled(cluster):
+    """Ten times a store, while the loop is slow now and then; that of spills is the fixture's."""
+    count = 10 * STORE // (8 << 20)
+    options = OPTIONS | {"batch_size": 1, "memory_limit": 64 << 20}
+    with cseq.RayFleet(Large, 2, 1) as fleet:
+        seen = []
+        with cseq.RaySequence(fleet, count, 2, **options).start() as batches:
+            for k, batch in enumerate(batches):
+                seen.append(int(batch[0]))
+                assert (batch == batch[0]).all()
+                if k % 100 == 50:
+                    time.sleep(0.2)
+        until(lambda: cluster.stored() < 1 << 20, "answers are left in a store")
+    assert len(seen) == count
+
+
+def test_ctrl_c_while_the_loop_waits(fleet):
+    """Ten times, at random; then a whole epoch."""
+    waits = np.random.default_rng(5).uniform(0.001, 0.1, 10)
+    interrupted = 0
+    with sequence(fleet, **SMALL).start() as batches:
+        for wait in waits:
+            sender = subprocess.Popen(
+                [sys.executable, "-c", SENDER, str(os.getpid()), str(wait)], stdout=subprocess.PIPE
+            )
+            try:
+                sender.stdout.read(1)
+                while True:
+                    list(batches)
+            except KeyboardInterrupt:
+                interrupted += 1
+            sender.communicate()
+        batches.set_epoch(0)
+        assert_is_test_mode(list(batches), DrawsSlowly)
+    assert interrupted == 10
+
+
+SENDER = """
+import os, signal, sys, time
+print(end="x", flush=True)
+time.sleep(float(sys.argv[2]))
+os.kill(int(sys.argv[1]), signal.SIGINT)
+"""
+
+
+# A driver that dies, or is interrupted, in the middle of an epoch.
+DRIVER = """
+import os, signal, sys
+sys.path[:0] = sys.argv[2:4]
+from local_cluster import local_cluster
+from drawing import DrawsSlowly, OPTIONS, SAMPLES
+import cseq
+
+with local_cluster(2) as cluster:
+    manager = cseq.RaySequence(DrawsSlowly, SAMPLES, 2, **OPTIONS)
+    with manager.start() as batches:
+        for k, batch in enumerate(batches):
+            if k == 40:
+                print(cluster.folder, len(cluster.at_work()), flush=True)
+                if sys.argv[1] == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("way", ["killed", "exits"])
+def test_a_driver_that_ends_leaves_nothing(run_script, way):
+    """No agent, worker process, or file of shared memory."""
+    here = Path(__file__).parent
+    before = shared_names()
+    done = run_script(DRIVER, way, str(here), str(here.parent / "helpers"))
+    folder, agents = done.stdout.split()
+    kept = Path(folder)
+    try:
+        assert done.returncode == {"killed": -9, "exits": 3}[way], done.stderr
+        assert int(agents) >= 4
+        until(lambda: not at_work(kept), f"left: {at_work(kept)}")
+    finally:
+        kill(processes_of(kept))
+        until(lambda: not processes_of(kept), "the rest does not end")
+        shutil.rmtree(kept, ignore_errors=True)
+    left = [name for name in shared_names() - before if "plasma" not in name]
+    assert left == []
+
+
+def test_counts_are_of_the_whole_run(fleet):
+    """Batches, parcels, bytes."""
+    with sequence(fleet).start() as batches:
+        list(batches)
+        stats = batches.stats()
+    assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 2)
+    assert 0 < stats.parcels <= BATCHES
+    assert stats.received > 0
