@@ -100,9 +100,9 @@ class MSequence(Manager, Generic[B_co]):
     shard : (rank, world_size), 'auto' or None
         This rank's part of every global batch of ``batch_size * world_size`` samples. The tail,
         too, gives every rank equally many: up to ``world_size - 1`` samples from the beginning of
-        the epoch are repeated in it. 'auto' takes the shard of an initialised torch process group,
-        else of the variables of torchrun, Lightning, Open MPI, MPICH or srun, at the first `start`
-        or ``len``; a process group that differs later is an error.
+        the epoch are repeated in it. 'auto' takes the shard of a worker of Ray Train, else of an
+        initialised torch process group, else of the variables of torchrun, Lightning, Open MPI,
+        MPICH or srun, at the first `start` or ``len``; a shard that differs later is an error.
     on_error : 'raise' or 'skip'
         Whether an exception of the indexer is raised in the loop, or logged and its batch left out.
     max_restarts : int

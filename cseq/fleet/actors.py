@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,7 @@ log = logging.getLogger("cseq")
 
 CALLS = 4  # of an agent at a time: parcels that it has, and one for signs of life
 DRAIN_SECONDS = 10.0  # for what an agent has in work that is to leave
+QUIET_SECONDS = 0.5  # without work, after which it ends: trainers know by then that it leaves
 CLOSE_SECONDS = 2.0
 READERS = 100_000  # processes that may wait for news of a roster
 
@@ -244,9 +246,13 @@ class AgentActor:
         os.kill(os.getpid(), number)
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the workers; what is in work gets so long before."""
+        """End the workers; what is in work, or on its way, gets so long before."""
+        deadline = time.monotonic() + seconds
         with self._idle:
-            self._idle.wait_for(lambda: not self._running, seconds)
+            while (left := deadline - time.monotonic()) > 0:
+                self._idle.wait_for(lambda: not self._running, left)
+                if not self._idle.wait_for(lambda: self._running, min(left, QUIET_SECONDS)):
+                    break
         if self._server is not None:
             self._server.close()
 

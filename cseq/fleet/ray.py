@@ -84,12 +84,8 @@ class AgentState(NamedTuple):
     batches: int
 
 
-# What Ray raises when an agent is not restarted.
-FINAL = (
-    exceptions.ActorDiedError,
-    exceptions.ActorUnschedulableError,
-    exceptions.RuntimeEnvSetupError,
-)
+# What Ray raises of an agent that it cannot start.
+NOT_STARTED = exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError
 
 
 def outcome_of(future: Future[Any]) -> Any:
@@ -102,8 +98,11 @@ def outcome_of(future: Future[Any]) -> Any:
     of_system = OSError, exceptions.RaySystemError
     if isinstance(error, exceptions.RayTaskError) and not isinstance(error.cause, of_system):
         return Failed(failure.pack(error.cause or error))
-    final = isinstance(error, FINAL)
-    return Lost(failure.line_of(error), final)
+    if isinstance(error, NOT_STARTED) or getattr(error, "actor_init_failed", False):
+        return Failed(
+            failure.pack(RuntimeError(f"an agent did not start: {failure.line_of(error)}"))
+        )
+    return Lost(failure.line_of(error), isinstance(error, exceptions.ActorDiedError))
 
 
 class RayAgent:
@@ -112,7 +111,6 @@ class RayAgent:
     def __init__(self, member: Member, gone: Callable[[Lost], None]) -> None:
         self._member = member
         self._gone = gone
-        self._about: About | None = None  # once it has given a sign of life
         self.name = "an agent that is not there yet"
 
     def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
@@ -129,7 +127,6 @@ class RayAgent:
         def finish(future: Future[Any]) -> None:
             found = self._looked_at(outcome_of(future))
             if isinstance(found, About):
-                self._about = found
                 self.name = f"the agent with pid {found.pid} on node {found.node}"
                 found = None if found.system == system() else self._another_system(found)
             done(found)
@@ -148,12 +145,8 @@ class RayAgent:
         )
 
     def _looked_at(self, outcome: Any) -> Any:
-        """Have an agent that is gone for good replaced; one that never was there is a failure."""
+        """Have an agent that is gone for good replaced."""
         if isinstance(outcome, Lost) and outcome.final:
-            if self._about is None:
-                return Failed(
-                    failure.pack(RuntimeError(f"an agent did not start: {outcome.cause}"))
-                )
             self._gone(outcome)
         return outcome
 

@@ -7,6 +7,7 @@ would silently go through the same samples.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -116,6 +117,18 @@ def warn_alone() -> None:
     )
 
 
+def _ray_train() -> Shard | None:
+    """Ask Ray Train, in one of several workers of it; elsewhere it raises, or says 1."""
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    with contextlib.suppress(RuntimeError, DeprecationWarning):  # the latter in a trial of Tune
+        context = train.get_context()
+        rank, ranks = context.get_world_rank(), context.get_world_size()
+        return Shard(rank, ranks, "Ray Train") if ranks is not None and ranks > 1 else None
+    return None
+
+
 def _torch_group() -> Shard | None:
     """Ask torch's default process group, if there is one."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
@@ -184,6 +197,7 @@ def _variables(rank_name: str, size_name: str) -> Shard | None:
 
 # Asked in this order. Launchers run inside one another: torchrun and mpirun inside of Slurm.
 PLACES: list[Callable[[], Shard | None]] = [
+    _ray_train,
     _torch_group,
     _torchrun,
     _lightning,

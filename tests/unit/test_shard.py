@@ -71,6 +71,29 @@ def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shard_of("auto") == (1, 4)
 
 
+def ray_train(monkeypatch: pytest.MonkeyPatch, ranks: int | None) -> None:
+    """Put a ray.train in place that is rank 1 of some, or says that it is not in a worker."""
+
+    def get_context() -> Any:
+        if ranks is None:
+            raise RuntimeError("this is no worker")
+        return types.SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: ranks)
+
+    monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=get_context))
+
+
+def test_shard_auto_from_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'auto' asks Ray Train first; outside of its workers, it goes on."""
+    environment(monkeypatch, RANK="3", WORLD_SIZE="4")
+    process_group(monkeypatch, initialised=True)
+    ray_train(monkeypatch, 5)
+    assert shard_of("auto") == (1, 5)
+    ray_train(monkeypatch, None)
+    assert shard_of("auto") == (2, 3)
+    ray_train(monkeypatch, 1)
+    assert shard_of("auto") == (2, 3)
+
+
 def test_shard_auto_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """'auto' takes an initialised process group before the environment."""
     environment(monkeypatch, RANK="1", WORLD_SIZE="4")

@@ -1,0 +1,109 @@
+"""Ray Train and Ray Tune: ranks and trials with a fleet of their driver's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray.train", reason="pip install 'ray[train]'", exc_type=ImportError)
+
+# In a cluster of their own: Ray keeps actors of Train and Tune for later runs.
+COMMON = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = sys.argv[1:3]
+import ray
+import cseq, drawing
+from drawing import Draws, SAMPLES, sequence
+from local_cluster import local_cluster
+from ray import train
+
+ray.cloudpickle.register_pickle_by_value(drawing)
+
+@ray.remote(num_cpus=0)
+class Seen:
+    def __init__(self):
+        self.reports = []
+
+    def add(self, *report):
+        self.reports.append(report)
+
+    def all(self):
+        return self.reports
+
+def indices_of(fleet, **options):
+    with sequence(fleet, **options).start() as batches:
+        return [index for batch in batches for index in batch[0].tolist()]
+"""
+
+TRAIN = (
+    COMMON
+    + """
+from ray.train.torch import TorchTrainer
+
+def train_a_rank(config):
+    rank = train.get_context().get_world_rank()
+    indices = indices_of(config["fleet"], shard="auto")
+    ray.get(config["seen"].add.remote(rank, indices))
+
+with local_cluster(2) as cluster:
+    seen = Seen.remote()
+    with cseq.RayFleet(Draws, 2, 1, num_cpus=0) as fleet:
+        TorchTrainer(
+            train_a_rank,
+            train_loop_config={"fleet": fleet, "seen": seen},
+            scaling_config=train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+            run_config=train.RunConfig(storage_path=sys.argv[3]),
+        ).fit()
+    (one, mine), (other, theirs) = sorted(ray.get(seen.all.remote()))
+    assert (one, other) == (0, 1)
+    assert sorted(mine + theirs) == list(range(SAMPLES))
+    print("done")
+"""
+)
+
+TUNE = (
+    COMMON
+    + """
+from ray import tune
+
+def try_once(config, fleet, seen):
+    indices = indices_of(fleet, seed=config["seed"], shard="auto")
+    ray.get(seen.add.remote(config["seed"], indices))
+
+with local_cluster(2) as cluster:
+    seen = Seen.remote()
+    with cseq.RayFleet(Draws, 2, 1, num_cpus=0) as fleet:
+        trial = tune.with_parameters(try_once, fleet=fleet, seen=seen)
+        tune.Tuner(
+            tune.with_resources(trial, {"cpu": 0.5}),
+            param_space={"seed": tune.grid_search([3, 4])},
+            run_config=tune.RunConfig(storage_path=sys.argv[3]),
+        ).fit()
+    reports = sorted(ray.get(seen.all.remote()))
+    assert [seed for seed, _ in reports] == [3, 4]
+    for seed, indices in reports:
+        with sequence(Draws, seed=seed).start_test() as batches:
+            assert indices == [index for batch in batches for index in batch[0].tolist()]
+    print("done")
+"""
+)
+
+
+def run(run_script, script, tmp_path):
+    """Run a script with the path of the helpers; it says when it is done."""
+    here = Path(__file__).parent
+    done = run_script(script, str(here), str(here.parent / "helpers"), str(tmp_path / "runs"))
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
+
+
+def test_ranks_of_ray_train_share_the_fleet_of_the_driver(run_script, tmp_path):
+    """Each gets its shard from Ray Train; together they have each sample once."""
+    pytest.importorskip("torch")
+    run(run_script, TRAIN, tmp_path)
+
+
+def test_trials_of_ray_tune_share_a_fleet(run_script, tmp_path):
+    """Each has its own seed, and all samples."""
+    run(run_script, TUNE, tmp_path)
