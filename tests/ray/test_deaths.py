@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import time
 
 import pytest
+import ray
 from drawing import (
     BATCHES,
     SMALL,
@@ -15,6 +19,7 @@ from drawing import (
     actor_of_this_process,
     assert_is_test_mode,
     await_agents,
+    in_test_mode,
     sequence,
 )
 
@@ -70,6 +75,13 @@ def test_an_agent_that_is_killed_for_good_is_replaced(fleet):
     assert_is_test_mode(got)
     await_agents(fleet)
     assert len(before & {agent.pid for agent in fleet.agents}) == 1
+
+
+def test_an_agent_that_was_killed_before_a_loop_begins_is_replaced(fleet):
+    """The loop has never had a sign of life of it."""
+    kill_agent(fleet, 0, None)
+    assert_is_test_mode(epoch_with(fleet, {})[0])
+    await_agents(fleet)
 
 
 def test_late_answers_of_a_stopped_agent_are_dropped(fleet):
@@ -148,3 +160,26 @@ def test_hedged_parcels_draw_what_test_mode_draws(fleet):
     got, stats = epoch_with(fleet, events)
     assert_is_test_mode(got)
     assert stats.hedged > 0
+
+
+SOAK = float(os.environ.get("CSEQ_SOAK", "8"))  # seconds
+
+
+def test_agents_are_killed_at_random_again_and_again(cluster, fleet):
+    """One of them, once a second; the stores do not fill."""
+    due = time.monotonic() + 1
+    end, chance, epoch = due + SOAK, random.Random(7), 0
+    with sequence(fleet, **SMALL).start() as batches:
+        while time.monotonic() < end:
+            got = []
+            for batch in batches:
+                got.append(batch)
+                if time.monotonic() > due:
+                    due = time.monotonic() + 1
+                    with contextlib.suppress(ray.exceptions.RayError):  # it is restarted just now
+                        kill_agent(fleet, chance.randrange(2))
+            assert_is_test_mode(got, epoch=epoch)
+            epoch += 1
+            assert cluster.stored() < 50 << 20
+            in_test_mode.cache_clear()
+    assert epoch
