@@ -117,12 +117,12 @@ def local_cluster(nodes: int, **system: object) -> Iterator[LocalCluster]:
 
 
 def await_end(folder: Path) -> dict[int, bytes]:
-    """Wait until no process of a cluster is left; kill and return what does not end."""
+    """Wait until no process is left; kill what does not end, and return what is not Ray's."""
     with contextlib.suppress(TimeoutError):
         until(lambda: not processes_of(folder), "processes are left")
     left = processes_of(folder)
     kill(left)
-    return left
+    return {pid: command for pid, command in left.items() if not OF_A_NODE.match(command)}
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import time
 
 import pytest
-import ray
 from drawing import (
     BATCHES,
     SMALL,
@@ -20,6 +18,7 @@ from drawing import (
     assert_is_test_mode,
     await_agents,
     in_test_mode,
+    ready,
     sequence,
 )
 
@@ -165,21 +164,22 @@ def test_hedged_parcels_draw_what_test_mode_draws(fleet):
 SOAK = float(os.environ.get("CSEQ_SOAK", "8"))  # seconds
 
 
-def test_agents_are_killed_at_random_again_and_again(cluster, fleet):
-    """One of them, once a second; the stores do not fill."""
-    due = time.monotonic() + 1
-    end, chance, epoch = due + SOAK, random.Random(7), 0
-    with sequence(fleet, **SMALL).start() as batches:
-        while time.monotonic() < end:
-            got = []
-            for batch in batches:
-                got.append(batch)
-                if time.monotonic() > due:
-                    due = time.monotonic() + 1
-                    with contextlib.suppress(ray.exceptions.RayError):  # it is restarted just now
-                        kill_agent(fleet, chance.randrange(2))
-            assert_is_test_mode(got, epoch=epoch)
-            epoch += 1
-            assert cluster.stored() < 50 << 20
-            in_test_mode.cache_clear()
-    assert epoch
+def test_agents_are_killed_at_random_again_and_again(cluster):
+    """Of four, one each second while three others are there; the stores do not fill."""
+    with cseq.RayFleet(DrawsSlowly, 4, 1, num_cpus=0.5) as fleet:
+        await_agents(fleet, 4)
+        due = time.monotonic() + 1
+        end, chance, epoch, killed = due + SOAK, random.Random(7), 0, 0
+        with sequence(fleet, **SMALL).start() as batches:
+            while time.monotonic() < end:
+                got = []
+                for batch in batches:
+                    got.append(batch)
+                    if time.monotonic() > due and ready(fleet) == 4:
+                        killed += kill_agent(fleet, chance.randrange(4)) > 0
+                        due = time.monotonic() + 1
+                assert_is_test_mode(got, epoch=epoch)
+                epoch += 1
+                assert cluster.stored() < 50 << 20
+                in_test_mode.cache_clear()
+    assert killed
