@@ -209,10 +209,19 @@ cdef class Feed(Line):
                 return k
         for k in range(self.length):  # in no order: those that are not ready go to the line's end
             if self.is_ready(k if self.queues else 0):
-                return k if self.queues else 0
+                return self.first_of(k) if self.queues else 0
             if not self.queues:
                 self.rotate()
         return -1
+
+    cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
+        """Position of the first ticket of the queue that a ready ticket is in: it is ready, too, since a
+        worker answers in order, though it may not have been when it was looked at."""
+        cdef Py_ssize_t j
+        for j in range(k):
+            if self.at(j).ring == self.at(k).ring:
+                return j
+        return k
 
     cdef inline bint is_decoded(self, Py_ssize_t k) noexcept:
         """Whether the ticket at a position is there and is decoded."""

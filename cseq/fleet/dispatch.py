@@ -184,7 +184,8 @@ class Dispatcher:
     def _count(self, parcel: Parcel, outcome: Outcome) -> None:
         """Publish the answer to a parcel, or have its tickets made by others."""
         if isinstance(outcome, Lost):
-            self._lose(parcel.agent, outcome)
+            if self._ledger.awaits(parcel.number):  # else it was lost with its agent before
+                self._lose(parcel.agent, outcome)
         elif isinstance(outcome, Failed):
             error = failure.unpack(outcome.packed)
             failure.annotate(error, f"raised by {self._known[parcel.agent].name}")

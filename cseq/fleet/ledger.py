@@ -321,6 +321,10 @@ class Ledger:
             return self._parcel(agent, self._take(size), self._orders)
         return None
 
+    def awaits(self, number: int) -> bool:
+        """Whether an answer to a parcel would count: its agent was not lost since it was sent."""
+        return number in self._parcels
+
     def answered(self, number: int, nbytes: int, seconds: float) -> list[int]:
         """Count the answer to a parcel.
 
