@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from cseq._core import PARK_NS as PARK_NS
 from cseq._core import Ring
 
 @disjoint_base
