@@ -5,5 +5,6 @@
 ``server``    worker processes that make the batches of parcels: an agent's end
 ``dispatch``  the trainer's thread that sends tickets to agents, and publishes answers
 ``pool``      the loop's end of a fleet
-``ray``       fleets of Ray actors: the only module that imports ray
+``ray``       fleets of Ray actors, as their users and a trainer see them
+``actors``    what runs on the nodes of a Ray cluster; only these two modules import ray
 """

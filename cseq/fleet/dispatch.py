@@ -73,7 +73,6 @@ class Dispatcher:
         self._agents: Mapping[int, Agent] = {}  # the fleet's, which change
         self._known: dict[str, Agent] = {}
         self._asked: dict[str, float] = {}  # when to ask lost agents again
-        self._floor = 0  # the first ticket that was not given up
         self._received = 0, 0  # tickets, bytes
         self._raised: dict[int, str] = {}  # by ticket: the agent whose indexer has raised
         self._alone = time.monotonic()  # since when there is no agent

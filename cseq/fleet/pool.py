@@ -10,20 +10,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from cseq._core import Ring, ring_bytes
 from cseq._memory import Block
 from cseq._parcel import Carrier
 from cseq._slots import Slots
 from cseq._work import Runner
-from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects, SlotReader
 from cseq.fleet.dispatch import Dispatcher
 from cseq.memory.arena import Arena
 from cseq.memory.writer import Writer
-from cseq.pools.base import BatchPool
+from cseq.pools.base import BatchPool, named
+from cseq.pools.process import slot_ends
 from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.stage import INDEXER
 
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetPool"]
 
-ROOM = (
-    64 << 20
-)  # bytes of indices that the ring has room for, at most, if that is 64 batches or more
+ROOM = 64 << 20  # bytes of indices that the ring has room for, if that is `FEWEST` batches or more
 FEWEST = 64
 CLOSE_SECONDS = 2.0
 
@@ -67,20 +66,11 @@ class FleetPool(BatchPool):
             self._carrier,
             fleet,
             memory_limit=job.options.memory_limit,
-            named=self.named,
+            named=partial(named, ring),
         )
         self._group.add("cseq-dispatcher", self._dispatcher.run)
         self._reader = SlotReader(self._arena)
-        reader: Any = self._reader
-        convert: Any = None
-        leaf_for: Any = None
-        if job.num_converters:
-            from cseq.converter.cuda import receive
-
-            reader, convert = Objects(cells, self._reader), receive
-        elif job.output.kind != "null":
-            converter = Converter(job.output)
-            convert, leaf_for = converter.convert, converter.leaf_for
+        reader, convert, leaf_for = slot_ends(job, self._reader, cells)
         super().__init__(
             job,
             ring,

@@ -22,7 +22,7 @@ from cseq._parcel import Parcel, ParcelFeed
 from cseq.converter.output import Output
 from cseq.encoding import failure
 from cseq.memory.shared import Shared
-from cseq.pools.base import named
+from cseq.pools.base import in_work, named
 from cseq.pools.process import ENTRY, Task
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher
@@ -218,17 +218,9 @@ class TicketServer:
         self.supervisor.check()
         timeout, restart = self._options.timeout, self._options.on_timeout == "restart"
         if timeout is not None:
-            self.supervisor.check_time(self._in_work(), timeout, restart=restart)
+            working = in_work(self._ring, self._feed.cells())
+            self.supervisor.check_time(working, timeout, restart=restart)
         for parcel in self._feed.advance():
             self._requests.pop(id(parcel)).over.set()
         if not self._coming:
             self._feed.wait(seen, PARK_NS)
-
-    def _in_work(self) -> list[tuple[int, int, str]]:
-        """List the tickets in work: owner, since when (ns), batch."""
-        found = []
-        for cell in self._feed.cells():
-            owner, since = self._ring.holder(cell)
-            if owner and since:
-                found.append((owner, since, named(self._ring, cell)[3]))
-        return found

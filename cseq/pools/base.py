@@ -18,7 +18,7 @@ from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from cseq._core import Ring
     from cseq.arguments import Job, WorkerOptions
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
     Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
 
-__all__ = ["BatchPool", "Pool", "apart", "named", "wake_at"]
+__all__ = ["BatchPool", "Pool", "apart", "in_work", "named", "wake_at"]
 
 T = TypeVar("T")
 
@@ -61,6 +61,13 @@ def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
     epoch, batch, count = ring.ticket(cell)
     indices: list[int] = ring.indices(cell)[:count].tolist()
     return epoch, batch, indices, failure.where(epoch, batch, indices)
+
+
+def in_work(ring: Ring, cells: Iterable[int]) -> Working:
+    """List the tickets of some cells that are in work: owner, since when (ns), batch."""
+    held = ((*ring.holder(cell), cell) for cell in cells)
+    # `since` is 0 for an instant after the claim.
+    return [(owner, since, named(ring, cell)[3]) for owner, since, cell in held if owner and since]
 
 
 class Pool:
@@ -292,15 +299,11 @@ class BatchPool(Pool):
         """Write a batch's indices; return how many, and where in the order they begin."""
         return self._job.sampler.fill(batch, room), self._job.sampler.start(batch)
 
-    def named(self, cell: int) -> tuple[int, int, list[int], str]:
-        """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
-        return named(self._ring, cell)
-
     def _describe(
         self, _: int, cell: int, error: BaseException
     ) -> tuple[BaseException, tuple[int, int, str]]:
         """Name the batch in an exception, and log the exception if the batch is left out."""
-        epoch, batch, _indices, place = self.named(cell)
+        epoch, batch, _indices, place = named(self._ring, cell)
         error = failure.ordinary(error)
         entry = epoch, batch, failure.line_of(error)
         if self._job.on_error == "skip" and isinstance(error, Exception):
@@ -310,9 +313,4 @@ class BatchPool(Pool):
 
     def in_work(self) -> Working:
         """List the tickets that are waited for and in work: owner, since when (ns), batch."""
-        found = []
-        for _, cell in self.feed.awaited():
-            owner, since = self._ring.holder(cell)
-            if owner and since:  # since is 0 for an instant after the claim
-                found.append((owner, since, self.named(cell)[3]))
-        return found
+        return in_work(self._ring, (cell for _, cell in self.feed.awaited()))

@@ -26,7 +26,7 @@ from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, Sl
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.memory.shared import Shared
-from cseq.pools.base import BatchPool, apart, wake_at
+from cseq.pools.base import BatchPool, apart, named, wake_at
 from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from cseq._core import Ring
     from cseq.arguments import Job
     from cseq.converter.cuda import CudaConverter
     from cseq.converter.export import Receiver
@@ -50,6 +49,9 @@ if TYPE_CHECKING:
     from cseq.pools.base import Awaited
     from cseq.processes.worker import Entered
     from cseq.stats import Stats
+
+    Convert = Callable[[Any], Any] | None
+    Ends = tuple[BatchReader, Convert, Convert]
 
 __all__ = ["ProcessPool", "main"]
 
@@ -152,6 +154,18 @@ def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
 
 
+def slot_ends(job: Job, reader: SlotReader, cells: int) -> Ends:
+    """Return the reader of batches in slots, and what converts them and their leaves here."""
+    if job.num_converters:
+        from cseq.converter.cuda import receive
+
+        return Objects(cells, reader), receive, None
+    if job.output.kind == "null":
+        return reader, None, None
+    converter = Converter(job.output)
+    return reader, converter.convert, converter.leaf_for
+
+
 class ProcessPool(BatchPool):
     """Worker processes, a ring and slots in shared memory."""
 
@@ -183,7 +197,7 @@ class ProcessPool(BatchPool):
             self._shared,
             readers=job.num_workers,
             task=self._task,
-            describe=lambda _, cell: Held(*self.named(cell)),
+            describe=lambda _, cell: Held(*named(ring, cell)),
             deaths=Deaths(options.max_restarts, job.num_workers, "batch", advice),
         )
         ring.wake_at = wake_at(job.buffer, job.num_workers)
@@ -191,12 +205,17 @@ class ProcessPool(BatchPool):
         self._group = ThreadGroup(ring)
         self._reader = SlotReader(self._arena)
         self._receiver: Receiver | None = None
+        self._imports: Imports | None = None
         if in_processes:
             from cseq.converter.export import Receiver
 
             self._receiver = Receiver(job.output)
-        self._imports: Imports | None = None
-        batch_reader, convert, leaf_for = self._make_ends(ring)
+            here = Converter(job.output).convert
+            self._imports = Imports(self._arena, ring, self._receiver, here)
+            ends: Ends = self._imports, None, None
+        else:
+            ends = slot_ends(job, self._reader, job.buffer)
+        batch_reader, convert, leaf_for = ends
         super().__init__(
             job,
             ring,
@@ -221,24 +240,6 @@ class ProcessPool(BatchPool):
             timeout=self._options.timeout,
         )
         self.supervisor.launch()
-
-    def _make_ends(
-        self, ring: Ring
-    ) -> tuple[BatchReader, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-        """Return the reader of batches, and what converts them and their leaves in the trainer."""
-        job = self._job
-        if self._receiver is not None:
-            convert = Converter(job.output).convert
-            self._imports = Imports(self._arena, ring, self._receiver, convert)
-            return self._imports, None, None
-        if job.num_converters:
-            from cseq.converter.cuda import receive
-
-            return Objects(job.buffer, self._reader), receive, None
-        if job.output.kind == "null":
-            return self._reader, None, None
-        converter = Converter(job.output)
-        return self._reader, converter.convert, converter.leaf_for
 
     def _task(self, owner: int) -> Task:
         """Return what a worker is to do; called on the supervisor's thread."""

@@ -559,7 +559,7 @@ def test_a_ticket_that_goes_alone_has_its_agent_for_itself():
 
 
 def test_an_old_entry_takes_no_ticket_along_that_goes_alone():
-    """A ticket that waited twice, as late and as lost, is in nobody's company after two losses."""
+    """A ticket that waited twice, as late and as lost, goes alone after two losses."""
     ledger, clock, sent = late_ledger("abcd")
     for name in "bcd":
         ledger.answered(sent[name].number, 8, 1.0)
