@@ -4,7 +4,9 @@
 
 A cluster of three nodes on this machine: the driver is on one without CPUs, an actor on each of the
 others. Wall and CPU time are for one call; CPU time is that of the driver and of all processes of
-Ray together. `scale.py` reads the results. `make check-ray` makes an environment that has Ray.
+Ray together. Last comes a loop over a fleet of three agents on these nodes, and the longest time
+for a batch when one is killed. `scale.py` reads the results. `make check-ray` makes an environment
+that has Ray; cseq has to be on the path (PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ AHEAD = 3  # calls that each actor has: one in work and two that wait
 BYTES = 640 * 10**6  # of a round of arrays, at most
 SETTLE = 1.0  # seconds in which actors end: their CPU time is lost, no case may see that
 CALLS = 600  # of a round, at most
+BATCHES = 900  # of a loop over a fleet, of a millisecond each
 
 
 @contextmanager
@@ -161,6 +164,35 @@ def killed(restarts: int, _: list[Any]) -> tuple[int, float, float, float]:
     return 1, seconds, 0.0, 0.0  # the CPU time of what was killed is lost
 
 
+class Sleeps:
+    """An indexer that takes a millisecond."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        time.sleep(0.001)
+        return indices
+
+
+def gap(agents: list[int], _: list[Any]) -> tuple[int, float, float, float]:
+    """Kill some of the agents of a fleet, in the middle of a loop: the longest time for a batch."""
+    import cseq
+
+    longest = 0.0
+    with cseq.RayFleet(Sleeps, 3, 1, num_cpus=0, resources={"agent": 0.3}) as fleet:
+        while [agent.state for agent in fleet.agents] != ["ready"] * 3:
+            time.sleep(0.1)
+        pids = [fleet.agents[number].pid for number in agents]
+        with cseq.RaySequence(fleet, 8 * BATCHES, batch_size=8, out_type="null").start() as batches:
+            before = time.perf_counter()
+            for number, _ in enumerate(batches):
+                now = time.perf_counter()
+                longest = max(longest, now - before if number > BATCHES // 4 else 0.0)
+                if number == BATCHES // 2:
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                before = time.perf_counter()
+    return 1, longest, 0.0, 0.0
+
+
 def usage() -> tuple[float, float, float]:
     """Seconds: of the clock, of all processes' CPU time, of the driver's."""
     return time.perf_counter(), cpu_seconds(os.getpid()), time.process_time()
@@ -192,6 +224,8 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     cases["an actor, until it answers"] = started, timed
     cases["an actor killed, until its call fails"] = partial(killed, 0), measured
     cases["the same, with max_restarts=-1"] = partial(killed, -1), measured
+    cases["a loop over three agents, its longest gap"] = partial(gap, []), measured
+    cases["the same, when one is killed"] = partial(gap, [1]), measured
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}
     with two_actors() as actors:
         for work, way in cases.values():  # warms up

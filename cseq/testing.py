@@ -130,8 +130,7 @@ def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
     agent : int
         Its place in ``fleet.agents``.
     number : int or None
-        The signal's number. None: end it as ``ray.kill`` does, so that Ray does not restart it, and
-        the fleet starts another one.
+        The signal's number. None: end it as ``ray.kill`` does.
 
     Returns
     -------

@@ -13,31 +13,44 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
+from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cseq.encoding import failure
 from cseq.encoding.pickling import Pickled
-from cseq.fleet.agent import Failed
+from cseq.fleet.agent import Failed, Lost
 from cseq.fleet.server import TicketServer
 from cseq.threads import Threads, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     import numpy as np
     from numpy.typing import NDArray
 
     from cseq.arguments import WorkerOptions
 
-__all__ = ["About", "Agents", "Member", "Placement", "Roster", "Spec", "aside", "system"]
+__all__ = [
+    "About",
+    "Agents",
+    "Member",
+    "Placement",
+    "Roster",
+    "Spec",
+    "aside",
+    "outcome_of",
+    "system",
+]
 
 log = logging.getLogger("cseq")
 
-CALLS = 4  # of an agent at a time: parcels that it has, and one for signs of life
+CALLS = 5  # of an agent at a time: parcels that it has, one for signs of life, and `watch`
 DRAIN_SECONDS = 10.0  # for what an agent has in work that is to leave
 QUIET_SECONDS = 0.5  # without work, after which it ends: trainers know by then that it leaves
 CLOSE_SECONDS = 2.0
@@ -66,7 +79,7 @@ class Member(NamedTuple):
     def about(self) -> Any:
         """Ask it for a sign of life, and give it what it needs if it was just started.
 
-        Not as an argument of its constructor: Ray would keep that for each restart.
+        Not as an argument of its constructor: what that raises is text to its callers.
         """
         return self.handle.about.remote([self.payload])
 
@@ -175,6 +188,27 @@ class Spec(NamedTuple):
     placement: Placement
 
 
+# What Ray raises of an agent that it cannot start.
+NOT_STARTED = exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError
+
+
+def outcome_of(future: Future[Any]) -> Any:
+    """Return what has become of a call of an agent: its result, `Lost` or `Failed`."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    # An agent packs what its server raises. These are of Ray, whose node is gone, or they are
+    # InterruptedError: the agent is being closed.
+    of_system = OSError, exceptions.RaySystemError
+    if isinstance(error, exceptions.RayTaskError) and not isinstance(error.cause, of_system):
+        return Failed(failure.pack(error.cause or error))
+    if isinstance(error, NOT_STARTED) or getattr(error, "actor_init_failed", False):
+        return Failed(
+            failure.pack(RuntimeError(f"an agent did not start: {failure.line_of(error)}"))
+        )
+    return Lost(failure.line_of(error), isinstance(error, exceptions.ActorDiedError))
+
+
 def system() -> str:
     """Name what two processes must have in common to exchange batches."""
     python = ".".join(map(str, sys.version_info[:2]))
@@ -202,6 +236,7 @@ class AgentActor:
         self._batches = 0
         self._idle = threading.Condition()
         self._running = 0  # calls of `make`
+        self._closing = threading.Event()
 
     def about(self, payload: list[Any]) -> About:
         """Give a sign of life; start the server, if it is not started."""
@@ -216,9 +251,8 @@ class AgentActor:
         return About(node, os.getpid(), system(), self._arguments[0], self._batches)
 
     def make(self, request: NDArray[np.int64]) -> NDArray[np.uint8] | Failed:
-        """Make the batches of a parcel."""
-        if self._server is None:
-            raise InterruptedError("this agent was just started")
+        """Make the batches of a parcel; `about` was called before."""
+        assert self._server is not None
         with self._idle:
             self._running += 1
         try:
@@ -241,12 +275,17 @@ class AgentActor:
                 self._running -= 1
                 self._idle.notify_all()
 
+    def watch(self) -> None:
+        """Return when the agent is to end: a call that fails earlier says that it is gone."""
+        self._closing.wait()
+
     def signal(self, number: int) -> None:
         """Send this process a signal, for tests."""
         os.kill(os.getpid(), number)
 
     def close(self, seconds: float = 0.0) -> None:
         """End the workers; what is in work, or on its way, gets so long before."""
+        self._closing.set()
         deadline = time.monotonic() + seconds
         with self._idle:
             while (left := deadline - time.monotonic()) > 0:
@@ -267,7 +306,9 @@ def _forget_threads() -> None:
 
 
 class Agents:
-    """Starts the agents of a fleet, others for those that are gone for good, and ends them.
+    """Starts the agents of a fleet, others for those that are gone, and ends them.
+
+    Ray restarts none: it would tell their callers of a death only after more than a second.
 
     Parameters
     ----------
@@ -279,10 +320,12 @@ class Agents:
     def __init__(self, spec: Spec, changed: Callable[[], None]) -> None:
         self._spec, self._changed = spec, changed
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        # Larger ones than those of a roster that was restarted as this one.
+        self._numbers = itertools.count(time.time_ns())
         self._plans: dict[int, Plan] = {}
         self._closed = False
         self.present: dict[int, Member] = {}
+        self._payload: Any = None
         plans = spec.placement.plan()
         self._payload = ray.put(spec.payload)
         for plan in plans:
@@ -292,7 +335,7 @@ class Agents:
         """Start an agent."""
         workers, own = plan
         make = ray.remote(AgentActor).options(
-            max_restarts=-1, max_task_retries=0, max_concurrency=CALLS, **own
+            max_restarts=0, max_task_retries=0, max_concurrency=CALLS, **own
         )
         spec = self._spec
         handle = make.remote(workers, spec.batch_size, spec.options, seed_globals=spec.seed_globals)
@@ -301,6 +344,18 @@ class Agents:
         number = next(self._numbers)
         self._plans[number] = plan
         self.present = {**self.present, number: member}
+        self._watch(number, handle)
+
+    def _watch(self, number: int, handle: Any) -> None:
+        """Have an agent replaced when it is gone."""
+        here = weakref.ref(self)
+
+        def ended(future: Future[Any]) -> None:
+            agents, outcome = here(), outcome_of(future)
+            if agents is not None and isinstance(outcome, Lost):
+                aside(partial(agents.replace, number, outcome.cause))
+
+        handle.watch.remote().future().add_done_callback(ended)
 
     def _without(self, number: int) -> Plan:
         """Take an agent out."""
@@ -308,11 +363,12 @@ class Agents:
         return self._plans.pop(number)
 
     def replace(self, number: int, cause: str) -> None:
-        """Start another agent for one that Ray does not restart."""
+        """Start another agent for one that is gone, or cannot be reached."""
         with self._lock:
             if self._closed or number not in self.present:
                 return
             tell(logging.WARNING, "an agent of the fleet is gone, and is replaced: %s", cause)
+            ray.kill(self.present[number].handle)
             self._add(self._without(number))
         self._changed()
 
@@ -330,6 +386,12 @@ class Agents:
         self._changed()
         for number in leaving:
             _end_later(present[number].handle)
+
+    def __del__(self) -> None:
+        """Have agents end that were not closed: Ray awaits `watch` of an actor without a handle."""
+        if ray.is_initialized():
+            for member in self.present.values():
+                member.handle.close.remote()
 
     def close(self) -> None:
         """End all agents."""
@@ -372,15 +434,22 @@ class Roster:
     """
 
     def __init__(self, spec: Spec | None = None) -> None:
-        self._version = 0
+        self._version = 0  # none was shown yet
         self._present: dict[int, Member] = {}
-        self._gone: list[tuple[int, str]] = []
         self._news = asyncio.Condition()
-        self._agents: Agents | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._agents = None if spec is None else Agents(spec, self._changed)
         self._spec = None if spec is None else spec._replace(payload=(b"", [], ()))
-        if spec is not None:
-            self._agents = Agents(spec, lambda: None)
-            self._version, self._present = 1, self._agents.present
+
+    def _changed(self) -> None:
+        """Note that the agents of a fleet with a name are others; on any thread."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._show(), self._loop)
+
+    async def _show(self) -> None:
+        """Show which agents a fleet with a name has now."""
+        assert self._agents is not None
+        await self.show(self._agents.present)
 
     async def show(self, present: dict[int, Member]) -> None:
         """Take the present agents, from the maker."""
@@ -390,32 +459,22 @@ class Roster:
 
     async def present(self, seen: int) -> tuple[int, dict[int, Member]]:
         """Return a version and the agents, when there is another version than the one seen."""
+        if self._agents is not None and self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            await self._show()  # what has changed before
         async with self._news:
-            await self._news.wait_for(lambda: self._version != seen)
+            await self._news.wait_for(lambda: self._version not in (0, seen))
             return self._version, self._present
 
-    async def gone(self, number: int, cause: str) -> None:
-        """Note that an agent is gone for good."""
-        if self._agents is not None:
-            self._agents.replace(number, cause)
-            await self.show(self._agents.present)
-            return
-        async with self._news:
-            self._gone.append((number, cause))
-            self._news.notify_all()
-
-    async def losses(self) -> list[tuple[int, str]]:
-        """Return the agents that are gone for good, to the maker, when there are any."""
-        async with self._news:
-            await self._news.wait_for(lambda: bool(self._gone))
-            gone, self._gone = self._gone, []
-            return gone
+    async def watch(self) -> None:
+        """Do not return: a call that fails says that this process is gone."""
+        await asyncio.Event().wait()
 
     async def resize(self, nodes: int) -> None:
         """Resize a fleet with a name."""
         assert self._agents is not None
         self._agents.resize(nodes)
-        await self.show(self._agents.present)
+        await self._show()
 
     async def about(self) -> tuple[Placement, int] | None:
         """Return placement and size of batches of a fleet with a name."""

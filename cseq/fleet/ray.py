@@ -1,8 +1,8 @@
 """Fleets of Ray actors: an agent on each of some nodes, with worker processes.
 
-Ray starts the agents, restarts those that die, and carries parcels and answers. It repeats no call:
-what is lost is made anew by the ledger of the trainer that asked for it. This module and `actors`
-are the only ones that import ray.
+Ray starts the agents, and carries parcels and answers. It restarts no agent and repeats no call:
+the fleet starts another agent for one that is gone, and what is lost is made anew by the ledger of
+the trainer that asked for it. This module and `actors` are the only ones that import ray.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,6 +39,7 @@ from cseq.fleet.actors import (
     Roster,
     Spec,
     aside,
+    outcome_of,
     system,
 )
 
@@ -70,7 +70,7 @@ class AgentState(NamedTuple):
         Its address; empty while the agent does not answer.
     pid : int
     state : str
-        'ready'; 'silent': it does not answer, and may be starting; 'lost': Ray restarts it.
+        'ready'; 'silent': it does not answer, and may be starting; 'lost': it is being replaced.
     workers : int
         Worker processes.
     batches : int
@@ -84,40 +84,18 @@ class AgentState(NamedTuple):
     batches: int
 
 
-# What Ray raises of an agent that it cannot start.
-NOT_STARTED = exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError
-
-
-def outcome_of(future: Future[Any]) -> Any:
-    """Return what has become of a call of an agent: its result, `Lost` or `Failed`."""
-    error = future.exception()
-    if error is None:
-        return future.result()
-    # An agent packs what its server raises. These are of Ray, whose node is gone, or they are
-    # InterruptedError: the agent is being closed, or was started again.
-    of_system = OSError, exceptions.RaySystemError
-    if isinstance(error, exceptions.RayTaskError) and not isinstance(error.cause, of_system):
-        return Failed(failure.pack(error.cause or error))
-    if isinstance(error, NOT_STARTED) or getattr(error, "actor_init_failed", False):
-        return Failed(
-            failure.pack(RuntimeError(f"an agent did not start: {failure.line_of(error)}"))
-        )
-    return Lost(failure.line_of(error), isinstance(error, exceptions.ActorDiedError))
-
-
 class RayAgent:
     """An agent, as a trainer sees it."""
 
-    def __init__(self, member: Member, gone: Callable[[Lost], None]) -> None:
+    def __init__(self, member: Member) -> None:
         self._member = member
-        self._gone = gone
         self.name = "an agent that is not there yet"
 
     def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
         """Send a parcel; `done` is called once, with what becomes of it."""
 
         def finish(future: Future[Any]) -> None:
-            done(self._looked_at(outcome_of(future)))
+            done(outcome_of(future))
 
         self._member.handle.make.remote(request).future().add_done_callback(finish)
 
@@ -125,7 +103,7 @@ class RayAgent:
         """Ask for a sign of life; `done` is called with None once it comes."""
 
         def finish(future: Future[Any]) -> None:
-            found = self._looked_at(outcome_of(future))
+            found = outcome_of(future)
             if isinstance(found, About):
                 self.name = f"the agent with pid {found.pid} on node {found.node}"
                 found = None if found.system == system() else self._another_system(found)
@@ -143,12 +121,6 @@ class RayAgent:
                 )
             )
         )
-
-    def _looked_at(self, outcome: Any) -> Any:
-        """Have an agent that is gone for good replaced."""
-        if isinstance(outcome, Lost) and outcome.final:
-            self._gone(outcome)
-        return outcome
 
 
 class RayFleet:
@@ -274,7 +246,7 @@ class RayFleet:
             if self._roster is None:
                 self._roster = roster_actor().remote()
                 self._show()
-                self._await_losses()
+                self._watch_roster()
         return type(self)._copy, (self._roster, (self._placement, self.batch_size))
 
     def start(self) -> Self:
@@ -332,42 +304,31 @@ class RayFleet:
         assert self._made is not None
         self._roster.show.remote(self._made.present)
 
+    def _watch_roster(self) -> None:
+        """Tell the roster again whenever Ray has restarted it."""
+        here = weakref.ref(self)
+
+        def ended(future: Future[Any]) -> None:
+            fleet = here()
+            if fleet is not None and not is_final(future):
+                aside(fleet._show_again)
+
+        self._roster.watch.remote().future().add_done_callback(ended)
+
+    def _show_again(self) -> None:
+        """Tell a roster that was restarted."""
+        with self._lock:
+            if self._roster is not None:
+                self._show()
+                self._watch_roster()
+
     def _take(self, members: Mapping[int, Member]) -> None:
         """Have these agents, and no others."""
         self._members = dict(members)
         for number in self._agents.keys() - members.keys():
             del self._agents[number]
         for number in members.keys() - self._agents.keys():
-            self._agents[number] = RayAgent(members[number], self._reporter(number))
-
-    def _reporter(self, number: int) -> Callable[[Lost], None]:
-        """Return what reports that an agent is gone for good; called on any thread."""
-        here = weakref.ref(self)
-
-        def report(lost: Lost) -> None:
-            fleet = here()
-            if fleet is None:
-                return
-            if fleet._made is not None:
-                aside(partial(fleet._made.replace, number, lost.cause))
-            elif not fleet.over and ray.is_initialized():
-                fleet._roster.gone.remote(number, lost.cause)
-
-        return report
-
-    def _await_losses(self) -> None:
-        """Have agents replaced that are gone for good for a copy."""
-        here = weakref.ref(self)
-
-        def arrived(future: Future[Any]) -> None:
-            fleet = here()
-            if fleet is None or fleet._made is None or fleet.over or future.exception() is not None:
-                return
-            for number, cause in future.result():
-                aside(partial(fleet._made.replace, number, cause))
-            fleet._await_losses()
-
-        self._roster.losses.remote().future().add_done_callback(arrived)
+            self._agents[number] = RayAgent(members[number])
 
     def _ask(self) -> None:
         """Ask the roster which agents there are, once it knows others."""
@@ -387,14 +348,16 @@ class RayFleet:
             self._asks = False
             if self.over:
                 return
-            if future.exception() is not None:
+            if future.exception() is None:
+                self._seen, members = future.result()
+                self._take(members)
+            elif is_final(future):
                 self.over = "what has made it has ended, and its agents with it"
                 self._take({})
             else:
-                self._seen, members = future.result()
-                self._take(members)
-                if self._watchers:
-                    self._ask()
+                self._seen = -1  # it was restarted
+            if self._watchers and not self.over:
+                self._ask()
         self._tell()
 
     def _tell(self) -> None:
@@ -515,6 +478,11 @@ class RayFleet:
         self.close()
 
 
+def is_final(future: Future[Any]) -> bool:
+    """Whether the call of an actor has failed because that is gone, and is not restarted."""
+    return isinstance(future.exception(), exceptions.ActorDiedError)
+
+
 def connect() -> None:
     """Connect to Ray, where that has not been done: as `ray.init()` does."""
     if not ray.is_initialized():
@@ -524,7 +492,9 @@ def connect() -> None:
 def roster_actor(name: str | None = None) -> Any:
     """Return what starts a roster; one with a name outlives this job."""
     lasting = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
-    return ray.remote(Roster).options(num_cpus=0, max_concurrency=READERS, **lasting)
+    return ray.remote(Roster).options(
+        num_cpus=0, max_restarts=-1, max_concurrency=READERS, **lasting
+    )
 
 
 def fleet_for(job: Job) -> RayFleet:

@@ -1,5 +1,5 @@
 # cseq with Ray: a cluster of several nodes on this machine. RAY: another version, as the oldest that is
-# supported (RAY=ray==2.45.0). The test with TorchTrainer runs if torch is put into that environment, too.
+# supported (RAY=ray==2.45.0).
 .PHONY: check-ray
 ENVIRONMENTS += .ray-env
 RAY ?= ray==2.60.0
@@ -8,7 +8,8 @@ RAY_ENV = .ray-env/$(subst ==,-,$(RAY))
 # The Python of $(VENV), so that what is built here serves them all.
 .ray-env/%/.made: pyproject.toml | $(VENV)/.test
 	$(PY) -m venv $(@D)
-	$(@D)/bin/pip --disable-pip-version-check --quiet install '$(subst ray-,ray[train]==,$*)' 'numpy>=1.25' \
+	$(@D)/bin/pip --disable-pip-version-check --quiet install $(TORCH)
+	$(@D)/bin/pip --disable-pip-version-check --quiet install '$(subst ray-,ray[train]==,$*)' 'ray[data]' 'numpy>=1.25' \
 		'cloudpickle>=3.0' 'pytest>=9.0'
 	touch $@
 

@@ -68,7 +68,7 @@ def test_all_agents_are_killed_at_once(fleet):
 
 
 def test_an_agent_that_is_killed_for_good_is_replaced(fleet):
-    """Ray does not restart it; the fleet starts another one."""
+    """As by a signal."""
     before = {agent.pid for agent in fleet.agents}
     got, _ = epoch_with(fleet, {40: lambda: kill_agent(fleet, 0, None)})
     assert_is_test_mode(got)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
 import time
 
 import drawing
@@ -137,6 +139,35 @@ def test_resize_and_replacements_reach_copies():
     assert_is_test_mode(got)
     with pytest.raises(RuntimeError, match="this fleet is a copy"):
         fleet.resize(2)
+
+
+@pytest.mark.parametrize("name", [None, "shared"])
+def test_a_roster_that_dies_is_restarted(cluster, name):
+    """A copy learns from the new one which agents there are, and which come later."""
+    rank = Rank.remote()
+    fleet = ray.get(rank.make.remote(name=name))
+    got = []
+    with sequence(fleet, **SMALL).start() as batches:
+        for k, batch in enumerate(batches):
+            got.append(batch)
+            if k == 30:
+                (roster,) = [pid for pid, title in cluster.at_work().items() if "Roster" in title]
+                os.kill(roster, signal.SIGKILL)
+                until(lambda: is_known(fleet), "the roster is not restarted")
+                if name is None:
+                    rank.resize.remote(1)
+                    until(lambda: fleet.workers == 1, "the agents are still known")
+    assert_is_test_mode(got)
+    if name is not None:
+        cseq.RayFleet.find(name).close()
+
+
+def is_known(fleet):
+    """Whether a roster tells of agents."""
+    try:
+        return bool(fleet.agents)
+    except ray.exceptions.RayActorError:
+        return False
 
 
 def test_a_copy_whose_maker_dies_says_so():
