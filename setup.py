@@ -120,6 +120,7 @@ FAMILIES = [
     "_plan",
     "_lock",
     "_core",
+    "_orders",
     "_work",
     "_codec",
     "_source",

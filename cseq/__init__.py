@@ -41,7 +41,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
     ├── _work.pyx       ★ runners, and their work: batches made, published
-    ├── _core.pyx       ★ the ring, the shuffle, the batches' indices
+    ├── _orders.pyx     readers of orders that are made of others, or of the user's own code
+    ├── _core.pyx       ★ the ring, the shuffle, readers of orders
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _slots.pyx      the table of slots: the owner of each
@@ -66,10 +67,12 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
-from cseq.indexing.context import WorkerInfo, empty, rng, worker_info
+from cseq.indexing.context import WorkerInfo, empty, parts, rng, worker_info
 from cseq.indexing.dataset import from_dataset
 from cseq.indexing.indexer import Indexer
 from cseq.kinds import MPSequence, MTSequence, RaySequence
+from cseq.order.base import Order
+from cseq.order.shuffled import Sequential, Shuffled
 from cseq.sequence import MSequence
 from cseq.stats import Stats
 
@@ -86,8 +89,11 @@ __all__ = [
     "MPSequence",
     "MSequence",
     "MTSequence",
+    "Order",
     "RaySequence",
     "RemoteTraceback",
+    "Sequential",
+    "Shuffled",
     "Stats",
     "WorkerDied",
     "WorkerError",
@@ -95,6 +101,7 @@ __all__ = [
     "WorkerTimeout",
     "empty",
     "from_dataset",
+    "parts",
     "permutation",
     "rng",
     "worker_info",

@@ -1,4 +1,4 @@
-"""The ring; the order of an epoch."""
+"""The ring; readers of orders."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
@@ -11,26 +11,38 @@ from cseq._headers cimport (
 from cseq._memory cimport Memory
 
 
+cdef class Reader:
+    cdef readonly uint64_t units, seed
+    cdef readonly uint32_t room
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                            int64_t* sizes) except -1
+
+
 @cython.final
 @cython.no_gc
-cdef class Order:
+cdef class RangeReader(Reader):
+    pass
+
+
+@cython.final
+@cython.no_gc
+cdef class FeistelReader(Reader):
+    cdef cseq_feistel feistel
+    cdef uint64_t epoch  # that `feistel` is of
+    cdef void begin(self, uint64_t epoch) noexcept
+
+
+@cython.final
+@cython.no_gc
+cdef class TableReader(Reader):
     cdef cseq_order order
     cdef void* table
     cdef uint32_t* tags
-    cdef uint64_t n
-    cdef uint64_t seed
+    cdef uint64_t epoch  # that `order` is in
     cdef uint32_t width
-    cdef readonly bint shuffle
-    cdef cseq_feistel feistel
-    cdef readonly bint is_computed  # there is no table: each position is computed when it is read
-    cdef readonly object indices
-    cdef public object cut
     cdef int make_table(self) except -1
-    cdef bint is_near(self, uint64_t upto) noexcept
-    cdef int approach(self, uint64_t upto) except -1
-    cdef int inside(self, uint64_t start, uint64_t count) except -1
-    cdef void copy(self, uint64_t start, uint64_t count, int64_t* out) noexcept
-    cdef int write(self, uint64_t start, uint64_t count, int64_t* out) except -1
 
 
 @cython.final

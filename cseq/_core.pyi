@@ -2,12 +2,13 @@ from typing import Any, Final, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 from cseq._memory import Memory
 
 FIELDS: Final[int]
 ALGORITHMS: Final[tuple[str, str]]
+FEISTEL_LEAST: Final[int]
 PARK_NS: Final[int]
 
 def derive(
@@ -20,29 +21,27 @@ def permutation(
     algorithm: str = "fisher-yates-v1",
 ) -> NDArray[np.uint32] | NDArray[np.int64]: ...
 
+@disjoint_base
+class Reader:
+    units: Final[int]
+    seed: Final[int]
+    room: Final[int]
+    def samples(
+        self, epoch: SupportsIndex, start: int, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+
 @final
-class Order:
-    cut: Any
-    @property
-    def shuffle(self) -> bool: ...
-    @property
-    def indices(self) -> NDArray[np.integer[Any]] | None: ...
-    def __new__(
-        cls,
-        n: SupportsIndex,
-        *,
-        shuffle: bool,
-        seed: SupportsIndex,
-        indices: NDArray[np.integer[Any]] | None = None,
-        wide: bool = False,
-        feistel: bool = False,
-    ) -> Self: ...
-    @property
-    def is_computed(self) -> bool: ...
-    def find(self, sample: int) -> int: ...
-    def begin(self, epoch: SupportsIndex, cut: Any = None) -> None: ...
-    def read_into(self, start: int, count: int, out: NDArray[np.int64]) -> None: ...
-    def read(self, start: int, count: int) -> NDArray[np.int64]: ...
+class RangeReader(Reader):
+    def __new__(cls, n: SupportsIndex, seed: int = 0) -> Self: ...
+
+@final
+class FeistelReader(Reader):
+    def __new__(cls, n: SupportsIndex, seed: SupportsIndex) -> Self: ...
+    def find(self, epoch: int, sample: int) -> int: ...
+
+@final
+class TableReader(Reader):
+    def __new__(cls, n: SupportsIndex, seed: SupportsIndex, *, wide: bool = False) -> Self: ...
 
 def wait_any(rings: list[Ring], cells: list[int], seen: int, spun: bool = False) -> None: ...
 def ring_bytes(capacity: int, batch_size: int, runners: int) -> int: ...

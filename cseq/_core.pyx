@@ -31,6 +31,8 @@ cdef enum:
 
 
 ALGORITHMS = "fisher-yates-v1", "feistel-v1"
+FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
+cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
@@ -88,11 +90,10 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     >>> sorted(order.tolist()), bool((order == cseq.permutation(5, seed=1)).all())
     ([0, 1, 2, 3, 4], True)
     """
-    cdef uint64_t size = natural(n, "n", <uint64_t>1 << 48)
+    cdef uint64_t size = natural(n, "n", MOST_SAMPLES)
     cdef uint64_t state[4]
     cdef uint32_t width = cseq_table_width(size)
     cdef uint64_t start = 0, end
-    cdef Order order
     cseq_derive(natural(seed, "seed", <uint64_t>-1), natural(epoch, "epoch", <uint64_t>-1),
                 CSEQ_PURPOSE_SHUFFLE, state, 4)
     if algorithm not in ALGORITHMS:
@@ -100,11 +101,10 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     cdef cnp.ndarray result = numpy.empty(size, numpy.uint32 if width == 4 else numpy.int64)
     cdef void* data = cnp.PyArray_DATA(result)
     if algorithm == ALGORITHMS[1] and size >= CSEQ_FEISTEL_LEAST:
-        order = Order(size, shuffle=True, seed=seed, feistel=True)
-        order.begin(epoch)
+        reader = FeistelReader(size, seed)
         while start < size:
             end = min(start + SLICE, size)
-            result[start:end] = order.read(start, end - start)
+            result[start:end] = reader.samples(epoch, start, end - start)[0]
             PyErr_CheckSignals()
             start = end
         return result
@@ -119,146 +119,149 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     return result
 
 
-@cython.final
-@cython.no_gc
-cdef class Order:
-    """The samples of an epoch in their order, shuffled just ahead of their use.
+@cython.auto_pickle(False)
+cdef class Reader:
+    """Reads the units of an order for one seed: the core's end of an `order.base.Order`.
 
-    Parameters
-    ----------
-    n : int
-        Number of samples.
-    shuffle : bool
-        False: in their natural order.
-    seed : int
-        In [0, 2**64).
-    indices : numpy.ndarray, optional
-        One-dimensional integers, `n` of them: the samples themselves. Read, never written.
-    wide : bool
-        A 64-bit table also for few samples, for tests; the order is the same.
-    feistel : bool
-        Shuffled by ``feistel-v1``: no table, and any position at once.
+    What is read depends on seed, epoch and position alone, in any order of calls; what a reader keeps
+    from one call to the next makes it faster. Used by one thread at a time.
 
     Attributes
     ----------
-    cut : object
-        How the epoch is cut into batches; replaced in the same step in which an epoch begins.
-
-    Notes
-    -----
-    The table (4 bytes a sample up to 2**32 samples) is made at the first `begin` and touched only
-    as far as it is used: `begin` takes the same time for any number of samples.
+    units : int
+        Of an epoch.
+    room : int
+        The most samples of a unit.
+    seed : int
+        In [0, 2**64).
     """
 
-    def __cinit__(self, n, *, bint shuffle, seed, indices=None, bint wide=False, bint feistel=False):
-        self.n = natural(n, "n", <uint64_t>1 << 48)
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1:
+        """Write the samples of units [start, start + count), which exist; return how many.
+
+        `out` has room for `count` * `room`. `sizes`: where the size of each unit goes, unless NULL. What
+        takes long releases the GIL and runs signal handlers; after an exception, it is called again.
+        """
+        raise NotImplementedError
+
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                            int64_t* sizes) except -1:
+        """`read`, of the part of a global batch that begins at `start`: an order may choose other units
+        of the global batch for it, such that each rank has as many."""
+        return self.read(epoch, start, count, out, sizes)
+
+    def samples(self, epoch, uint64_t start, uint64_t count):
+        """The samples of units [start, start + count), and the size of each: new int64 arrays."""
+        if start > self.units or count > self.units - start:
+            raise IndexError(f"units [{start}, {start + count}) exceed {self.units}")
+        sizes = numpy.ones(count, numpy.int64)
+        out = numpy.empty(count * self.room, numpy.int64)
+        written = self.read(natural(epoch, "epoch", <uint64_t>-1), start, count,
+                            <int64_t*>cnp.PyArray_DATA(out), <int64_t*>cnp.PyArray_DATA(sizes))
+        return out[:written], sizes
+
+
+@cython.final
+@cython.no_gc
+cdef class RangeReader(Reader):
+    """The samples 0 … n-1, in this order."""
+
+    def __cinit__(self, n, seed=0):
+        self.units, self.room, self.seed = natural(n, "n", MOST_SAMPLES), 1, seed
+
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1:
+        cdef uint64_t k
+        for k in range(count):
+            out[k] = <int64_t>(start + k)
+        return count
+
+
+@cython.final
+@cython.no_gc
+cdef class FeistelReader(Reader):
+    """Shuffled by feistel-v1, from `FEISTEL_LEAST` samples on: no memory, and any position at once."""
+
+    def __cinit__(self, n, seed):
+        self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
         self.seed = natural(seed, "seed", <uint64_t>-1)
-        self.shuffle = shuffle
-        self.is_computed = shuffle and feistel and self.n >= CSEQ_FEISTEL_LEAST
-        self.width = 8 if wide else cseq_table_width(self.n)
-        if indices is not None and indices.shape != (self.n,):
-            raise ValueError(f"indices has shape {indices.shape}, not ({self.n},)")
-        self.indices = indices
+        if self.units < CSEQ_FEISTEL_LEAST:
+            raise ValueError(f"n={n} is less than {CSEQ_FEISTEL_LEAST}")
+        self.begin(0)
+
+    cdef void begin(self, uint64_t epoch) noexcept:
+        cdef uint64_t words[2 * CSEQ_ROUNDS]
+        cseq_derive(self.seed, epoch, CSEQ_PURPOSE_FEISTEL, words, 2 * CSEQ_ROUNDS)
+        cseq_feistel_init(&self.feistel, self.units, words)
+        self.epoch = epoch
+
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1:
+        if epoch != self.epoch:
+            self.begin(epoch)
+        cseq_feistel_read(&self.feistel, start, count, out)
+        return count
+
+    def find(self, uint64_t epoch, uint64_t sample):
+        """The position of a sample in an epoch."""
+        if sample >= self.units:
+            raise IndexError(f"sample {sample} is not one of {self.units}")
+        if epoch != self.epoch:
+            self.begin(epoch)
+        return cseq_feistel_find(&self.feistel, sample)
+
+
+@cython.final
+@cython.no_gc
+cdef class TableReader(Reader):
+    """Shuffled by fisher-yates-v1, just ahead of the use.
+
+    The table (4 bytes a sample up to 2**32 samples) is made at the first read and touched only as far
+    as it is used: another epoch begins in the same time for any number of samples.
+
+    `wide`: a 64-bit table also for few samples, for tests; the order is the same.
+    """
+
+    def __cinit__(self, n, seed, *, bint wide=False):
+        self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
+        self.seed = natural(seed, "seed", <uint64_t>-1)
+        self.width = 8 if wide else cseq_table_width(self.units)
 
     def __dealloc__(self):
         PyMem_RawFree(self.table)
         PyMem_RawFree(self.tags)
 
     cdef int make_table(self) except -1:
-        cdef uint64_t pages = cseq_table_pages(self.n, self.width)
+        cdef uint64_t pages = cseq_table_pages(self.units, self.width)
         cdef void* table = PyMem_RawCalloc(<size_t>pages, 4096)
         cdef uint32_t* tags = <uint32_t*>PyMem_RawCalloc(<size_t>pages, 4)
         if table == NULL or tags == NULL:
             PyMem_RawFree(table)
             PyMem_RawFree(tags)
-            raise MemoryError(f"no memory for the index table of {self.n} samples "
+            raise MemoryError(f"no memory for the index table of {self.units} samples "
                               f"({pages * 4096} bytes)")
         self.table, self.tags = table, tags
-        cseq_order_init(&self.order, self.n, self.width, self.table, self.tags)
+        cseq_order_init(&self.order, self.units, self.width, self.table, self.tags)
+        cseq_order_begin(&self.order, self.seed, self.epoch)
         return 0
 
-    def begin(self, epoch, cut=None):
-        """Begin an epoch, also if the last one is not over. No signal handler runs in its middle."""
-        cdef uint64_t number = natural(epoch, "epoch", <uint64_t>-1)
-        if self.is_computed:
-            cseq_feistel_init(&self.feistel, self.n, self.seed, number)
-        elif self.shuffle:
-            if self.table == NULL:
-                self.make_table()
-            cseq_order_begin(&self.order, self.seed, number)
-        if cut is not None:
-            self.cut = cut
-
-    cdef bint is_near(self, uint64_t upto) noexcept:
-        """Whether positions below `upto` are final, or will be in `BRIEF` steps."""
-        return not self.shuffle or self.feistel.n or (
-            self.table != NULL and upto <= self.order.position + BRIEF)
-
-    cdef int approach(self, uint64_t upto) except -1:
-        """Shuffle until `upto` is near; releases the GIL, and runs signal handlers."""
-        if self.shuffle and self.table == NULL and not self.feistel.n:
-            raise RuntimeError("begin an epoch first")
-        while not self.is_near(upto):
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1:
+        if self.table == NULL:
+            self.make_table()
+        while True:
+            if epoch != self.epoch:  # a signal handler may have read another one
+                cseq_order_begin(&self.order, self.seed, epoch)
+                self.epoch = epoch
+            if start + count <= self.order.position + BRIEF:
+                break
             with nogil:
-                cseq_order_advance(&self.order, upto, SLICE)
+                cseq_order_advance(&self.order, start + count, SLICE)
             PyErr_CheckSignals()
-        return 0
-
-    cdef int inside(self, uint64_t start, uint64_t count) except -1:
-        if start > self.n or count > self.n - start:
-            raise IndexError(f"positions [{start}, {start + count}) exceed {self.n} samples")
-        return 0
-
-    cdef void copy(self, uint64_t start, uint64_t count, int64_t* out) noexcept:
-        """The numbers at positions [start, start + count) of the order, whose end must be near."""
-        cdef uint64_t k
-        if not self.shuffle:
-            for k in range(count):
-                out[k] = <int64_t>(start + k)
-        elif self.is_computed:
-            cseq_feistel_read(&self.feistel, start, count, out)
-        else:
-            cseq_order_advance(&self.order, start + count, BRIEF)
-            cseq_order_read(&self.order, start, count, out)
-
-    cdef int write(self, uint64_t start, uint64_t count, int64_t* out) except -1:
-        """The numbers at positions [start, start + count) of the order."""
-        if count:
-            self.approach(start + count)
-            self.copy(start, count, out)
-        return 0
-
-    def read_into(self, uint64_t start, uint64_t count, cnp.ndarray out not None):
-        """Write the samples at positions [start, start + count) into `out`, from its beginning."""
-        self.inside(start, count)
-        if (cnp.PyArray_NDIM(out) != 1 or cnp.PyArray_TYPE(out) != cnp.NPY_INT64
-                or not cnp.PyArray_ISCARRAY(out)):
-            raise ValueError(f"out is {out.ndim}-dimensional {out.dtype}; give writable, "
-                             "contiguous int64")
-        if count > <uint64_t>cnp.PyArray_DIM(out, 0):
-            raise ValueError(f"{count} samples do not fit into {out.shape[0]}")
-        self.write(start, count, <int64_t*>cnp.PyArray_DATA(out))
-        if self.indices is not None:
-            chosen = out[:count]
-            chosen[...] = self.indices[chosen]
-
-    def find(self, uint64_t sample):
-        """The position of a sample in an epoch that is not shuffled by a table."""
-        self.inside(sample, 1)
-        self.approach(0)
-        if self.shuffle and not self.is_computed:
-            raise ValueError("a table of fisher-yates-v1 does not say where a sample is")
-        return cseq_feistel_find(&self.feistel, sample) if self.shuffle else sample
-
-    def read(self, uint64_t start, uint64_t count):
-        """The samples at positions [start, start + count): a new int64 array."""
-        cdef cnp.npy_intp size = <cnp.npy_intp>count
-        self.inside(start, count)
-        out = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT64, 0)
-        self.write(start, count, <int64_t*>cnp.PyArray_DATA(out))
-        if self.indices is not None:
-            out[...] = self.indices[out]
-        return out
+        cseq_order_advance(&self.order, start + count, BRIEF)
+        cseq_order_read(&self.order, start, count, out)
+        return count
 
 
 PARK_NS = 100_000_000  # longest sleep before a sleeper checks signals, workers and deadlines

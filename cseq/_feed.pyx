@@ -146,7 +146,6 @@ cdef class Feed(Line):
         place : Place, optional
             In the same step, it is made that of this epoch, with this feed as its progress.
         """
-        source.begin()
         if place is not None:
             place.epoch, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)

@@ -81,6 +81,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint64_t start       # position of its first sample in the order of the epoch
         uint32_t count       # samples
         uint64_t seed        # of the order and the generators
+        uint32_t parts       # sizes of units after the indices; 0: each is a sample
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed
         uint64_t started_ns  # when it was claimed; 0 before
@@ -153,13 +154,41 @@ cdef extern from "cseq_gil.h" nogil:
 cdef extern from "cseq_feistel.h" nogil:
     enum:
         CSEQ_FEISTEL_LEAST  # samples; with fewer, the order is that of fisher-yates-v1
+        CSEQ_PURPOSE_FEISTEL
+        CSEQ_ROUNDS
 
     ctypedef struct cseq_feistel:
         uint64_t n
 
-    void cseq_feistel_init(cseq_feistel* f, uint64_t n, uint64_t seed, uint64_t epoch) noexcept
+    void cseq_feistel_init(cseq_feistel* f, uint64_t n, const uint64_t* words) noexcept
     void cseq_feistel_read(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
     uint64_t cseq_feistel_find(const cseq_feistel* f, uint64_t sample) noexcept
+
+
+cdef extern from "cseq_permutation.h" nogil:
+    enum:
+        CSEQ_PURPOSE_BLOCKS
+        CSEQ_PURPOSE_WINDOW
+        CSEQ_PURPOSE_UNITS
+        CSEQ_PURPOSE_MEMBERS
+        CSEQ_PURPOSE_MIXTURE
+        CSEQ_PURPOSE_SOURCE
+        CSEQ_PURPOSE_WEIGHTS
+        CSEQ_PURPOSE_GROUPS
+
+    uint64_t CSEQ_NO_KEY
+
+    ctypedef struct cseq_permutation:
+        uint64_t n
+        cseq_feistel feistel
+
+    void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key, uint64_t* words,
+                           size_t count) noexcept
+    size_t cseq_permutation_entries(uint64_t n) noexcept
+    void cseq_permutation_init(cseq_permutation* p, uint64_t n, uint64_t seed, uint64_t epoch,
+                               uint64_t purpose, uint64_t key, uint32_t* table) noexcept
+    void cseq_permutation_read(const cseq_permutation* p, uint64_t start, uint64_t count,
+                               int64_t* out) noexcept
 
 
 cdef extern from "cseq_shuffle.h" nogil:

@@ -4,7 +4,7 @@
 Both are arrays of 64-bit words, little-endian. What `Carrier` writes, in the trainer, `ParcelFeed` reads, on
 the machine that makes the batches; and the other way round::
 
-    request   count | count times: seed, epoch, batch, start, indices | all indices, ticket by ticket
+    request   count | count times: seed, epoch, batch, start, indices, sizes | indices and sizes, by ticket
     answer    count | nanoseconds | count times: status, offset, record | the bytes of the batches
 
 Batches lie in the answer as they lay in their slots, at these offsets (bytes), which are multiples of 64. Nothing
@@ -34,7 +34,7 @@ import numpy
 cnp.import_array()
 
 cdef enum:
-    ASKED = 5      # words of a ticket in a request, before all indices
+    ASKED = 6      # words of a ticket in a request, before all indices
     HEAD = 2       # words of an answer, before those of its tickets
     ANSWERED = 6   # words of a ticket in an answer
     RAISED = 1     # a status: see stage.py
@@ -48,6 +48,11 @@ cdef int64_t* words_of(cnp.ndarray array, Py_ssize_t least) except NULL:
     if not cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_NBYTES(array) < 8 * least:
         raise ValueError(f"a parcel of {array.nbytes} bytes ends before its tickets do")
     return <int64_t*>cnp.PyArray_DATA(array)
+
+
+cdef inline Py_ssize_t asked_of(cseq_cell* c) noexcept:
+    """How many words a ticket has in its cell: indices, and sizes of units."""
+    return <Py_ssize_t>c.count + c.parts
 
 
 @cython.final
@@ -142,7 +147,7 @@ cdef class Carrier:
         try:
             for ticket in tickets:
                 cell = self.find(ticket)
-                size += 0 if cell < 0 else cseq_ring_cell(self.runner.r, <uint32_t>cell).count
+                size += 0 if cell < 0 else asked_of(cseq_ring_cell(self.runner.r, <uint32_t>cell))
             length = size
             made = cnp.PyArray_ZEROS(1, &length, cnp.NPY_INT64, 0)
             head = <int64_t*>cnp.PyArray_DATA(made)
@@ -154,9 +159,9 @@ cdef class Carrier:
                 if cell >= 0:
                     c = cseq_ring_cell(self.runner.r, <uint32_t>cell)
                     head[0], head[1], head[2] = <int64_t>c.seed, <int64_t>c.epoch, <int64_t>c.batch
-                    head[3], head[4] = <int64_t>c.start, c.count
-                    memcpy(indices, cseq_ring_indices(self.runner.r, <uint32_t>cell), 8 * c.count)
-                    indices += c.count
+                    head[3], head[4], head[5] = <int64_t>c.start, c.count, c.parts
+                    memcpy(indices, cseq_ring_indices(self.runner.r, <uint32_t>cell), 8 * asked_of(c))
+                    indices += asked_of(c)
                 head += ASKED
         finally:
             self.lock.leave()
@@ -303,7 +308,7 @@ cdef class Parcel(Memory):
 
     cdef cnp.ndarray request
     cdef const int64_t* head      # of the ticket that is posted next
-    cdef const int64_t* indices   # its indices
+    cdef const int64_t* indices   # its indices, and after them the sizes of its units
     cdef readonly Py_ssize_t count
     cdef Py_ssize_t posted
     cdef Py_ssize_t left          # tickets that are not answered
@@ -313,14 +318,16 @@ cdef class Parcel(Memory):
     def __cinit__(self, cnp.ndarray request not None, uint32_t most):
         cdef Py_ssize_t k, size
         cdef int64_t* words = words_of(request, 1)
+        cdef int64_t* head
         self.request, self.count = request, words[0]
         size = 1 + ASKED * self.count
         words_of(request, size)
         for k in range(self.count):
-            if not 0 <= words[1 + ASKED * k + 4] <= most:
-                raise ValueError(f"a batch of {words[1 + ASKED * k + 4]} samples exceeds batch_size={most} of "
+            head = words + 1 + ASKED * k
+            if not (0 <= head[4] <= most and 0 <= head[5] <= most - head[4]):
+                raise ValueError(f"a batch of {head[4]} samples exceeds batch_size={most} of "
                                  "the fleet that is to make it: make the fleet with a larger batch_size")
-            size += words[1 + ASKED * k + 4]
+            size += head[4] + head[5]
         words_of(request, size)
         self.head, self.indices, self.left = words + 1, words + 1 + ASKED * self.count, self.count
         self.reserve(aligned(8 * (HEAD + ANSWERED * self.count)))
@@ -470,7 +477,9 @@ cdef class ParcelFeed:
         """Post the next ticket of a parcel in a free cell."""
         cdef const int64_t* head = parcel.head
         cdef uint32_t count = <uint32_t>head[4]
-        memcpy(cseq_ring_indices(self.ring.r, cell), parcel.indices, 8 * count)
+        cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
+        c.parts = <uint32_t>head[5]
+        memcpy(cseq_ring_indices(self.ring.r, cell), parcel.indices, 8 * (<size_t>count + c.parts))
         self.number[cell] = <uint32_t>parcel.posted
         self.by_cell[cell] = parcel
         self.ring.offer(cell, self.ticket, <uint64_t>head[1], <uint64_t>head[2], count, <uint64_t>head[3],
@@ -481,7 +490,7 @@ cdef class ParcelFeed:
         if not parcel.begun:
             parcel.begun = cseq_now_ns()
         parcel.posted += 1
-        parcel.indices += count
+        parcel.indices += count + c.parts
         parcel.head += ASKED
         return 0
 

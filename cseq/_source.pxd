@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 
-from cseq._core cimport Order, Ring
+from cseq._core cimport Reader, Ring
 from cseq._memory cimport Block
 from cseq._slots cimport Slots
 
@@ -25,7 +25,6 @@ cdef class Source:
     cdef readonly uint64_t epoch
     cdef readonly uint64_t consumed  # units before the first ticket
     cdef readonly bint keyed         # its items are named by keys
-    cdef int begin(self) except -1
     cdef bint is_ready(self, uint64_t taken) noexcept
     cdef int prepare(self, uint64_t taken) except -1
     cdef Py_ssize_t target(self) noexcept
@@ -37,16 +36,19 @@ cdef class Source:
 
 @cython.final
 cdef class OrderSource(Source):
-    cdef Order order
-    cdef object cut, fill
-    # Batch k has the number `first` + k. For k < `full` it counts `stride` units, else `rest`. For k <
-    # `plain` it is `size` samples from position `start` + k * `stride` on.
-    cdef uint64_t posted, batches, first, full, plain, start, stride, rest
-    cdef uint32_t size, room
-    # What `fill` returned for the ticket to be posted next, if `filled_for` is `posted` + 1.
-    cdef Block filled
-    cdef uint64_t filled_for, filled_start
-    cdef uint32_t filled_count
+    cdef readonly Reader reader
+    # Batch k has the number `first` + k. For k < `full` it is `size` units from position `start` + k *
+    # `stride` on, and counts `stride`; the one after them is `part` units from `part_start` on, and
+    # counts `rest`.
+    cdef uint64_t posted, batches, first, full, start, stride, part_start, rest
+    cdef uint32_t size, part
+    # The samples of the ticket to be posted next, if `filled` is `posted` + 1.
+    cdef Block data
+    cdef uint64_t filled
+    cdef uint32_t count
+    cdef int64_t* sizes  # of its units; NULL: each is one sample
+    cdef uint64_t at(self, uint64_t batch) noexcept
+    cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1
 
 
 @cython.final

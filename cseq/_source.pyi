@@ -1,10 +1,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
+import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._core import Order, Ring
+from cseq._core import Reader, Ring
 from cseq._slots import Slots
 
 ITEM: Final[int]
@@ -25,14 +26,10 @@ class Source:
 
 @final
 class OrderSource(Source):
-    def __new__(
-        cls,
-        order: Order,
-        epoch: int,
-        cut: Sequence[int],
-        fill: Callable[[int, NDArray[Any]], tuple[int, int]],
-        room: int,
-    ) -> Self: ...
+    reader: Final[Reader]
+    def __new__(cls, reader: Reader, epoch: int, cut: Sequence[int]) -> Self: ...
+    def __len__(self) -> int: ...
+    def samples(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 
 @final
 class Request:

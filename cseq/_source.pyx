@@ -9,13 +9,16 @@ from libc.string cimport memcpy, memset
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
+cimport numpy as cnp
 
-from cseq._core cimport Order, Ring
+from cseq._core cimport Reader, Ring
 from cseq._headers cimport *
 from cseq._memory cimport Block
 from cseq._slots cimport Slots
 
 import numpy
+
+cnp.import_array()
 
 
 # For `producer`, and `stream`.
@@ -35,10 +38,6 @@ cdef class Source:
     A `Feed` posts the tickets. Units are what a place in an epoch is counted in: samples that all ranks
     have had, or items.
     """
-
-    cdef int begin(self) except -1:
-        """Begin the epoch: the last step that can fail before the feed takes this source."""
-        return 0
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
         """Whether nothing is left to do before the ticket that is due when `taken` were taken out."""
@@ -70,64 +69,86 @@ cdef class Source:
 
 @cython.final
 cdef class OrderSource(Source):
-    """The batches of an epoch: samples in an order.
+    """The batches of an epoch: units of an order.
 
     Parameters
     ----------
-    order : Order
+    reader : Reader
     epoch : int
     cut : sampler.Cut
         How the epoch is cut into batches.
-    fill : callable
-        ``fill(k, out)`` writes the indices of batch k, where `order` alone does not say them, and
-        returns how many there are and the position of the first one.
-    room : int
-        The most indices of a batch.
     """
 
-    def __cinit__(self, Order order not None, uint64_t epoch, cut, fill, uint32_t room):
-        self.order, self.epoch, self.cut, self.fill, self.room = order, epoch, cut, fill, room
-        (self.first, self.batches, self.full, self.start, self.stride, self.size, _,
-         self.consumed) = cut
-        self.plain = self.full if order.indices is None else 0
-        self.rest = order.n - min(order.n, self.consumed + self.full * self.stride)
+    def __cinit__(self, Reader reader not None, uint64_t epoch, cut):
+        self.reader, self.epoch = reader, epoch
+        (self.first, self.batches, self.full, self.start, self.stride, self.size, self.part_start,
+         self.part, self.consumed) = cut
+        self.rest = reader.units - min(reader.units, self.consumed + self.full * self.stride)
 
-    cdef int begin(self) except -1:
-        self.order.begin(self.epoch, self.cut)
-        return 0
+    def __len__(self):
+        """Batches, from `consumed` on."""
+        return <Py_ssize_t>self.batches
+
+    cdef uint64_t at(self, uint64_t batch) noexcept:
+        """The position of a batch's first unit."""
+        return self.start + batch * self.stride if batch < self.full else self.part_start
+
+    cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
+        """Write the samples of a batch; the tail goes on with the beginning of the epoch."""
+        cdef uint64_t start = self.at(batch)
+        cdef uint64_t done = 0, count
+        cdef int64_t written = 0
+        if batch < self.full:
+            return self.reader.read_batch(self.epoch, start, self.size, out, sizes)
+        while done < self.part:
+            start %= self.reader.units
+            count = min(self.part - done, self.reader.units - start)
+            written += self.reader.read(self.epoch, start, count, out + written,
+                                        NULL if sizes == NULL else sizes + done)
+            done += count
+            start += count
+        return written
+
+    def samples(self, uint64_t batch):
+        """The samples of a batch, and the size of each of its units: new int64 arrays."""
+        if batch >= self.batches:
+            raise IndexError(f"batch {batch} is not one of {self.batches}")
+        sizes = numpy.ones(self.size if batch < self.full else self.part, numpy.int64)
+        out = numpy.empty(len(sizes) * self.reader.room, numpy.int64)
+        written = self.read(batch, <int64_t*>cnp.PyArray_DATA(out), <int64_t*>cnp.PyArray_DATA(sizes))
+        return out[:written], sizes
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        return (self.posted >= self.batches or self.filled_for == self.posted + 1
-                or (self.posted < self.plain
-                    and self.order.is_near(self.start + self.posted * self.stride + self.size)))
+        return self.posted >= self.batches or self.filled == self.posted + 1
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Shuffle up to the next ticket's indices, or have them written into a buffer."""
-        if self.posted < self.plain:
-            return self.order.approach(self.start + self.posted * self.stride + self.size)
-        if self.filled is None:
-            self.filled = Block(8 * <Py_ssize_t>self.room)
-        room = self.filled.view(0, numpy.dtype(numpy.int64), (self.room,))
-        self.filled_count, self.filled_start = self.fill(self.posted, room)
-        self.filled_for = self.posted + 1
+        """Read the samples of the next ticket."""
+        cdef uint64_t most = self.size if self.full else self.part
+        cdef uint64_t room = most * self.reader.room
+        cdef int64_t* out
+        if self.data is None:
+            self.data = Block(8 * <Py_ssize_t>(room + most))
+        out = <int64_t*>self.data.data
+        self.sizes = out + room if self.reader.room > 1 else NULL
+        self.count = <uint32_t>self.read(self.posted, out, self.sizes)
+        self.filled = self.posted + 1
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
         return 0 if self.posted < self.batches else -1
 
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        cdef int64_t* indices = cseq_ring_indices(ring.r, cell)
-        cdef uint64_t start = self.filled_start
-        cdef uint32_t count = self.filled_count
-        cdef uint64_t units = self.stride if self.posted < self.full else self.rest
-        if self.posted < self.plain:
-            start, count = self.start + self.posted * self.stride, self.size
-            self.order.copy(start, count, indices)
-        else:
-            memcpy(indices, self.filled.data, 8 * <size_t>count)
-        ring.offer(cell, ticket, self.epoch, self.first + self.posted, count, start, self.order.seed)
+        cdef int64_t* words = cseq_ring_indices(ring.r, cell)
+        cdef bint is_full = self.posted < self.full
+        cdef uint32_t parts = self.size if is_full else self.part
+        memcpy(words, self.data.data, 8 * <size_t>self.count)
+        cseq_ring_cell(ring.r, cell).parts = 0 if self.sizes == NULL else parts
+        if self.sizes != NULL:
+            memcpy(words + self.count, self.sizes, 8 * <size_t>parts)
+        ring.offer(cell, ticket, self.epoch, self.first + self.posted, self.count,
+                   self.at(self.posted), self.reader.seed)
         self.posted += 1
-        return units
+        return self.stride if is_full else self.rest
 
     cdef bint is_over(self, Py_ssize_t number) noexcept:
         return self.posted >= self.batches

@@ -203,6 +203,12 @@ cdef class Runner:
                <size_t>n * 8)
         return array
 
+    def parts(self):
+        """The number of indices of each unit of the batch: an int64 array."""
+        cdef cseq_cell* c = self.held()
+        cdef int64_t* sizes = cseq_ring_indices(self.r, <uint32_t>self.cell) + c.count
+        return numpy.array([sizes[k] for k in range(c.parts)] if c.parts else [1] * c.count, numpy.int64)
+
     def publish(self, uint32_t status=0, record=(), uint64_t capacity=0, int64_t slot=-1):
         """Publish the ticket.
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from cseq._core import ALGORITHMS
 from cseq.check import choice, count, flag, modules, seconds
 from cseq.indexing import indexer
 from cseq.indexing.dataset import DatasetIndexer
 from cseq.memory.memory_limit import memory_limit_of
+from cseq.order.base import Order
+from cseq.order.shuffled import Sequential, Shuffled
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
         threads: int | None
         preload: Sequence[str] | Literal[False] | None
         seed_globals: bool
+        order: Order | None
 
     class Keywords(Options, total=False):
         """All keywords of `MSequence` but `num_workers`, `out_type` and `thread_type`."""
@@ -74,12 +78,13 @@ __all__ = [
     "converters_of",
     "dtype_of",
     "fleet_of",
+    "order_of",
     "samples_of",
-    "shuffle_of",
 ]
 
 MAX_RESTARTS = 100  # in an epoch, where nothing else is said
-MOST_BATCH = 2**32 - 1  # a ticket counts its samples in 32 bits
+BATCH_SIZE = 32  # where nothing else is said
+MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
 
 
 class WorkerOptions(NamedTuple):
@@ -150,11 +155,6 @@ class Job(NamedTuple):
     options: WorkerOptions
     fleet: Any = None
 
-    @property
-    def room(self) -> int:
-        """The most samples that a batch can have."""
-        return min(self.sampler.batch_size, self.sampler.dset_size)
-
     def without_worker(self) -> Job:
         """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
         return self._replace(worker=None, fleet=None)
@@ -170,23 +170,42 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
     return worker.worker, worker
 
 
-def batch_size_of(batch_size: Any) -> int:
+def batch_size_of(batch_size: Any, order: Order) -> int:
     """Check `batch_size`."""
     if batch_size is None:
         raise TypeError(
             "batch_size=None is not an integer: the indexer always gets an array of indices; "
             "give 1 for samples one by one"
         )
-    return count("batch_size", batch_size, most=MOST_BATCH)
+    most = MOST_BATCH if order.room == 1 else MOST_BATCH // (order.room + 1)
+    size = count("batch_size", batch_size, most=most)
+    if order.is_batch:
+        if size not in (1, BATCH_SIZE):
+            raise ValueError(
+                f"batch_size={size}: the units of order={order!r} are batches; leave batch_size out"
+            )
+        return 1
+    return size
 
 
-def shuffle_of(shuffle: Any) -> Any:
-    """Check `shuffle`."""
-    if shuffle == "feistel":
-        return shuffle
-    if isinstance(shuffle, str):
-        raise ValueError(f"shuffle={shuffle!r} is unknown; give True, False or 'feistel'")
-    return flag("shuffle", shuffle)
+def order_of(order: Any, shuffle: Any) -> Order:
+    """Check `order`, or make the one that `shuffle` asks for."""
+    if order is None:
+        if shuffle == "feistel":
+            return Shuffled()
+        if isinstance(shuffle, str):
+            raise ValueError(f"shuffle={shuffle!r} is unknown; give True, False or 'feistel'")
+        return Shuffled(algorithm=ALGORITHMS[0]) if flag("shuffle", shuffle) else Sequential()
+    if not isinstance(order, Order):
+        if callable(getattr(order, "__iter__", None)):
+            raise TypeError(
+                f"order={order!r} is no cseq.Order; cseq.DataLoader takes samplers and batch "
+                "samplers of torch, and a subclass of cseq.Order becomes an order of one's own"
+            )
+        raise TypeError(f"order={order!r} is no cseq.Order; give one, or None")
+    if shuffle is not True:
+        raise ValueError(f"shuffle={shuffle!r} beside order={order!r}; give one of them")
+    return order
 
 
 def converters_of(workers: int, converters: int | None) -> int:

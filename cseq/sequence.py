@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
+    from cseq.order.base import Order
     from cseq.pools.base import BatchPool
 
     # What the loop gets; anything where that is not known.
@@ -78,7 +79,8 @@ class MSequence(Manager, Generic[B_co]):
         The most batches that are being made or wait for the loop, 1 to 16384.
     shuffle : bool or 'feistel'
         Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
-        'feistel': one that needs no table of all samples, for more than some 10**9.
+        'feistel': one that needs no table of all samples, for more than some 10**9. Short for
+        ``order=`` `Shuffled` or `Sequential`.
     thread_type : 'proc' or 'thread'
         Workers are processes or threads.
     out_type : str, None, torch.device or callable
@@ -128,6 +130,9 @@ class MSequence(Manager, Generic[B_co]):
         Modules that the fork server imports once for all workers, beside those that `worker` refers
         to (None: only those). A module that starts threads, opens files or initialises CUDA when it
         is imported is left to the workers. False: each worker imports everything by itself.
+    order : Order, optional
+        Which samples come together, and when, in place of `shuffle`. Where its units are batches
+        (`Buckets`), leave `batch_size` out; where they are rows (`Packed`), that counts rows.
     seed_globals : bool
         Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
         the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
@@ -194,7 +199,7 @@ class MSequence(Manager, Generic[B_co]):
         dset_size: Any = None,
         num_workers: int = 4,
         num_converters: int | None = None,
-        batch_size: int = 32,
+        batch_size: int = arguments.BATCH_SIZE,
         buffer: int = 10,
         shuffle: Shuffle = True,  # noqa: FBT002 - the position is fixed
         thread_type: ThreadType = "proc",
@@ -215,6 +220,7 @@ class MSequence(Manager, Generic[B_co]):
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
         seed_globals: bool = True,
+        order: Order | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -229,10 +235,11 @@ class MSequence(Manager, Generic[B_co]):
         self._shard = shards.given(shard)
         self._automatic = self._shard is None
         rank, world_size, _ = self._shard or shards.ALONE
+        chosen = arguments.order_of(order, shuffle)
         sampler = Sampler(
             arguments.samples_of(worker) if dset_size is None else dset_size,
-            batch_size=arguments.batch_size_of(batch_size),
-            shuffle=arguments.shuffle_of(shuffle),
+            chosen,
+            batch_size=arguments.batch_size_of(batch_size, chosen),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
             rank=rank,
@@ -271,7 +278,7 @@ class MSequence(Manager, Generic[B_co]):
 
     def _check_seed(self, shard: shards.Shard) -> None:
         """Raise ValueError if ranks that shuffle would each draw a seed of their own."""
-        if self._own_seed and shard.world_size > 1 and self._sampler.shuffle:
+        if self._own_seed and shard.world_size > 1 and self._sampler.order.is_seeded:
             raise ValueError(
                 f"{shard} needs a seed: ranks that draw their own would go through different "
                 "orders; give all of them the same one"
@@ -341,12 +348,12 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def dset_size(self) -> int:
-        """Samples in an epoch, over all ranks."""
+        """Samples there are; without an `order`, an epoch over all ranks has each of them."""
         return self._sampler.dset_size
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch."""
+        """Samples in a batch; rows if `order` counts these, and 1 if it counts batches."""
         return self._sampler.batch_size
 
     @property
@@ -389,7 +396,7 @@ class MSequence(Manager, Generic[B_co]):
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._alone():
             run, place = self._run, self._place
-            if number == place.epoch and not place.is_over(self._sampler.end):
+            if number == place.epoch and not place.is_over(self._sampler.end(place.consumed)):
                 place.again = place.begun
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = Place(number)
@@ -412,7 +419,7 @@ class MSequence(Manager, Generic[B_co]):
     def _count_samples(self) -> int:
         """Count the samples that this rank gets in an epoch."""
         self._settle_shard()
-        return self._sampler.samples
+        return self._sampler.units
 
     @property
     def batch_sampler(self) -> None:
@@ -523,7 +530,8 @@ class MSequence(Manager, Generic[B_co]):
             self._settle_shard()
             generation = run.interrupt()
             with run.lock.hold():  # from here on, no batch is delivered
-                self._place = place = self._place.next(self._sampler.end)
+                end = self._sampler.end(self._place.consumed)
+                self._place = place = self._place.next(end)
                 self._begin(run, place, place.epoch, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
 
@@ -546,7 +554,7 @@ class MSequence(Manager, Generic[B_co]):
         with self._lock.hold():
             place = self._place
             epoch, position = place.epoch, place.position  # once: other threads may take batches
-            if place.is_over(self._sampler.end):
+            if place.is_over(self._sampler.end(place.consumed)):
                 epoch, position = epoch + 1, 0
             elif position != place.consumed and not self._job.ordered:
                 raise ValueError(
@@ -574,9 +582,9 @@ class MSequence(Manager, Generic[B_co]):
         TypeError
             It is no state.
         ValueError
-            The state is of another data set size, seed, order or version; both are named.
+            The state is of another seed, order or version; both are named.
         OSError
-            Inside the manager's own ``with``, if the state's seed replaces another one.
+            Inside the manager's own ``with``, if the state's seed or order replaces another one.
 
         Examples
         --------
@@ -595,15 +603,15 @@ class MSequence(Manager, Generic[B_co]):
         [2 3] [4 5] [6 7]
         """
         with self._alone():
-            place = Place(*checkpoint.check(state, self._sampler, any_seed=self._drawn))
-            if state["seed"] != self.seed:
+            sampler, *at = checkpoint.load(state, self._sampler, any_seed=self._drawn)
+            if sampler is not self._sampler:
                 self._refuse_inside_with("load_state_dict")
             if self._run is not None:
                 self._run.interrupt()  # its batches are of another place
-            self._place = place
-            if state["seed"] != self.seed:
+            self._place = Place(*at)
+            if sampler is not self._sampler:
                 self._end()
-                self._job = self._job._replace(sampler=self._sampler.changed(seed=state["seed"]))
+                self._job = self._job._replace(sampler=sampler)
             self._own_seed = False
 
 

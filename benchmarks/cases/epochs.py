@@ -140,9 +140,9 @@ def shuffle() -> Iterator[Callable[[], float]]:
 
     def run() -> float:
         start = time.perf_counter()
-        sampler = Sampler(SAMPLES, batch_size=32, shuffle=True, seed=1, drop_last=False)
-        sampler.begin(0, PLACE)
-        sampler.indices(0)
+        order = cseq.Shuffled(algorithm="fisher-yates-v1")
+        sampler = Sampler(SAMPLES, order, batch_size=32, seed=1, drop_last=False)
+        sampler.source(0, PLACE).samples(0)
         return (time.perf_counter() - start) * 1e3
 
     yield run

@@ -50,11 +50,10 @@ class FleetPool(BatchPool):
 
     def __init__(self, job: Job) -> None:
         fleet: Fleet = job.fleet or self._own_fleet(job)
-        cells = min(job.buffer, max(FEWEST, ROOM // (8 * job.room)))
+        words = job.sampler.words
+        cells = min(job.buffer, max(FEWEST, ROOM // (8 * words)))
         runners = 1 + job.num_converters
-        ring = Ring(
-            Block(ring_bytes(cells, job.room, runners), zero=True), cells, job.room, runners
-        )
+        ring = Ring(Block(ring_bytes(cells, words, runners), zero=True), cells, words, runners)
         self._arena = Arena(job.options.memory_limit, None, tickets=cells)
         segment = self._arena.segment
         slots = Slots(segment.fd, segment.width, segment.slots, INDEXER + 1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq import check
-from cseq.arguments import MAX_RESTARTS, WorkerOptions, batch_size_of
+from cseq.arguments import MAX_RESTARTS, MOST_BATCH, WorkerOptions
 from cseq.encoding import failure
 from cseq.encoding.pickling import dump
 from cseq.fleet.agent import Failed, Lost
@@ -180,7 +180,7 @@ class RayFleet:
     ) -> None:
         check_worker(worker)
         self.worker = worker
-        self.batch_size = batch_size_of(batch_size)
+        self.batch_size = check.count("batch_size", batch_size, most=MOST_BATCH)
         own = {
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
@@ -501,7 +501,7 @@ def fleet_for(job: Job) -> RayFleet:
     """Make the fleet of a sequence that is given none: its workers are spread over all nodes."""
     fleet = RayFleet(
         job.worker,
-        batch_size=job.room,
+        batch_size=job.sampler.words,
         seed_globals=job.seed_globals,
         **job.options._asdict(),
     )

@@ -38,14 +38,12 @@ static inline uint64_t cseq_ceil_sqrt(uint64_t n)
     return low;
 }
 
-/* n in [1, 2^63]. */
-static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, uint64_t seed, uint64_t epoch)
+/* n in [1, 2^63]; 2 * CSEQ_ROUNDS words. */
+static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t *words)
 {
-    uint64_t words[2 * CSEQ_ROUNDS];
     f->n = n;
     f->a = cseq_ceil_sqrt(n);
     f->b = (n - 1) / f->a + 1;
-    cseq_derive(seed, epoch, CSEQ_PURPOSE_FEISTEL, words, 2 * CSEQ_ROUNDS);
     for (int i = 0; i < CSEQ_ROUNDS; i++) {
         f->x[i] = words[2 * i];
         f->m[i] = words[2 * i + 1] | 1;

@@ -42,7 +42,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 6u
+#define CSEQ_LAYOUT 7u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
@@ -111,7 +111,8 @@ typedef struct {
     uint32_t status;     /* 0: a batch; else see stage.py */
     uint64_t record[CSEQ_FIELDS];
     uint64_t seed; /* of the epoch's order and generators; written before the post */
-    char pad[CSEQ_LINE - 72 - 8 * CSEQ_FIELDS];
+    uint32_t parts; /* sizes of units after the indices, written before the post; 0: each is a sample */
+    char pad[CSEQ_LINE - 76 - 8 * CSEQ_FIELDS];
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
     char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];

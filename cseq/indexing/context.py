@@ -1,4 +1,4 @@
-"""Functions for use inside an indexer: `rng`, `empty`, `worker_info`.
+"""Functions for use inside an indexer: `rng`, `empty`, `parts`, `worker_info`.
 
 A runner enters its `BatchContext` before it calls the indexer and leaves it afterwards. The context
 is found by thread, so a manager used inside another manager's indexer keeps its own.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq._core import derive
-from cseq._work import BatchState
+from cseq._work import BatchState, Runner
 from cseq.check import dimensions
 
 if TYPE_CHECKING:
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from cseq._work import Runner
     from cseq.memory.writer import Writer
 
-__all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "rng", "worker_info"]
+__all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
 # What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5
 # are in _work.pyx.
@@ -41,7 +40,7 @@ class Numbers(NamedTuple):
     start: int  # position of its first sample in the order of the epoch
 
 
-Ticket: TypeAlias = "Runner | Numbers"  # identifies the present batch
+Ticket: TypeAlias = Runner | Numbers  # identifies the present batch
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,39 @@ def rng() -> np.random.Generator:
             "made; elsewhere, use numpy.random.default_rng(seed)"
         )
     return batch_context.rng()
+
+
+def parts() -> NDArray[np.int64]:
+    """Return how the indices of the batch that is being made are divided.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape (units of the batch,), int64: how many of the indices belong to each unit of the
+        order; for `Packed`, to each row. Their sum is the number of indices.
+
+    Raises
+    ------
+    RuntimeError
+        Called outside of an indexer's ``__getitem__``.
+
+    Examples
+    --------
+    >>> class Rows:
+    ...     def __getitem__(self, indices):
+    ...         return [part.tolist() for part in np.split(indices, cseq.parts().cumsum()[:-1])]
+    >>> manager = cseq.MPSequence(Rows, 3, batch_size=2, shuffle=False, out_type="null")
+    >>> with manager.start_test() as batches:
+    ...     print(*batches)
+    [[0], [1]] [[2]]
+    """
+    batch_context = here.batch_context
+    ticket = None if batch_context is None else batch_context.ticket
+    if not isinstance(ticket, Runner):
+        raise RuntimeError(
+            "cseq.parts() belongs to the batch of a sequence: call it in __getitem__ of its indexer"
+        )
+    return ticket.parts()
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:

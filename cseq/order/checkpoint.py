@@ -5,29 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cseq.check import count
-from cseq.order.sampler import MOST_SEED
+from cseq.order.base import MOST_SEED
+from cseq.order.shuffled import Sequential
 
 if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
 
-__all__ = ["check", "make"]
+__all__ = ["load", "make"]
 
-VERSION = 1
-
-
-def _order(sampler: Sampler) -> dict[str, Any]:
-    """Return the format's version, and what the order of the epochs depends on but the seed."""
-    return {
-        "version": VERSION,
-        "algorithm": sampler.algorithm,
-        "dset_size": sampler.dset_size,
-        "shuffle": sampler.shuffle,
-    }
+VERSION = 2
 
 
 def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[str, Any]:
     """Describe a position in the epochs of a sampler by a few JSON values."""
-    return _order(sampler) | {
+    return {
+        "version": VERSION,
+        "order": sampler.order.facts(),
         "seed": sampler.seed,
         "batch_size": sampler.batch_size,
         "world_size": world_size,
@@ -37,8 +30,29 @@ def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[s
     }
 
 
-def check(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[int, int]:
-    """Return a state's epoch and samples consumed.
+def _facts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state says of its order; version 1 knew samples one by one."""
+    version = state.get("version")
+    if version not in (1, VERSION):
+        raise ValueError(
+            f"the state has version={version!r}, this cseq reads 1 to {VERSION}; load it with the "
+            "version of cseq that it was made with"
+        )
+    needed = {"algorithm", "dset_size", "shuffle"} if version == 1 else {"order"}
+    missing = (needed | {"seed", "epoch", "consumed"}) - state.keys()
+    if missing:
+        raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
+    if version == 1:
+        name = state["algorithm"] if state["shuffle"] else Sequential.name
+        return {"name": name, "samples": state["dset_size"]}
+    facts = state["order"]
+    if not isinstance(facts, dict):
+        raise TypeError(f"the state has order={facts!r}; give what state_dict() returned")
+    return facts
+
+
+def load(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[Sampler, int, int]:
+    """Return the sampler that goes on with a state, and the state's epoch and units consumed.
 
     Raises
     ------
@@ -50,21 +64,18 @@ def check(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[i
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
-    ours = _order(sampler)
-    if not any_seed:
-        ours["seed"] = sampler.seed
-    missing = {*ours, "seed", "epoch", "consumed"} - state.keys()
-    if missing:
-        raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
-    for name, value in ours.items():
-        if state[name] != value:
-            raise ValueError(
-                f"the state has {name}={state[name]!r}, this manager has {name}={value!r}; "
-                "make it with the same, or do not load this state"
-            )
-    count("seed", state["seed"], 0, MOST_SEED)
+    facts = _facts(state)
+    seed = count("seed", state["seed"], 0, MOST_SEED)
     epoch = count("epoch", state["epoch"], 0, MOST_SEED)
     consumed = count("consumed", state["consumed"], least=0)
-    if consumed > sampler.dset_size:
-        raise ValueError(f"the state has consumed={consumed} of {sampler.dset_size} samples")
-    return epoch, consumed
+    order = sampler.order.resumed(facts, epoch, consumed)
+    if seed != sampler.seed and not any_seed:
+        raise ValueError(
+            f"the state has seed={seed}, this manager has seed={sampler.seed}; make it with the "
+            "same, or do not load this state"
+        )
+    if consumed > order.units:
+        raise ValueError(f"the state has consumed={consumed} of {order.units} units of an epoch")
+    if order is not sampler.order or seed != sampler.seed:
+        sampler = sampler.changed(order=order, seed=seed)
+    return sampler, epoch, consumed

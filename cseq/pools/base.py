@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from cseq._codec import Decoder
 from cseq._feed import Feed
 from cseq._lock import RunState
-from cseq._source import OrderSource
 from cseq.encoding import failure
 from cseq.stage import RAISED
 from cseq.stats import Clock, Stats
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from cseq.arguments import Job, WorkerOptions
     from cseq.encoding.transport import BatchReader
     from cseq.order.place import Place
-    from cseq.order.sampler import Indices
     from cseq.processes.supervisor import Supervisor
 
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
@@ -285,19 +283,13 @@ class BatchPool(Pool):
         if before is not None and not before.begun and before.is_at(epoch, consumed):
             feed.place, place.progress = place, feed
             return
-        cut = job.sampler.cut_at(consumed)
-        source = OrderSource(job.sampler.order, epoch, cut, self._fill, job.room)
-        feed.begin(source, ordered=job.ordered, place=place)
+        feed.begin(job.sampler.source(epoch, consumed), ordered=job.ordered, place=place)
         self._release(feed.ticket)
         feed.refill()
         self.clock.run()
 
     def _release(self, ticket: int) -> None:
         """Have runners let go of tickets from before this one, which were given up."""
-
-    def _fill(self, batch: int, room: Indices) -> tuple[int, int]:
-        """Write a batch's indices; return how many, and where in the order they begin."""
-        return self._job.sampler.fill(batch, room), self._job.sampler.start(batch)
 
     def _describe(
         self, _: int, cell: int, error: BaseException

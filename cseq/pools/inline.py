@@ -49,7 +49,8 @@ class InlinePool(BatchPool):
 
     def __init__(self, job: Job) -> None:
         self._made: Any = None  # the indexer
-        ring = Ring(Block(ring_bytes(1, job.room, 1), zero=True), 1, job.room, 1)
+        words = job.sampler.words
+        ring = Ring(Block(ring_bytes(1, words, 1), zero=True), 1, words, 1)
         objects = Objects(1)
         self._batch_context = context.BatchContext(0, 1, job.sampler.seed)
         self._seeds = Seeds(self._batch_context) if job.seed_globals else None

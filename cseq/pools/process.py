@@ -184,7 +184,7 @@ class ProcessPool(BatchPool):
             self._locks = PageLocks(job.output.device)
         self._shared = Shared(
             job.buffer,
-            job.room,
+            job.sampler.words,
             job.num_workers + job.num_converters,
             owners=job.num_workers + (job.num_converters if in_processes else 0),
             memory_limit=options.memory_limit,

@@ -126,8 +126,9 @@ class ThreadPool(BatchPool):
 
     def __init__(self, job: Job) -> None:
         runners = job.num_workers + job.num_converters
-        memory = Block(ring_bytes(job.buffer, job.room, runners), zero=True)
-        ring = Ring(memory, job.buffer, job.room, runners)
+        words = job.sampler.words
+        memory = Block(ring_bytes(job.buffer, words, runners), zero=True)
+        ring = Ring(memory, job.buffer, words, runners)
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
         ring.apart = 0 if HAS_GIL else apart(job.buffer)

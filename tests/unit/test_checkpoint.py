@@ -9,12 +9,28 @@ import pytest
 
 from cseq.order import checkpoint
 from cseq.order.sampler import Sampler
+from cseq.order.shuffled import Sequential, Shuffled
 
 
 def sampler(**options: Any) -> Sampler:
     """Make a sampler of 100 samples."""
-    given = {"batch_size": 8, "shuffle": True, "seed": 5, "drop_last": False} | options
-    return Sampler(given.pop("dset_size", 100), **given)
+    given = {"batch_size": 8, "seed": 5, "drop_last": False} | options
+    order = given.pop("order", Shuffled(algorithm="fisher-yates-v1"))
+    return Sampler(given.pop("dset_size", 100), order, **given)
+
+
+FIRST = {
+    "version": 1,
+    "algorithm": "fisher-yates-v1",
+    "dset_size": 100,
+    "shuffle": True,
+    "seed": 5,
+    "batch_size": 8,
+    "world_size": 2,
+    "drop_last": False,
+    "epoch": 3,
+    "consumed": 48,
+}
 
 
 def test_a_state_comes_back() -> None:
@@ -22,23 +38,47 @@ def test_a_state_comes_back() -> None:
     state = checkpoint.make(sampler(), 2, 3, 48)
     assert json.loads(json.dumps(state)) == state
     assert state["world_size"] == 2
-    assert checkpoint.check(state, sampler(batch_size=5), any_seed=False) == (3, 48)
-    assert checkpoint.check(state, sampler(seed=6), any_seed=True) == (3, 48)
+    one = sampler(batch_size=5)
+    assert checkpoint.load(state, one, any_seed=False) == (one, 3, 48)
+    other, *at = checkpoint.load(state, sampler(seed=6), any_seed=True)
+    assert (other.seed, at) == (5, [3, 48])
 
 
-@pytest.mark.parametrize("other", [{"dset_size": 99}, {"shuffle": False}, {"seed": 6}])
-def test_a_state_of_another_order(other: dict[str, Any]) -> None:
+def test_a_state_of_version_1() -> None:
+    """It knew samples one by one: shuffled, by its algorithm, or not."""
+    one = sampler()
+    assert checkpoint.load(FIRST, one, any_seed=False) == (one, 3, 48)
+    computed = sampler(order=Shuffled())
+    assert checkpoint.load(FIRST | {"algorithm": "feistel-v1"}, computed, any_seed=False)[1] == 3
+    natural = sampler(order=Sequential())
+    assert checkpoint.load(FIRST | {"shuffle": False}, natural, any_seed=False)[1] == 3
+    for changed in ({"algorithm": "feistel-v1"}, {"shuffle": False}, {"dset_size": 99}):
+        with pytest.raises(ValueError, match="the state has an order with"):
+            checkpoint.load(FIRST | changed, one, any_seed=False)
+    for name in ("algorithm", "dset_size", "shuffle", "seed"):
+        with pytest.raises(ValueError, match=f"lacks.*{name}"):
+            checkpoint.load({k: FIRST[k] for k in FIRST.keys() - {name}}, one, any_seed=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"dset_size": 99}, "an order with samples=99"),
+        ({"order": Sequential()}, "an order with name='sequential'"),
+        ({"seed": 6}, "seed=6"),
+    ],
+)
+def test_a_state_of_another_order(other: dict[str, Any], name: str) -> None:
     """Another order is an error that names what differs."""
-    [name] = other
-    with pytest.raises(ValueError, match=f"the state has {name}="):
-        checkpoint.check(checkpoint.make(sampler(**other), 1, 0, 0), sampler(), any_seed=False)
+    with pytest.raises(ValueError, match=f"the state has {name}, this manager has"):
+        checkpoint.load(checkpoint.make(sampler(**other), 1, 0, 0), sampler(), any_seed=False)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("version", 2),
-        ("algorithm", "other"),
+        ("version", 3),
+        ("order", {"name": "other"}),
         ("consumed", 101),
         ("epoch", -1),
         ("epoch", 1 << 64),
@@ -48,10 +88,10 @@ def test_a_bad_state(name: str, value: Any) -> None:
     """A value that no state can have is an error that names it, and so is a missing one."""
     state = checkpoint.make(sampler(), 1, 0, 0)
     with pytest.raises(ValueError, match=name):
-        checkpoint.check(state | {name: value}, sampler(), any_seed=False)
+        checkpoint.load(state | {name: value}, sampler(), any_seed=False)
     del state[name]
-    with pytest.raises(ValueError, match=f"lacks.*{name}"):
-        checkpoint.check(state, sampler(), any_seed=True)
+    with pytest.raises(ValueError, match=f"lacks.*{name}" if name != "version" else "version=None"):
+        checkpoint.load(state, sampler(), any_seed=True)
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 64])
@@ -59,4 +99,4 @@ def test_a_seed_that_no_manager_has(seed: int) -> None:
     """It is refused before anything is loaded, also where a seed was drawn."""
     state = checkpoint.make(sampler(), 1, 0, 0) | {"seed": seed}
     with pytest.raises(ValueError, match="seed="):
-        checkpoint.check(state, sampler(), any_seed=True)
+        checkpoint.load(state, sampler(), any_seed=True)

@@ -20,6 +20,7 @@ from cseq._work import Runner
 from cseq.encoding.transport import Objects
 from cseq.order.place import Place
 from cseq.order.sampler import Sampler
+from cseq.order.shuffled import Sequential
 from cseq.pools.base import BatchPool, wake_at
 from cseq.stage import INDEXER
 
@@ -63,7 +64,7 @@ class Stage:
         self.act: Callable[[], None] = self.work
         self.checks = 0
         self.to_interrupt = False
-        sampler = Sampler(samples, batch_size=batch_size, shuffle=False, seed=0, drop_last=False)
+        sampler = Sampler(samples, Sequential(), batch_size=batch_size, seed=0, drop_last=False)
         on_error = "skip" if skip_errors else "raise"
         job: Any = SimpleNamespace(
             sampler=sampler, room=batch_size, ordered=ordered, on_error=on_error, options=None

@@ -14,7 +14,7 @@ from interrupting import is_mine
 from slots import Scratch
 
 from cseq._codec import Decoder, ObjectTable
-from cseq._core import Order, Ring, ring_bytes
+from cseq._core import RangeReader, Ring, ring_bytes
 from cseq._feed import Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import Block, Mapping, commit
@@ -66,15 +66,9 @@ class Counter:
             interrupted="a newer iterator began",
             **options,
         )
-        order = Order(10, shuffle=False, seed=0)
-        source = OrderSource(order, 7, (100, 5, full, 0, 2, 2, 0, 0), self.fill, 2)
+        source = OrderSource(RangeReader(10), 7, (100, 5, full, 0, 2, 2, full * 2, 1, 0))
         self.feed.begin(source, ordered=ordered)
         self.feed.refill()
-
-    def fill(self, batch: int, room: Any) -> tuple[int, int]:
-        """Be a sampler of batches that are not full: of one sample."""
-        room[0] = -batch
-        return 1, 1000 + batch
 
     def wait(self) -> None:
         """Wait for the next batch."""
@@ -149,13 +143,12 @@ def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | No
 
 
 def test_batches_that_are_not_full() -> None:
-    """The indices of such a batch are asked of Python, before the batch in its cell is taken."""
+    """The tail is one batch, which begins where the cut says."""
     counter = Counter(full=3)
     for batch in range(5):
         counter.work(batch)
         assert counter.next() == batch
-    assert counter.ring.ticket(0)[2] == counter.ring.ticket(1)[2] == 1
-    assert sorted(counter.ring.indices(cell)[0] for cell in range(2)) == [-4, -3]
+    assert sorted(counter.ring.ticket(cell)[2] for cell in range(2)) == [1, 1]
 
 
 def refuse(batch: Any) -> Any:
@@ -277,8 +270,8 @@ class Slotted:
             RunState(), [self.ring], Decoder(slots=self.slots, small=small, **options),
             self.wait, self.decode, self.describe,
         )  # fmt: skip
-        order = Order(9, shuffle=False, seed=0)
-        self.feed.begin(OrderSource(order, 0, (0, 9, 9, 0, 1, 1, 0, 0), list, 1))
+        cut = (0, 9, 9, 0, 1, 1, 0, 0, 0)
+        self.feed.begin(OrderSource(RangeReader(9), 0, cut))
         self.feed.refill()
 
     def wait(self) -> None:

@@ -67,7 +67,7 @@ def test_a_request_says_all_of_its_tickets(trainer: Trainer) -> None:
     trainer.post(1, samples=3, seed=2**64 - 1)
     trainer.post(1, samples=1, seed=6)
     words = trainer.carrier.request(trainer.carrier.claim(9)).tolist()
-    assert words == [2, -1, 9, 0, 0, 3, 6, 9, 1, 1, 1, 0, 1, 2, 1]
+    assert words == [2, -1, 9, 0, 0, 3, 0, 6, 9, 1, 1, 1, 0, 0, 1, 2, 1]
 
 
 def test_parcels_bring_each_batch_to_its_ticket(trainer: Trainer, workshop: Workshop) -> None:
@@ -128,7 +128,7 @@ def test_giving_up_frees_all_tickets_of_before_at_once(trainer: Trainer) -> None
     assert trainer.carrier.held == 2
     assert trainer.carrier.publish(tickets, answer_of(*[b"x"] * 5)) == 2
     assert trainer.take(0)[:2] == (RAISED, NO_SLOT)
-    assert trainer.carrier.request(tickets).tolist() == [5] + [0] * 25
+    assert trainer.carrier.request(tickets).tolist() == [5] + [0] * 30
 
 
 def test_giving_up_counts_across_the_end_of_the_numbers(trainer: Trainer) -> None:
@@ -183,10 +183,11 @@ def test_a_batch_without_room_becomes_an_error(
     ("words", "text"),
     [
         ([], "ends before"),
-        ([2, 0, 0, 0, 0, 1], "ends before"),
-        ([1, 0, 0, 0, 0, 2, 7], "ends before"),
-        ([1, 0, 0, 0, 0, 5, 1, 2, 3, 4, 5], "a batch of 5 samples exceeds batch_size=4"),
-        ([1, 0, 0, 0, 0, -1], "a batch of -1 samples"),
+        ([2, 0, 0, 0, 0, 1, 0], "ends before"),
+        ([1, 0, 0, 0, 0, 2, 0, 7], "ends before"),
+        ([1, 0, 0, 0, 0, 5, 0, 1, 2, 3, 4, 5], "a batch of 5 samples exceeds batch_size=4"),
+        ([1, 0, 0, 0, 0, -1, 0], "a batch of -1 samples"),
+        ([1, 0, 0, 0, 0, 2, 3, 7, 8, 1, 1, 1], "a batch of 2 samples exceeds batch_size=4"),
     ],
 )
 def test_a_request_that_is_none_is_refused(words: list[int], text: str) -> None:
@@ -197,7 +198,7 @@ def test_a_request_that_is_none_is_refused(words: list[int], text: str) -> None:
 
 def test_an_answer_that_is_not_complete_is_refused(workshop: Workshop) -> None:
     """It would have holes."""
-    parcel = Parcel(np.array([1, 0, 0, 0, 0, 1, 7]), 4)
+    parcel = Parcel(np.array([1, 0, 0, 0, 0, 1, 0, 7]), 4)
     workshop.feed.add(parcel)
     workshop.feed.advance()
     with pytest.raises(RuntimeError, match="1 of 1 tickets are not answered"):
@@ -220,7 +221,7 @@ def test_what_the_feed_could_not_take_stays_in_its_ring(
     workshop.feed = type(workshop.feed)(
         workshop.ring, workshop.arena.slots, workshop.arena.mapped, fails_once
     )
-    parcel = Parcel(np.array([2, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 7, 8]), 4)
+    parcel = Parcel(np.array([2, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 7, 8]), 4)
     workshop.feed.add(parcel)
     workshop.feed.advance()
     for _ in range(2):

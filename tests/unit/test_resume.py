@@ -164,13 +164,13 @@ def test_a_state_has_the_same_size_everywhere() -> None:
         next(iterator)
         sizes.add(len(m.state_dict()))
     m.finish()
-    assert sizes == {10}
+    assert sizes == {8}
     assert m.state_dict()["consumed"] == 20
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dset_size", 7), ("seed", 4), ("algorithm", "other-v1"), ("version", 99), ("shuffle", False)],
+    [("seed", 4), ("version", 99), ("order", {"name": "other-v1"})],
 )
 def test_a_state_of_something_else_is_refused(name: str, value: Any) -> None:
     """The error names both values."""
@@ -178,8 +178,8 @@ def test_a_state_of_something_else_is_refused(name: str, value: Any) -> None:
     state = m.state_dict()
     with pytest.raises(ValueError, match=name) as caught:
         m.load_state_dict(state | {name: value})
-    assert repr(value) in str(caught.value)
-    assert repr(state[name]) in str(caught.value)
+    for one in (value, state[name]) if name != "version" else (value, 1, 2):
+        assert repr(one["name"] if isinstance(one, dict) else one) in str(caught.value)
     del state["consumed"]
     with pytest.raises(ValueError, match="consumed"):
         m.load_state_dict(state)

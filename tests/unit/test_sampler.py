@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 import cseq
 from cseq.order.sampler import Sampler
+from cseq.order.shuffled import Sequential, Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from cseq._source import OrderSource
 
 sizes = st.integers(1, 300)
 batch_sizes = st.integers(1, 40)
@@ -25,10 +28,11 @@ worlds = st.integers(1, 6)
 seeds = st.integers(0, 2**64 - 1)
 
 
-def sampler(dset_size: Any = 100, **options: Any) -> Sampler:
+def sampler(dset_size: Any = 100, *, shuffle: bool = True, **options: Any) -> Sampler:
     """Make a sampler of which only some arguments matter."""
-    usual: dict[str, Any] = {"batch_size": 7, "shuffle": True, "seed": 1, "drop_last": False}
-    return Sampler(dset_size, **{**usual, **options})
+    order = Shuffled(algorithm="fisher-yates-v1") if shuffle else Sequential()
+    usual: dict[str, Any] = {"batch_size": 7, "seed": 1, "drop_last": False}
+    return Sampler(dset_size, order, **{**usual, **options})
 
 
 def ranks(world_size: int, *args: Any, **options: Any) -> list[Sampler]:
@@ -36,10 +40,20 @@ def ranks(world_size: int, *args: Any, **options: Any) -> list[Sampler]:
     return [sampler(*args, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 
+def batch(source: OrderSource, number: int) -> list[int]:
+    """Return the samples of a batch."""
+    return source.samples(number)[0].tolist()
+
+
 def epoch(one: Sampler, number: int = 0, consumed: int = 0) -> list[list[int]]:
     """Take all batches of an epoch."""
-    one.begin(number, consumed)
-    return [one.indices(batch).tolist() for batch in range(len(one))]
+    source = one.source(number, consumed)
+    return [batch(source, k) for k in range(len(source))]
+
+
+def position(one: Sampler, batches: int, consumed: int = 0) -> int:
+    """Return what all ranks together have had before a batch."""
+    return min(consumed + batches * one.batch_size * one.world_size, one.dset_size)
 
 
 def dealt(all_ranks: list[Sampler], number: int = 0, consumed: int = 0) -> list[list[int]]:
@@ -74,54 +88,58 @@ def test_epochs_can_be_taken_in_any_order() -> None:
     """An epoch is the same whatever epoch came before, and wherever that was left."""
     one, whole = sampler(50), [epoch(sampler(50), number) for number in range(4)]
     for number in (3, 1, 1, 0, 2):
-        one.begin(number)
-        one.indices(2)
+        batch(one.source(number), 2)
         assert epoch(one, number) == whole[number]
+
+
+def test_epochs_can_be_taken_at_the_same_time() -> None:
+    """Two epochs whose batches are taken in turn are what they are alone."""
+    one = sampler(50)
+    first, second = one.source(0), one.source(1)
+    taken = [(batch(first, k), batch(second, k)) for k in range(len(first))]
+    assert taken == list(zip(epoch(sampler(50), 0), epoch(sampler(50), 1), strict=True))
 
 
 def test_batches_can_be_taken_in_any_order() -> None:
     """A batch is the same whatever batches were asked for before, and each time."""
     one, whole = sampler(50), epoch(sampler(50))
-    one.begin(0)
-    for batch in (6, 0, 6, 3, 7, 1, 7):
-        assert one.indices(batch).tolist() == whole[batch]
+    source = one.source(0)
+    for number in (6, 0, 6, 3, 7, 1, 7):
+        assert batch(source, number) == whole[number]
 
 
 @given(n=sizes, size=batch_sizes, world=worlds, drop_last=st.booleans(), data=st.data())
 def test_sizes_are_known_beforehand(
     n: int, size: int, world: int, drop_last: bool, data: st.DataObject
 ) -> None:
-    """`len`, `length` and `size` say what will come, also before an epoch has begun."""
+    """`length`, `units` and the cut say what will come."""
     rank = data.draw(st.integers(0, world - 1))
     one = sampler(n, batch_size=size, rank=rank, world_size=world, drop_last=drop_last)
-    said = [one.size(batch) for batch in range(len(one))]
-    assert one.length == len(one) == len(said)
-    assert [len(batch) for batch in epoch(one)] == said
-
-
-@given(n=sizes, size=batch_sizes, world=worlds, consumed=st.integers(0, 300))
-def test_fill_is_indices(n: int, size: int, world: int, consumed: int) -> None:
-    """`fill` writes what `indices` returns into the caller's array, and nothing behind it."""
-    for one in ranks(world, n, batch_size=size):
-        one.begin(2, min(consumed, n))
-        for batch in range(len(one)):
-            out = np.full(size + 3, -1, np.int64)
-            count = one.fill(batch, out)
-            assert count == one.size(batch)
-            assert out[:count].tolist() == one.indices(batch).tolist()
-            assert (out[count:] == -1).all()
+    cut = one.cut_at(0)
+    said = [cut.size] * cut.full + [cut.part] * (cut.part > 0)
+    assert one.length == cut.batches == len(one.source(0)) == len(said)
+    assert [len(each) for each in epoch(one)] == said
+    assert one.units == sum(said)
 
 
 def test_results_are_fresh() -> None:
     """A batch of indices is the caller's own: int64, and writing to it changes no other."""
-    one = sampler(100)
-    one.begin(0)
-    for batch in (0, 14):
-        first = one.indices(batch)
+    source = sampler(100).source(0)
+    for number in (0, 14):
+        first, sizes = source.samples(number)
         before = first.tolist()
-        assert first.dtype == np.int64
+        assert first.dtype == sizes.dtype == np.int64
+        assert sizes.tolist() == [1] * len(first)
         first[:] = -1
-        assert one.indices(batch).tolist() == before
+        assert batch(source, number) == before
+
+
+def test_a_reader_of_its_own() -> None:
+    """Batches can be looked at beside the run that takes them."""
+    one = sampler(100)
+    assert one.source(0).reader is one.source(1).reader
+    assert one.source(0, own=True).reader is not one.source(0).reader
+    assert batch(one.source(0, own=True), 3) == batch(one.source(0), 3)
 
 
 # ── many ranks ────────────────────────────────────────────────────────────────────────────────
@@ -143,13 +161,12 @@ def test_every_sample_once(n: int, size: int, world: int, seed: int, number: int
 
 @given(n=sizes, size=batch_sizes, world=worlds, drop_last=st.booleans(), consumed=sizes)
 def test_ranks_are_equal(n: int, size: int, world: int, drop_last: bool, consumed: int) -> None:
-    """All ranks have batches of the same number and sizes, at the same positions."""
+    """All ranks have batches of the same number and sizes, and the same end."""
     consumed = min(consumed, n)
     plans = set()
     for one in ranks(world, n, batch_size=size, drop_last=drop_last):
-        one.begin(0, consumed)
-        positions = tuple(one.position(batch) for batch in range(len(one) + 1))
-        plans.add((tuple(one.size(batch) for batch in range(len(one))), positions))
+        sizes = tuple(len(each) for each in epoch(one, 0, consumed))
+        plans.add((sizes, one.end(consumed)))
     assert len(plans) == 1
 
 
@@ -202,8 +219,11 @@ def test_without_padding(n: int, size: int, world: int, consumed: int, seed: int
     tail = [len(p[-1]) if p and len(p) == longest else 0 for p in parts]
     assert max(tail) - min(tail) <= 1
     for one, part in zip(every, parts, strict=True):
-        assert one.end == n
-        starts = [one.start(k) for k in range(len(one))]
+        assert one.end(consumed) == n
+        cut = one.cut_at(consumed)
+        starts = [cut.start + k * cut.stride for k in range(cut.full)] + [cut.part_start] * (
+            cut.part > 0
+        )
         assert [cseq.permutation(n, seed, 1)[s] for s in starts] == [b[0] for b in part]
     left_out = [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True, pad=False)]
     assert left_out == [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True)]
@@ -233,7 +253,7 @@ def test_resume_has_exactly_the_rest(
     old = ranks(world, n, batch_size=size, seed=seed)
     batches = dealt(old, 3)
     done = data.draw(st.integers(0, len(batches)))
-    consumed = old[0].position(done)
+    consumed = position(old[0], done)
     had = flat(batches[:done])[:consumed]
     size, world = after
     rest = flat(dealt(ranks(world, n, batch_size=size, seed=seed), 3, consumed))
@@ -249,34 +269,29 @@ def test_resume_unchanged_has_the_same_batches(
     for one in ranks(world, n, batch_size=size, seed=seed):
         batches = epoch(one)
         assume(done <= len(batches))
-        assert epoch(one, 0, one.position(done)) == batches[done:]
+        assert epoch(one, 0, position(one, done)) == batches[done:]
 
 
 def test_resume_is_for_one_epoch() -> None:
     """The epoch after a resumed one is whole, and `length` was that of a whole one all along."""
     one = sampler(20, batch_size=6)
-    one.begin(0, 13)
-    assert (len(one), one.length) == (2, 4)
-    one.begin(1)
-    assert (len(one), one.length) == (4, 4)
+    assert (len(one.source(0, 13)), one.length) == (2, 4)
+    assert (len(one.source(1)), one.length) == (4, 4)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_resume_at_the_end(drop_last: bool) -> None:
     """An epoch of which everything was delivered has no batches left."""
     one = sampler(20, batch_size=6, drop_last=drop_last)
-    assert epoch(one, 0, one.position(len(one))) == []
+    assert epoch(one, 0, one.end()) == []
     assert epoch(one, 0, 20) == []
 
 
-def test_position() -> None:
-    """`position` counts samples over all ranks, without padding and without what is left out."""
-    one = sampler(20, batch_size=3, world_size=2)
-    assert [one.position(batch) for batch in range(5)] == [0, 6, 12, 18, 20]
-    one.begin(0, 11)
-    assert [one.position(batch) for batch in range(3)] == [11, 17, 20]
+def test_end() -> None:
+    """The end counts samples over all ranks, without padding and without what is left out."""
+    assert sampler(20, batch_size=3, world_size=2).end(11) == 20
     one = sampler(20, batch_size=3, world_size=2, drop_last=True)
-    assert [one.position(batch) for batch in range(4)] == [0, 6, 12, 18]
+    assert (one.end(), one.end(11)) == (18, 17)
 
 
 # ── samples that are given ────────────────────────────────────────────────────────────────────
@@ -290,9 +305,7 @@ def test_indices(dtype: Any, world: int) -> None:
     batches = dealt(ranks(world, given_))
     plain = dealt(ranks(world, len(given_)))
     assert batches == [given_[batch].tolist() for batch in plain]
-    one = sampler(given_)
-    one.begin(0)
-    assert one.indices(0).dtype == np.int64
+    assert sampler(given_).source(0).samples(0)[0].dtype == np.int64
 
 
 @pytest.mark.parametrize("given_", [[5, 3, 9], (5, 3, 9), range(3, 10, 3), [np.int8(4)]])
@@ -311,8 +324,7 @@ def test_array_is_not_copied_and_not_written() -> None:
     """An array of a terabyte of indices is not copied, and one that is read-only will do."""
     array = np.broadcast_to(np.int64(3), (2**37,))
     one = sampler(array, shuffle=False)
-    one.begin(0)
-    assert one.indices(10**9).tolist() == [3] * 7
+    assert batch(one.source(0), 10**9) == [3] * 7
     own = np.arange(5)
     epoch(sampler(own))
     assert own.flags.writeable
@@ -461,25 +473,11 @@ def test_epoch_out_of_range(shuffle: bool) -> None:
         (0, 1.0, TypeError),
     ):
         with pytest.raises(error, match=r"epoch|consumed"):
-            one.begin(number, consumed)  # type: ignore[arg-type]
+            one.source(number, consumed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("batch", [-1, 15, 2**64])
-def test_no_such_batch(batch: int) -> None:
-    """A batch that an epoch does not have is an IndexError."""
-    one = sampler(100)
-    one.begin(0)
-    for ask in (one.size, one.indices, lambda b: one.fill(b, np.empty(9, np.int64))):
-        with pytest.raises(IndexError, match=r"15"):
-            ask(batch)
-    with pytest.raises(IndexError, match=r"15"):
-        one.position(batch if batch != 15 else 16)
-
-
-@pytest.mark.parametrize("batch", [0, 14])
-def test_no_room(batch: int) -> None:
-    """Too short an array to fill is a ValueError, for a full batch and for the tail."""
-    one = sampler(100)
-    one.begin(0)
-    with pytest.raises(ValueError, match="1"):
-        one.fill(batch, np.empty(1, np.int64))
+@pytest.mark.parametrize(("number", "error"), [(-1, OverflowError), (15, IndexError)])
+def test_no_such_batch(number: int, error: type[Exception]) -> None:
+    """A batch that an epoch does not have is an error."""
+    with pytest.raises(error):
+        sampler(100).source(0).samples(number)

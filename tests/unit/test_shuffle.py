@@ -25,8 +25,10 @@ from hypothesis import strategies as st
 from reference import GOLDEN, LEAST, WORD, bounded, derive, feistel, mix, order, words
 
 import cseq
-from cseq._core import Order
+from cseq._core import FeistelReader, RangeReader, Reader, TableReader
 from cseq._core import derive as core_derive
+from cseq._orders import ChosenReader
+from cseq.order.shuffled import Shuffled
 
 HERE = Path(__file__).parents[1]
 FILE = json.loads((HERE / "golden" / "shuffle.json").read_text(encoding="ascii"))
@@ -36,11 +38,27 @@ seeds = st.integers(0, WORD)
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 
 
-def begun(n: int, seed: int, epoch: int = 0, **options: Any) -> Order:
-    """Make an order at the beginning of an epoch."""
-    made = Order(n, shuffle=True, seed=seed, **options)
-    made.begin(epoch)
-    return made
+class Epoch:
+    """One epoch of an order."""
+
+    def __init__(self, reader: Reader, epoch: int = 0) -> None:
+        self.reader = reader
+        self.epoch = epoch
+
+    def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
+        """Return the samples at these positions."""
+        return self.reader.samples(self.epoch, start, count)[0]
+
+
+def begun(n: int, seed: int, epoch: int = 0, *, wide: bool = False) -> Epoch:
+    """Return an epoch of fisher-yates-v1."""
+    return Epoch(TableReader(n, seed, wide=wide), epoch)
+
+
+def computed(n: int, seed: int, epoch: int = 0) -> Epoch:
+    """Return an epoch of feistel-v1."""
+    order = Shuffled().of(n)
+    return Epoch(order.reader(seed), epoch)
 
 
 def name(record: dict[str, Any]) -> str:
@@ -231,22 +249,21 @@ def test_any_position_at_any_time(n: int, seed: int, data: st.DataObject) -> Non
 )
 def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]], wide: bool) -> None:
     """An epoch on a table where earlier ones were broken off anywhere is as on a fresh one."""
-    made = Order(n, shuffle=True, seed=seed, wide=wide)
+    made = TableReader(n, seed, wide=wide)
     for epoch, share in epochs:
-        made.begin(epoch)
         upto = int(n * share)
-        assert np.array_equal(made.read(0, upto), cseq.permutation(n, seed, epoch)[:upto])
-    made.begin(5)
-    assert np.array_equal(made.read(0, n), cseq.permutation(n, seed, 5))
+        assert np.array_equal(
+            made.samples(epoch, 0, upto)[0], cseq.permutation(n, seed, epoch)[:upto]
+        )
+    assert np.array_equal(made.samples(5, 0, n)[0], cseq.permutation(n, seed, 5))
 
 
 def test_table_is_reused_many_times() -> None:
     """So is every one of a hundred epochs on a table of many pages."""
-    n, made, rng = 50_000, Order(50_000, shuffle=True, seed=1), random.Random(0)
+    n, made, rng = 50_000, TableReader(50_000, 1), random.Random(0)
     for epoch in range(100):
-        made.begin(epoch)
         upto = rng.randrange(n) if rng.random() < 0.2 else rng.randrange(200)
-        assert np.array_equal(made.read(0, upto), cseq.permutation(n, 1, epoch)[:upto])
+        assert np.array_equal(made.samples(epoch, 0, upto)[0], cseq.permutation(n, 1, epoch)[:upto])
 
 
 def test_results_are_fresh() -> None:
@@ -256,20 +273,12 @@ def test_results_are_fresh() -> None:
     assert np.array_equal(made.read(0, 100), cseq.permutation(100, 1))
 
 
-def test_read_into() -> None:
-    """`read_into` writes to the beginning of the caller's array, and nothing behind."""
-    made, out = begun(100, 1), np.full(10, -1)
-    made.read_into(20, 7, out)
-    assert out.tolist() == [*cseq.permutation(100, 1)[20:27].tolist(), -1, -1, -1]
-
-
 def test_without_shuffle() -> None:
     """Without shuffle, the order is the natural one in every epoch."""
-    made = Order(100, shuffle=False, seed=1)
+    made = RangeReader(100)
     for epoch in range(3):
-        made.begin(epoch)
-        assert made.read(0, 100).tolist() == list(range(100))
-        assert made.read(98, 2).tolist() == [98, 99]
+        assert made.samples(epoch, 0, 100)[0].tolist() == list(range(100))
+        assert made.samples(epoch, 98, 2)[0].tolist() == [98, 99]
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, ">i4", np.int64, np.uint64])
@@ -279,10 +288,9 @@ def test_indices(dtype: Any, shuffle: bool) -> None:
     indices = np.arange(200, 100, -1).astype(np.uint8).astype(dtype)[::2]
     before = indices.copy()
     indices.flags.writeable = False
-    made = Order(50, shuffle=shuffle, seed=3, indices=indices)
-    made.begin(4)
+    made = ChosenReader(TableReader(50, 3) if shuffle else RangeReader(50), indices)
     positions = cseq.permutation(50, 3, 4) if shuffle else np.arange(50)
-    read = made.read(0, 50)
+    read = made.samples(4, 0, 50)[0]
     assert read.dtype == np.int64
     assert read.tolist() == before[positions].tolist()
     assert indices.tolist() == before.tolist()
@@ -300,10 +308,11 @@ def resident() -> int:
 def test_beginning_costs_nothing() -> None:
     """A batch of 10^9 samples touches a batch of memory, in the first epoch and in later ones."""
     before = resident()
-    made = Order(10**9, shuffle=True, seed=1)
+    made = TableReader(10**9, 1)
     for epoch in range(3):
-        made.begin(epoch)
-        assert made.read(0, 32).tolist() == list(itertools.islice(order(10**9, 1, epoch), 32))
+        assert made.samples(epoch, 0, 32)[0].tolist() == list(
+            itertools.islice(order(10**9, 1, epoch), 32)
+        )
     assert resident() - before < 2**24
 
 
@@ -336,12 +345,13 @@ def test_not_an_integer(value: Any) -> None:
     for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
         with pytest.raises(TypeError, match=repr(value).replace("(", ".").replace(")", ".")):
             cseq.permutation(*arguments)
-    with pytest.raises(TypeError):
-        Order(value, shuffle=True, seed=1)
-    with pytest.raises(TypeError):
-        Order(10, shuffle=True, seed=value)
-    with pytest.raises(TypeError):
-        Order(10, shuffle=True, seed=1).begin(value)
+    for kind in (TableReader, FeistelReader):
+        with pytest.raises(TypeError):
+            kind(value, 1)
+        with pytest.raises(TypeError):
+            kind(LEAST, value)
+        with pytest.raises(TypeError):
+            kind(LEAST, 1).samples(value, 0, 1)
 
 
 @pytest.mark.parametrize("value", [-1, 2**64, np.int64(-5)])
@@ -350,12 +360,13 @@ def test_out_of_range(value: Any) -> None:
     for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
         with pytest.raises(ValueError, match=str(int(value))):
             cseq.permutation(*arguments)
-    with pytest.raises(ValueError, match=str(int(value))):
-        Order(value, shuffle=True, seed=1)
-    with pytest.raises(ValueError, match=str(int(value))):
-        begun(10, value)
-    with pytest.raises(ValueError, match=str(int(value))):
-        begun(10, 1, value)
+    for kind in (TableReader, FeistelReader):
+        with pytest.raises(ValueError, match=str(int(value))):
+            kind(value, 1)
+        with pytest.raises(ValueError, match=str(int(value))):
+            kind(LEAST, value)
+        with pytest.raises(ValueError, match=str(int(value))):
+            kind(LEAST, 1).samples(value, 0, 1)
 
 
 def test_integers_of_numpy() -> None:
@@ -367,23 +378,9 @@ def test_integers_of_numpy() -> None:
 @pytest.mark.parametrize(("start", "count"), [(0, 11), (10, 1), (11, 0), (5, 6), (2**63, 2**63)])
 def test_beyond_the_end(start: int, count: int) -> None:
     """Positions beyond the end are an IndexError."""
-    for shuffle in (True, False):
-        made = Order(10, shuffle=shuffle, seed=1)
-        made.begin(0)
-        with pytest.raises(IndexError, match="10 samples"):
-            made.read_into(start, count, np.empty(20, np.int64))
-
-
-def test_misuse() -> None:
-    """Too short an array, indices of another number, reading before an epoch: each an error."""
-    made = Order(10, shuffle=True, seed=1)
-    with pytest.raises(RuntimeError, match="begin"):
-        made.read(0, 1)
-    made.begin(0)
-    with pytest.raises(ValueError, match="3"):
-        made.read_into(0, 4, np.empty(3, np.int64))
-    with pytest.raises(ValueError, match="shape"):
-        Order(10, shuffle=True, seed=1, indices=np.arange(9))
+    for made in (TableReader(10, 1), RangeReader(10)):
+        with pytest.raises(IndexError, match="exceed 10"):
+            made.samples(0, start, count)
 
 
 # ── below the extension: what no sane number of samples reaches ───────────────────────────────
@@ -482,19 +479,18 @@ def test_generations_wrap_around(
 OUT_OF_MEMORY = """
 import resource
 from pathlib import Path
-from cseq._core import Order
-order = Order(2**30, shuffle=True, seed=0)
+from cseq._core import TableReader
+order = TableReader(2**30, 0)
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 table = 4 * 2**30  # bytes; there is room for it, but not for the tags of its pages
 resource.setrlimit(resource.RLIMIT_AS, (size + table + 2**20, resource.RLIM_INFINITY))
 for _ in range(2):
     try:
-        order.begin(0)
+        order.samples(0, 0, 1)
     except MemoryError as error:
         print(error)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-order.begin(0)
-print(len(set(order.read(0, 4).tolist())))
+print(len(set(order.samples(0, 0, 4)[0].tolist())))
 """
 
 
@@ -513,10 +509,12 @@ def test_no_memory_for_the_table() -> None:
 @pytest.mark.parametrize("record", COMPUTED["orders"], ids=name)
 def test_golden_of_an_order_without_a_table(record: dict[str, Any]) -> None:
     """Any position at once, also backwards; all of them, where there are few."""
-    made = begun(record["n"], record["seed"], record["epoch"], feistel=True)
+    made = computed(record["n"], record["seed"], record["epoch"])
     samples = [int(made.read(place, 1)[0]) for place in record["positions"]]
     assert samples == record["samples"]
-    assert [made.find(sample) for sample in samples] == record["positions"]
+    assert isinstance(made.reader, FeistelReader)
+    found = [made.reader.find(record["epoch"], sample) for sample in samples]
+    assert found == record["positions"]
     if "sha256" in record:
         whole = cseq.permutation(record["n"], record["seed"], record["epoch"], "feistel-v1")
         assert hashlib.sha256(whole.astype("<u8").tobytes()).hexdigest() == record["sha256"]
@@ -533,37 +531,39 @@ def test_golden_file_of_feistel_is_the_references() -> None:
 @given(n=st.integers(LEAST, LEAST + 5000), seed=seeds, data=st.data())
 def test_an_order_without_a_table_is_a_permutation(n: int, seed: int, data: Any) -> None:
     """Each sample once; read in any pieces; found again where it was."""
-    made = begun(n, seed, feistel=True)
+    made = computed(n, seed)
     whole = made.read(0, n)
     assert np.array_equal(np.sort(whole), np.arange(n))
     start = data.draw(st.integers(0, n - 1))
     count = data.draw(st.integers(0, min(100, n - start)))
     piece = made.read(start, count)
     assert np.array_equal(piece, whole[start : start + count])
-    assert [made.find(int(sample)) for sample in piece] == list(range(start, start + count))
+    assert isinstance(made.reader, FeistelReader)
+    found = [made.reader.find(0, int(sample)) for sample in piece]
+    assert found == list(range(start, start + count))
 
 
 def test_few_samples_have_the_order_of_fisher_yates() -> None:
     """A network over fewer would have no room for its keys."""
     n = LEAST - 1
-    assert np.array_equal(begun(n, 3, 4, feistel=True).read(0, n), begun(n, 3, 4).read(0, n))
+    assert np.array_equal(computed(n, 3, 4).read(0, n), begun(n, 3, 4).read(0, n))
     assert not np.array_equal(
         cseq.permutation(LEAST, 3, 4, "feistel-v1"), cseq.permutation(LEAST, 3, 4)
     )
 
 
-def test_an_order_without_a_table_must_have_begun() -> None:
-    """As one with a table."""
-    made = Order(10**12, shuffle=True, seed=1, feistel=True)
-    for read in (lambda: made.read(0, 1), lambda: made.find(0)):
-        with pytest.raises(RuntimeError, match="begin an epoch first"):
-            read()
+def test_a_network_over_few_samples_is_refused() -> None:
+    """As is a sample that there is none of."""
+    with pytest.raises(ValueError, match="n=65535 is less than 65536"):
+        FeistelReader(LEAST - 1, 1)
+    with pytest.raises(IndexError, match="sample 65536 is not one of 65536"):
+        FeistelReader(LEAST, 1).find(0, LEAST)
 
 
 def test_an_order_without_a_table_is_fair() -> None:
     """Chi-square of what a table would also pass: where samples go, and which are neighbours."""
     n, parts = 2**20 + 5, 64
-    whole = begun(n, 11, 2, feistel=True).read(0, n)
+    whole = computed(n, 11, 2).read(0, n)
     b = -(-n // (math.isqrt(n - 1) + 1))
     worst = 0.0
     for distance in (0, 1, 2, 31, 32, b, b + 1, 2 * b, 2**19):
@@ -593,15 +593,15 @@ def test_a_trillion_samples_begin_at_once() -> None:
         with manager.start() as batches:
             got.append(next(iter(batches)))
             state = manager.state_dict()
-    assert (state["algorithm"], state["consumed"]) == ("feistel-v1", 8)
-    order = begun(n, 5, feistel=True)
+    assert (state["order"]["name"], state["consumed"]) == ("feistel-v1", 8)
+    order = computed(n, 5)
     assert np.array_equal(np.concatenate(got), order.read(0, 8))
     later = cseq.MTSequence(Indices, n, 1, **options)
     later.load_state_dict(state | {"consumed": 6 * 10**11})
     with later.start_test() as batches:
         assert np.array_equal(next(iter(batches)), order.read(6 * 10**11, 4))
     other = cseq.MTSequence(Indices, n, 1, **options | {"shuffle": True})
-    with pytest.raises(ValueError, match=r"algorithm='feistel-v1'.*algorithm='fisher-yates-v1'"):
+    with pytest.raises(ValueError, match=r"name='feistel-v1'.*name='fisher-yates-v1'"):
         other.load_state_dict(state)
 
 

@@ -11,7 +11,7 @@ from slots import acquire
 
 import cseq
 from cseq._codec import Decoder
-from cseq._core import Order, Ring, ring_bytes
+from cseq._core import RangeReader, Ring, ring_bytes
 from cseq._feed import Feed, FeedIterator
 from cseq._lock import RunState
 from cseq._memory import SMALL, Block
@@ -67,8 +67,8 @@ class Bench:
 
     def begin(self) -> None:
         """Begin an epoch."""
-        order = Order(1000, shuffle=False, seed=0)
-        self.feed.begin(OrderSource(order, 0, (0, 1000, 1000, 0, 1, 1, 0, 0), list, 1))
+        cut = (0, 1000, 1000, 0, 1, 1, 0, 0, 0)
+        self.feed.begin(OrderSource(RangeReader(1000), 0, cut))
 
     def _wait(self) -> None:
         raise AssertionError("nothing is ready")

@@ -254,7 +254,7 @@ def read(
         )
     version = state.get("version")
     if version != VERSION:
-        raise ValueError(f"the state has version {version!r}, and this loader reads {VERSION}")
+        raise ValueError(f"the state has version {version!r}, a DataLoader's have {VERSION}")
     missing = [name for name in NEEDED if name not in state]
     if missing:
         raise ValueError(

@@ -1,0 +1,162 @@
+"""What an order is: which samples come together, and when.
+
+An order is a pure function of (seed, epoch, position). It counts *units*: a sample (`Shuffled`),
+a row of samples (`Packed`), or a whole batch (`Buckets`). An epoch is the units 0 … ``units - 1``,
+as many in every epoch; a batch has ``batch_size`` of them, or is one. Other libraries have samplers
+and batch samplers here, which have a state; an order has none, so ranks, workers and resumes need
+no special case.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cseq._orders import CallReader
+from cseq.check import count
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Self
+
+    from cseq._core import Reader
+
+__all__ = ["MOST_SAMPLES", "MOST_SEED", "Order"]
+
+MOST_SAMPLES = 2**48
+MOST_SEED = 2**64 - 1
+
+
+class Order:
+    """Base class of orders, your own among them.
+
+    One's own sets the attributes and defines `read`. It must not change once it is in use, and must
+    not draw from generators: all that `read` returns follows from its arguments.
+
+    Attributes
+    ----------
+    name : str
+        Of the definition, with its version: what a name stands for never changes.
+    samples : int or None
+        Samples there are: indices are below. None: as many as the data that it is used with has.
+    units : int
+        Of an epoch, at least 1; the same in every epoch. (0 as long as `samples` is None.)
+    room : int
+        The most samples of a unit.
+    is_batch : bool
+        A unit is a whole batch.
+    is_seeded : bool
+        It depends on the seed.
+
+    Examples
+    --------
+    >>> class Backwards(cseq.Order):
+    ...     name = "backwards-v1"
+    ...     def __init__(self, samples):
+    ...         self.samples = self.units = samples
+    ...     def read(self, seed, epoch, start, count):
+    ...         return self.units - 1 - np.arange(start, start + count), None
+    >>> Backwards(10).batches(4, seed=1)
+    [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+    """
+
+    name: str = ""
+    samples: int | None = None
+    units: int = 0
+    room: int = 1
+    is_batch: bool = False
+    is_seeded: bool = True
+
+    def read(
+        self, seed: int, epoch: int, start: int, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Return the samples of units [start, start + count) of an epoch, and each unit's size.
+
+        The indices have shape (samples of all these units,), the sizes shape (count,); no sizes are
+        needed where every unit is one sample.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
+
+    def facts(self) -> dict[str, Any]:
+        """Return JSON values that the order depends on, beside the seed: part of a state.
+
+        Arrays enter as `fingerprint`.
+        """
+        return {"name": self.name, "samples": self.samples, "units": self.units}
+
+    def describe(self) -> str:
+        """Say in a sentence what an epoch consists of."""
+        return f"{self.units:,} units of at most {self.room:,} samples"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.describe()}>"
+
+    def of(self, samples: int) -> Self:
+        """Return the order over so many samples, if it is not over as many already.
+
+        Raises
+        ------
+        ValueError
+            It is over another number of them.
+        """
+        if self.samples != samples:
+            raise ValueError(
+                f"order={self!r} is over {self.samples} samples, the data has {samples}; make the "
+                "order with what belongs to this data, or give dset_size"
+            )
+        return self
+
+    def resumed(self, facts: dict[str, Any], epoch: int, consumed: int) -> Self:  # noqa: ARG002
+        """Return the order that goes on where one with `facts` was in an epoch.
+
+        Raises
+        ------
+        ValueError
+            The facts are those of another order; both values are named.
+        """
+        ours = self.facts()
+        for key in [*ours, *facts]:
+            if ours.get(key) != facts.get(key):
+                raise ValueError(
+                    f"the state has an order with {key}={facts.get(key)!r}, this manager has one "
+                    f"with {key}={ours.get(key)!r}; make it with the same, or do not load this "
+                    "state"
+                )
+        return self
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order for one seed, on one thread at a time."""
+        return CallReader(self, seed)
+
+    def batches(
+        self,
+        batch_size: int = 1,
+        *,
+        seed: int,
+        epoch: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> list[list[int]]:
+        """Return batches [start, stop) of an epoch on one rank: lists of indices; no worker runs.
+
+        Parameters
+        ----------
+        batch_size : int
+            Units of a batch; 1 if a unit is a batch.
+        seed, epoch : int
+            In [0, 2**64).
+        start, stop : int
+            Numbers of batches. `stop` None: to the end of the epoch.
+        """
+        size = count("batch_size", batch_size)
+        if self.is_batch and size > 1:
+            raise ValueError(
+                f"batch_size={batch_size}: the units of {self!r} are batches; leave it out"
+            )
+        reader = self.reader(count("seed", seed, 0, MOST_SEED))
+        there = -(-self.units // size)
+        last = there if stop is None else min(count("stop", stop, 0), there)
+        return [
+            reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
+            for k in range(count("start", start, 0), last)
+        ]

@@ -1,0 +1,98 @@
+"""Samples one by one: shuffled, or as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from cseq._core import ALGORITHMS, FEISTEL_LEAST, FeistelReader, RangeReader, TableReader
+from cseq.check import choice, count
+from cseq.order.base import MOST_SAMPLES, Order
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cseq._core import Reader
+
+__all__ = ["Sequential", "Shuffled"]
+
+TABLE, COMPUTED = ALGORITHMS
+
+
+class Samples(Order):
+    """An order whose units are single samples, each once."""
+
+    def __init__(self, samples: int | None = None) -> None:
+        if samples is not None:
+            self.samples = self.units = count("samples", samples, 1, MOST_SAMPLES)
+
+    def of(self, samples: int) -> Self:
+        """Return the order over so many samples."""
+        if self.samples is not None:
+            return super().of(samples)
+        order = copy.copy(self)
+        order.samples = order.units = samples
+        return order
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        return {"name": self.name, "samples": self.samples}
+
+
+class Sequential(Samples):
+    """The samples in their natural order, the same in every epoch.
+
+    Parameters
+    ----------
+    samples : int, optional
+        How many there are. None: as many as the data has.
+
+    Examples
+    --------
+    >>> cseq.Sequential(5).batches(2, seed=0)
+    [[0, 1], [2, 3], [4]]
+    """
+
+    name = "sequential"
+    is_seeded = False
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        return RangeReader(self.units, seed)
+
+    def describe(self) -> str:
+        """Say what an epoch consists of."""
+        return f"{self.units:,} samples in their natural order"
+
+
+class Shuffled(Samples):
+    """Every sample once, in an order that is drawn for each epoch.
+
+    Parameters
+    ----------
+    samples : int, optional
+        How many there are. None: as many as the data has.
+    algorithm : 'feistel-v1' or 'fisher-yates-v1'
+        See docs/inside/shuffle.md. The first needs no memory and begins anywhere at once; the
+        second, which is that of ``shuffle=True``, has a table of 4 bytes a sample, and is the
+        faster one below some 10**5 samples.
+
+    Examples
+    --------
+    >>> cseq.Shuffled(10**12).batches(4, seed=1, stop=1)
+    [[149840989911, 350607560006, 533570895227, 841202933828]]
+    """
+
+    def __init__(self, samples: int | None = None, *, algorithm: str = COMPUTED) -> None:
+        super().__init__(samples)
+        self.name: str = choice("algorithm", algorithm, ALGORITHMS)
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        if self.name == COMPUTED and self.units >= FEISTEL_LEAST:
+            return FeistelReader(self.units, seed)
+        return TableReader(self.units, seed)
+
+    def describe(self) -> str:
+        """Say what an epoch consists of."""
+        return f"{self.units:,} samples, shuffled ({self.name})"
