@@ -147,7 +147,7 @@ cdef class Feed(Line):
             In the same step, it is made that of this epoch, with this feed as its progress.
         """
         if place is not None:
-            place.epoch, place.consumed, place.progress = source.epoch, source.consumed, self
+            place.first, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
     def end(self):

@@ -42,11 +42,15 @@ cdef class OrderSource(Source):
     # counts `rest`.
     cdef uint64_t posted, batches, first, full, start, stride, part_start, rest
     cdef uint32_t size, part
-    # The samples of the ticket to be posted next, if `filled` is `posted` + 1.
+    cdef object later     # how the epochs after this one are cut
+    cdef uint64_t more    # how many there are
+    cdef uint64_t most    # units of a batch
+    # The samples of the ticket to be posted next, if `is_filled`.
     cdef Block data
-    cdef uint64_t filled
+    cdef bint is_filled
     cdef uint32_t count
     cdef int64_t* sizes  # of its units; NULL: each is one sample
+    cdef int divide(self, cut) except -1
     cdef uint64_t at(self, uint64_t batch) noexcept
     cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1
 

@@ -27,7 +27,14 @@ class Source:
 @final
 class OrderSource(Source):
     reader: Final[Reader]
-    def __new__(cls, reader: Reader, epoch: int, cut: Sequence[int]) -> Self: ...
+    def __new__(
+        cls,
+        reader: Reader,
+        epoch: int,
+        cut: Sequence[int],
+        later: Sequence[int] | None = None,
+        more: int = 0,
+    ) -> Self: ...
     def __len__(self) -> int: ...
     def samples(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 

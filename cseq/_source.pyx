@@ -69,7 +69,7 @@ cdef class Source:
 
 @cython.final
 cdef class OrderSource(Source):
-    """The batches of an epoch: units of an order.
+    """The batches of an epoch, or of some in a row: units of an order.
 
     Parameters
     ----------
@@ -77,13 +77,28 @@ cdef class OrderSource(Source):
     epoch : int
     cut : sampler.Cut
         How the epoch is cut into batches.
+    later : sampler.Cut, optional
+        How those after it are.
+    more : int
+        How many come after it.
     """
 
-    def __cinit__(self, Reader reader not None, uint64_t epoch, cut):
-        self.reader, self.epoch = reader, epoch
+    def __cinit__(self, Reader reader not None, uint64_t epoch, cut, later=None, uint64_t more=0):
+        self.reader, self.epoch, self.later, self.more = reader, epoch, later, more
+        self.most = max(1, *[each[5] if each[2] else each[7] for each in (cut, later) if each])
+        self.divide(cut)
+        self.consumed = cut[8]
+        if later is None or not later[1]:  # no batches
+            self.more = 0
+
+    cdef int divide(self, cut) except -1:
+        """Cut the epoch into batches."""
+        cdef uint64_t consumed
         (self.first, self.batches, self.full, self.start, self.stride, self.size, self.part_start,
-         self.part, self.consumed) = cut
-        self.rest = reader.units - min(reader.units, self.consumed + self.full * self.stride)
+         self.part, consumed) = cut
+        self.rest = self.reader.units - min(self.reader.units, consumed + self.full * self.stride)
+        self.posted = 0
+        return 0
 
     def __len__(self):
         """Batches, from `consumed` on."""
@@ -119,23 +134,26 @@ cdef class OrderSource(Source):
         return out[:written], sizes
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        return self.posted >= self.batches or self.filled == self.posted + 1
+        return self.is_filled or self.is_over(-1)
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Read the samples of the next ticket."""
-        cdef uint64_t most = self.size if self.full else self.part
-        cdef uint64_t room = most * self.reader.room
+        """Read the samples of the next ticket, the first of another epoch maybe."""
+        cdef uint64_t room = self.most * self.reader.room
         cdef int64_t* out
+        if self.posted >= self.batches:
+            self.divide(self.later)
+            self.epoch += 1
+            self.more -= 1
         if self.data is None:
-            self.data = Block(8 * <Py_ssize_t>(room + most))
+            self.data = Block(8 * <Py_ssize_t>(room + self.most))
         out = <int64_t*>self.data.data
         self.sizes = out + room if self.reader.room > 1 else NULL
         self.count = <uint32_t>self.read(self.posted, out, self.sizes)
-        self.filled = self.posted + 1
+        self.is_filled = True
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        return 0 if self.posted < self.batches else -1
+        return 0 if self.is_filled else -1
 
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
@@ -148,10 +166,11 @@ cdef class OrderSource(Source):
         ring.offer(cell, ticket, self.epoch, self.first + self.posted, self.count,
                    self.at(self.posted), self.reader.seed)
         self.posted += 1
+        self.is_filled = False
         return self.stride if is_full else self.rest
 
     cdef bint is_over(self, Py_ssize_t number) noexcept:
-        return self.posted >= self.batches
+        return self.posted >= self.batches and not self.more
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:

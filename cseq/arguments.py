@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         preload: Sequence[str] | Literal[False] | None
         seed_globals: bool
         order: Order | None
+        repeat: int | Literal[True]
 
     class Keywords(Options, total=False):
         """All keywords of `MSequence` but `num_workers`, `out_type` and `thread_type`."""
@@ -79,10 +80,12 @@ __all__ = [
     "dtype_of",
     "fleet_of",
     "order_of",
+    "repeat_of",
     "samples_of",
 ]
 
 MAX_RESTARTS = 100  # in an epoch, where nothing else is said
+MOST_EPOCHS = 2**63
 BATCH_SIZE = 32  # where nothing else is said
 MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
 
@@ -206,6 +209,22 @@ def order_of(order: Any, shuffle: Any) -> Order:
     if shuffle is not True:
         raise ValueError(f"shuffle={shuffle!r} beside order={order!r}; give one of them")
     return order
+
+
+def repeat_of(repeat: Any, *, ordered: bool, pad: bool, drop_last: bool) -> int:
+    """Check `repeat`; without end is as often as can be counted."""
+    number = MOST_EPOCHS if repeat is True else count("repeat", repeat, most=MOST_EPOCHS)
+    if number > 1 and not ordered:
+        raise ValueError(
+            f"repeat={repeat!r} with ordered=False: batches of two epochs would be mixed; use "
+            "ordered=True, or one iter() for each epoch"
+        )
+    if number > 1 and not (pad or drop_last):
+        raise ValueError(
+            f"repeat={repeat!r} with pad=False: ranks may have unequal numbers of batches in each "
+            "epoch; use pad=True, drop_last=True, or one iter() for each epoch"
+        )
+    return number
 
 
 def converters_of(workers: int, converters: int | None) -> int:

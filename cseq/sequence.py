@@ -133,6 +133,9 @@ class MSequence(Manager, Generic[B_co]):
     order : Order, optional
         Which samples come together, and when, in place of `shuffle`. Where its units are batches
         (`Buckets`), leave `batch_size` out; where they are rows (`Packed`), that counts rows.
+    repeat : int or True
+        Epochs that an ``iter()`` goes through, True: without end. The batches of the next one are
+        made while the last ones of this one are used. `max_restarts` then counts in all of them.
     seed_globals : bool
         Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
         the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
@@ -221,6 +224,7 @@ class MSequence(Manager, Generic[B_co]):
         preload: Sequence[str] | Literal[False] | None = None,
         seed_globals: bool = True,
         order: Order | None = None,
+        repeat: int | Literal[True] = 1,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -245,6 +249,7 @@ class MSequence(Manager, Generic[B_co]):
             rank=rank,
             world_size=world_size,
             pad=flag("pad", pad),
+            repeat=arguments.repeat_of(repeat, ordered=ordered, pad=pad, drop_last=drop_last),
         )
         self._job = arguments.Job(
             worker=worker,
@@ -341,9 +346,10 @@ class MSequence(Manager, Generic[B_co]):
                 yield "shard", "shard='auto'"
             elif self._shard.world_size > 1:
                 yield "shard", f"rank {self._shard.rank} of {self._shard.world_size}"
-            yield "epoch", f"{self.epoch}"
-            if self._place.position:
-                yield "place", f"{self._place.position:,} samples in"
+            epoch, position, _ = self._place.now(self._sampler)
+            yield "epoch", f"{epoch}"
+            if position:
+                yield "place", f"{position:,} samples in"
             yield "state", self._state.value
 
     @property
@@ -373,7 +379,7 @@ class MSequence(Manager, Generic[B_co]):
         Before the first ``iter()``, and after `set_epoch` and `load_state_dict`: the epoch that the
         next one begins.
         """
-        return self._place.epoch
+        return self._place.now(self._sampler).epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``, or of the latest one if it has given nothing yet.
@@ -396,7 +402,8 @@ class MSequence(Manager, Generic[B_co]):
         number = count("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._alone():
             run, place = self._run, self._place
-            if number == place.epoch and not place.is_over(self._sampler.end(place.consumed)):
+            now = place.now(self._sampler)
+            if number == now.epoch and not now.is_over:
                 place.again = place.begun
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = Place(number)
@@ -530,9 +537,8 @@ class MSequence(Manager, Generic[B_co]):
             self._settle_shard()
             generation = run.interrupt()
             with run.lock.hold():  # from here on, no batch is delivered
-                end = self._sampler.end(self._place.consumed)
-                self._place = place = self._place.next(end)
-                self._begin(run, place, place.epoch, place.consumed, generation)
+                self._place = place = self._place.next(self._sampler)
+                self._begin(run, place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
 
     # -- checkpoint and resume
@@ -553,8 +559,8 @@ class MSequence(Manager, Generic[B_co]):
         """
         with self._lock.hold():
             place = self._place
-            epoch, position = place.epoch, place.position  # once: other threads may take batches
-            if place.is_over(self._sampler.end(place.consumed)):
+            epoch, position, is_over = place.now(self._sampler)
+            if is_over:
                 epoch, position = epoch + 1, 0
             elif position != place.consumed and not self._job.ordered:
                 raise ValueError(

@@ -1,10 +1,13 @@
-"""Where the loop is: an epoch, and how many of its samples all ranks have had."""
+"""Where the loop is: an epoch, and how many of its units all ranks have had."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-__all__ = ["Place", "Progress"]
+if TYPE_CHECKING:
+    from cseq.order.sampler import Sampler
+
+__all__ = ["Now", "Place", "Progress"]
 
 
 class Progress(Protocol):
@@ -12,15 +15,15 @@ class Progress(Protocol):
 
     @property
     def taken(self) -> int:
-        """Batches, and exceptions in place of batches, that the loop has had of the epoch."""
+        """Batches, and exceptions in place of batches, that the loop has had."""
 
     @property
     def ended(self) -> bool:
-        """Whether the loop was told that the epoch is over."""
+        """Whether the loop was told that no more come."""
 
     @property
     def position(self) -> int:
-        """Samples of the epoch that all ranks together have had, or left out for an error."""
+        """Units from the first epoch's beginning on that all ranks have had, or left out."""
 
 
 class Last(NamedTuple):
@@ -31,54 +34,67 @@ class Last(NamedTuple):
     position: int = 0
 
 
+class Now(NamedTuple):
+    """Where the loop is: the epoch, its units that all ranks have had, whether these are all."""
+
+    epoch: int
+    position: int
+    is_over: bool
+
+
 class Place:
-    """An epoch, where an iterator over it begins, and how far the loop is in it.
+    """Where an iterator begins, and how far the loop is from there.
+
+    An iterator goes over one epoch, or some in a row.
 
     Attributes
     ----------
+    first : int
+        The epoch that it begins in.
     consumed : int
-        Samples that all ranks together have had before the iterator's first.
+        Units of that one that all ranks together have had before the iterator's first.
     progress : Progress
         The feed, once it has begun this epoch.
     again : bool
-        The next iterator begins this epoch again, unless it is over by then.
+        The next iterator begins the present epoch again, unless it is over by then.
     """
 
-    __slots__ = ("again", "consumed", "epoch", "progress")
+    __slots__ = ("again", "consumed", "first", "progress")
 
     def __init__(self, epoch: int = 0, consumed: int = 0) -> None:
-        self.epoch = epoch
+        self.first = epoch
         self.consumed = consumed
         self.progress: Progress = Last()
         self.again = False
 
     def is_at(self, epoch: int, consumed: int) -> bool:
-        """Tell whether an iterator over this epoch begins here."""
-        return (self.epoch, self.consumed) == (epoch, consumed)
+        """Tell whether an iterator begins here."""
+        return (self.first, self.consumed) == (epoch, consumed)
 
     @property
     def begun(self) -> bool:
-        """Whether the loop has had anything of the epoch: a batch, an exception, or its end."""
+        """Whether the loop has had anything: a batch, an exception, or the end."""
         return self.progress.ended or self.progress.taken > 0
 
-    @property
-    def position(self) -> int:
-        """Samples of the epoch that all ranks together have had."""
-        return self.progress.position if self.begun else self.consumed
-
-    def is_over(self, end: int) -> bool:
-        """Whether the loop has had the last of the epoch's `end` samples."""
-        return self.begun and (self.progress.ended or self.position == end)
+    def now(self, sampler: Sampler) -> Now:
+        """Return the present epoch, and how far the loop is in it; any thread may take batches."""
+        if not self.begun:
+            return Now(self.first, self.consumed, is_over=False)
+        ended, position = self.progress.ended, self.progress.position
+        epoch, last = self.first, sampler.end(self.consumed)
+        if position > last:
+            later, position = divmod(position - last - 1, sampler.end())
+            epoch, position, last = epoch + 1 + later, position + 1, sampler.end()
+        return Now(epoch, position, ended or position == last)
 
     def keep(self) -> None:
         """Remember the progress: the pool is about to be closed."""
         last = self.progress
         self.progress = Last(last.taken, last.ended, last.position)
 
-    def next(self, end: int) -> Place:
-        """Return where the next iterator begins, if the epoch has `end` samples."""
+    def next(self, sampler: Sampler) -> Place:
+        """Return where the next iterator begins."""
         if not self.begun:
-            return Place(self.epoch, self.consumed)
-        if self.again and not self.is_over(end):
-            return Place(self.epoch)
-        return Place(self.epoch + 1)
+            return Place(self.first, self.consumed)
+        epoch, _, is_over = self.now(sampler)
+        return Place(epoch if self.again and not is_over else epoch + 1)

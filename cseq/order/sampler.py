@@ -74,6 +74,8 @@ class Sampler:
         Which part of every global batch is ours, and how many parts there are.
     pad : bool
         False: no unit is repeated, so that ranks may have unequal parts of the tail.
+    repeat : int
+        Epochs of a source.
 
     Attributes
     ----------
@@ -97,6 +99,7 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
         pad: bool = True,
+        repeat: int = 1,
     ) -> None:
         self.dset_size, self.indices = _samples(dset_size)
         self.order = order.of(self.dset_size)
@@ -108,6 +111,7 @@ class Sampler:
         self.world_size = count("world_size", world_size)
         self.rank = count("rank", rank, 0, self.world_size - 1)
         self.pad = pad
+        self.repeat = repeat
         self._stride = self.batch_size * self.world_size  # units of a global batch
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
@@ -130,6 +134,7 @@ class Sampler:
             rank=self.rank if rank is None else rank,
             world_size=self.world_size if world_size is None else world_size,
             pad=self.pad,
+            repeat=self.repeat,
         )
 
     def _make_reader(self) -> Reader:
@@ -144,7 +149,7 @@ class Sampler:
         return min(self.batch_size, self.order.units) * (room + 1 if room > 1 else 1)
 
     def source(self, epoch: int, consumed: int = 0, *, own: bool = False) -> OrderSource:
-        """Return the batches of an epoch.
+        """Return the batches of an epoch, and of the next ones if they `repeat`.
 
         Parameters
         ----------
@@ -162,7 +167,8 @@ class Sampler:
             An argument is not an integer, or out of range.
         """
         reader = self._make_reader() if own else self._reader
-        return OrderSource(reader, count("epoch", epoch, 0, MOST_SEED), self.cut_at(consumed))
+        number, cut = count("epoch", epoch, 0, MOST_SEED), self.cut_at(consumed)
+        return OrderSource(reader, number, cut, self.cut_at(0), self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
         """Cut the positions from `consumed` on into batches. See `source`."""
