@@ -91,7 +91,7 @@ class Order:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.describe()}>"
 
-    def of(self, samples: int) -> Self:
+    def over(self, samples: int) -> Self:
         """Return the order over so many samples, if it is not over as many already.
 
         Raises

@@ -102,7 +102,7 @@ class Sampler:
         repeat: int = 1,
     ) -> None:
         self.dset_size, self.indices = _samples(dset_size)
-        self.order = order.of(self.dset_size)
+        self.order = order.over(self.dset_size)
         self.batch_size = count("batch_size", batch_size)
         if hasattr(seed, "initial_seed"):
             raise TypeError(f"seed={seed!r} is a generator; give an integer: initial_seed() of it")

@@ -26,10 +26,10 @@ class Samples(Order):
         if samples is not None:
             self.samples = self.units = count("samples", samples, 1, MOST_SAMPLES)
 
-    def of(self, samples: int) -> Self:
+    def over(self, samples: int) -> Self:
         """Return the order over so many samples."""
         if self.samples is not None:
-            return super().of(samples)
+            return super().over(samples)
         order = copy.copy(self)
         order.samples = order.units = samples
         return order
