@@ -16,8 +16,8 @@ cdef class Reader:
     cdef readonly uint32_t room
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1
-    cdef int64_t read_batch(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
-                            int64_t* sizes) except -1
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
+                            uint64_t count, int64_t* out, int64_t* sizes) except -1
 
 
 @cython.final

@@ -145,10 +145,10 @@ cdef class Reader:
         """
         raise NotImplementedError
 
-    cdef int64_t read_batch(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
-                            int64_t* sizes) except -1:
-        """`read`, of the part of a global batch that begins at `start`: an order may choose other units
-        of the global batch for it, such that each rank has as many."""
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
+                            uint64_t count, int64_t* out, int64_t* sizes) except -1:
+        """`read`, of a rank's part of the global batch [first, first + together): an order may choose
+        others of its units for each rank, as many as these."""
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):

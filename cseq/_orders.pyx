@@ -35,9 +35,10 @@ cdef class ChosenReader(Reader):
                       int64_t* sizes) except -1:
         return self.choose(self.reader.read(epoch, start, count, out, sizes), out)
 
-    cdef int64_t read_batch(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
-                            int64_t* sizes) except -1:
-        return self.choose(self.reader.read_batch(epoch, start, count, out, sizes), out)
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
+                            uint64_t count, int64_t* out, int64_t* sizes) except -1:
+        return self.choose(
+            self.reader.read_batch(epoch, first, together, start, count, out, sizes), out)
 
 
 cdef int64_t copied(object values, str what, uint64_t count, uint64_t most, int64_t* out) except -1:

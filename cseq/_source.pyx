@@ -114,7 +114,8 @@ cdef class OrderSource(Source):
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
         if batch < self.full:
-            return self.reader.read_batch(self.epoch, start, self.size, out, sizes)
+            return self.reader.read_batch(self.epoch, self.consumed + batch * self.stride, self.stride,
+                                          start, self.size, out, sizes)
         while done < self.part:
             start %= self.reader.units
             count = min(self.part - done, self.reader.units - start)

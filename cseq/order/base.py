@@ -106,8 +106,14 @@ class Order:
             )
         return self
 
-    def resumed(self, facts: dict[str, Any], epoch: int, consumed: int) -> Self:  # noqa: ARG002
-        """Return the order that goes on where one with `facts` was in an epoch.
+    def resumed(
+        self,
+        facts: dict[str, Any],
+        seed: int,  # noqa: ARG002
+        epoch: int,  # noqa: ARG002
+        consumed: int,  # noqa: ARG002
+    ) -> Self:
+        """Return the order that goes on where one with `facts` was in an epoch of a seed.
 
         Raises
         ------

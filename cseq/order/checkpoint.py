@@ -68,7 +68,7 @@ def load(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[Sa
     seed = count("seed", state["seed"], 0, MOST_SEED)
     epoch = count("epoch", state["epoch"], 0, MOST_SEED)
     consumed = count("consumed", state["consumed"], least=0)
-    order = sampler.order.resumed(facts, epoch, consumed)
+    order = sampler.order.resumed(facts, seed, epoch, consumed)
     if seed != sampler.seed and not any_seed:
         raise ValueError(
             f"the state has seed={seed}, this manager has seed={sampler.seed}; make it with the "
