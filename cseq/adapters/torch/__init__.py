@@ -10,6 +10,7 @@ docs/how-to/from-dataloader.md has both.
       loader.DataLoader ─► iterator.WorkersIterator         worker.Batches: seeds, fetches, collates
         taking.py  the next batch
         pinning.py pins the one after it
+        batches.py orders of cseq
         order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
         state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot
 
@@ -22,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cseq.adapters.torch.batches import BatchSampler as BatchSampler
     from cseq.adapters.torch.fallback import Engine as Engine
     from cseq.adapters.torch.fallback import engines as engines
     from cseq.adapters.torch.iterator import LoaderTimeout as LoaderTimeout
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 MISSING = "cseq.DataLoader needs torch; install it with: pip install 'cseq-loader[torch]'"
 
 _HOMES = {
+    "BatchSampler": "batches",
     "DataLoader": "loader",
     "Engine": "fallback",
     "LoaderTimeout": "iterator",

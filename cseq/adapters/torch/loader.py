@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils import data
 
 from cseq.adapters.torch import names
+from cseq.adapters.torch.batches import with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
@@ -20,6 +21,7 @@ from cseq.adapters.torch.order import (
 from cseq.adapters.torch.state import Progress, Resume, read
 from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
+from cseq.order.base import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -65,7 +67,8 @@ class DataLoader(Torchs[T_co]):
         Of torch's DataLoader: `dataset`, `batch_size`, `shuffle`, `sampler`, `batch_sampler`,
         `num_workers`, `collate_fn`, `pin_memory`, `drop_last`, `timeout` (seconds that a batch may
         take), `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor` (batches
-        for each worker), `persistent_workers`, `pin_memory_device`, `in_order`.
+        for each worker), `persistent_workers`, `pin_memory_device`, `in_order`. `sampler` and
+        `batch_sampler` may be a `cseq.Order`, too, such as `Weighted` or `Buckets`.
     rng : {None, 'worker', 'batch'}
         What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
         is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
@@ -123,8 +126,8 @@ class DataLoader(Torchs[T_co]):
             dataset: data.Dataset[T_co],
             batch_size: int | None = 1,
             shuffle: bool | None = None,  # noqa: FBT001 - the positions are torch's
-            sampler: data.Sampler[Any] | Iterable[Any] | None = None,
-            batch_sampler: data.Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+            sampler: data.Sampler[Any] | Iterable[Any] | Order | None = None,
+            batch_sampler: data.Sampler[list[Any]] | Iterable[list[Any]] | Order | None = None,
             num_workers: int = 0,
             collate_fn: Callable[[list[Any]], Any] | None = None,
             pin_memory: bool = False,  # noqa: FBT001, FBT002
@@ -155,6 +158,8 @@ class DataLoader(Torchs[T_co]):
             max_restarts: int = MAX_RESTARTS,
             **kwargs: Any,
         ) -> None:
+            if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
+                args, kwargs = (), with_order(args, kwargs)
             super().__init__(*args, **kwargs)
             self.rng = choice("rng", rng, (None, *RNGS))
             self.on_error = choice("on_error", on_error, (None, *ON_ERRORS))

@@ -1,95 +1,142 @@
-"""What a `collate_fn` may return: what torch's loader sends to the loop, ours sends, too."""
+"""Orders of cseq in a DataLoader: the batches, epochs, ranks, states."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils import data  # noqa: E402
-from torch_data import Plain, as_is  # noqa: E402
-
-import cseq  # noqa: E402
-
-pytestmark = [
-    pytest.mark.needs("fork"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
-]
-
-FORK: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
-KINDS = [data.DataLoader, cseq.DataLoader]
+import cseq  # noqa: E402 - after the check for torch
+from cseq.adapters.torch import BatchSampler, DataLoader  # noqa: E402
 
 
-def only(kind: Any, batch: Any, **options: Any) -> Any:
-    """Return the batch that a collate function has made, as the loop gets it."""
-    return next(iter(kind(Plain(2), collate_fn=lambda _: batch, **(FORK | options))))
+class Pairs(cseq.Order):
+    """Batches of two samples each, in an order that is drawn."""
+
+    name = "pairs-v1"
+    room = 2
+    is_batch = True
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.units = samples // 2
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        order = cseq.permutation(self.samples, seed, epoch)[2 * start : 2 * (start + count)]
+        return order, [2] * count
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-@pytest.mark.parametrize("kind", KINDS)
-def test_nested_tensors(kind: Any) -> None:
-    parts = [torch.ones(2), torch.arange(3.0)]
-    got = only(kind, {"x": torch.nested.nested_tensor(parts), "y": torch.ones(2)})
-    assert got["x"].is_nested
-    assert all(map(torch.equal, got["x"].unbind(), parts))
+def batches(loader: Any) -> list[list[int]]:
+    """Take an epoch."""
+    return [batch.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_storages(kind: Any) -> None:
-    got = only(kind, [torch.arange(3).untyped_storage(), 7])
-    assert type(got[0]) is torch.UntypedStorage
-    assert got[0].tolist() == torch.arange(3).untyped_storage().tolist()
-    assert got[1] == 7
+def expected(order: cseq.Order, size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Say what an epoch has."""
+    return order.batches(size, seed=seed, epoch=epoch)
 
 
-def test_views_that_are_conjugated_or_negated() -> None:
-    """Their values arrive; torch's loader drops what they are views by, and so other values."""
-    numbers = torch.complex(torch.arange(3.0), torch.ones(3))
-    got = only(cseq.DataLoader, [numbers.conj(), numbers.conj().imag])
-    assert torch.equal(got[0], torch.complex(torch.arange(3.0), -torch.ones(3)))
-    assert torch.equal(got[1], -torch.ones(3))
-    theirs = only(data.DataLoader, [numbers.conj(), numbers.conj().imag])
-    assert torch.equal(theirs[0], numbers)
-    assert torch.equal(theirs[1], torch.ones(3))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_and_epochs(workers: int) -> None:
+    """Each `iter` is the next epoch, with the batches that the order says."""
+    data, order = list(range(11)), Pairs(11)
+    generator = torch.Generator().manual_seed(7)
+    loader = DataLoader(data, batch_sampler=order, num_workers=workers, generator=generator)
+    assert len(loader) == 5
+    for epoch in range(3):
+        assert batches(loader) == expected(order, 1, 7, epoch)
+    next(iter(loader))
+    assert batches(loader) == expected(order, 1, 7, 4)
+    loader.batch_sampler.set_epoch(1)
+    assert batches(loader) == expected(order, 1, 7, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_that_contains_itself(kind: Any) -> None:
-    batch: dict[str, Any] = {"x": torch.arange(3)}
-    batch["parts"] = [batch, batch["x"]]
-    got = only(kind, batch)
-    assert got["parts"][0] is got
-    assert torch.equal(got["x"], batch["x"])
-    assert torch.equal(got["parts"][1], batch["x"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_order_of_samples(workers: int) -> None:
+    """It is cut into batches of batch_size, also by position of the arguments."""
+    data = list(range(11))
+    torch.manual_seed(5)
+    loader = DataLoader(data, 4, None, cseq.Shuffled(), num_workers=workers)
+    order = cseq.Shuffled(11)
+    assert [batches(loader) for _ in range(2)] == [expected(order, 4, 5, e) for e in range(2)]
+    short = DataLoader(data, 4, sampler=cseq.Sequential(), drop_last=True)
+    assert batches(short) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-class Trees(data.Dataset[Any]):
-    """Trees of 150 levels."""
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_resume_after_every_batch(workers: int, persistent: bool) -> None:
+    """In the middle of an epoch, at its end, and after it."""
 
-    def __len__(self) -> int:
-        return 4
+    def make() -> Any:
+        options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+        sampler = BatchSampler(Pairs(11), seed=3)
+        return DataLoader(list(range(11)), batch_sampler=sampler, **options)
 
-    def __getitem__(self, index: int) -> Any:
-        tree: Any = torch.tensor(index)
-        for level in range(150):
-            tree = [level, tree]
-        return tree
+    loader, order = make(), Pairs(11)
+    whole = [expected(order, 1, 3, epoch) for epoch in range(3)]
+    states = [copy.deepcopy(loader.state_dict())]
+    for epoch in range(2):
+        got = []
+        for batch in loader:
+            got.append(batch.tolist())
+            states.append(copy.deepcopy(loader.state_dict()))
+        assert got == whole[epoch]
+    for number, state in enumerate(states):
+        other = make()
+        other.load_state_dict(state)
+        epoch, done = divmod(number, 5) if number % 5 else (max(0, number // 5 - 1), 5)
+        if not number:
+            done = 0
+        assert batches(other) == whole[epoch][done:]
+        assert batches(other) == whole[epoch + 1]
 
 
-def flat(tree: Any) -> list[Any]:
-    """Return the levels of a tree, and what is at its end."""
-    levels = []
-    while isinstance(tree, list):
-        levels.append(tree[0])
-        tree = tree[1]
-    return [*levels, tree.item()]
+def test_ranks_have_parts_of_global_batches() -> None:
+    """Each batch once over all ranks."""
+    order = Pairs(12)
+    parts = [list(BatchSampler(order, seed=2, shard=(rank, 2))) for rank in range(2)]
+    assert [b for pair in zip(*parts, strict=True) for b in pair] == expected(order, 1, 2, 0)
+    assert [len(BatchSampler(order, seed=2, shard=(r, 4), pad=False)) for r in range(4)] == [
+        2, 2, 1, 1,
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_trees(kind: Any) -> None:
-    loader = kind(Trees(), batch_size=2, collate_fn=as_is, **FORK)
-    got = [[flat(tree) for tree in batch] for batch in loader]
-    levels = list(reversed(range(150)))
-    assert got == [[[*levels, 0], [*levels, 1]], [[*levels, 2], [*levels, 3]]]
+def test_a_state_of_another_order() -> None:
+    """It names both; a seed that was not given is taken over."""
+    state = BatchSampler(Pairs(12), seed=2).state_dict()
+    with pytest.raises(ValueError, match=r"samples=12.*samples=10"):
+        BatchSampler(Pairs(10), seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"seed=2.*seed=3"):
+        BatchSampler(Pairs(12), seed=3).load_state_dict(state)
+    one = BatchSampler(Pairs(12))
+    one.load_state_dict(state)
+    assert list(one) == expected(Pairs(12), 1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_sampler": cseq.Shuffled(9)}, "single samples; give sampler="),
+        ({"sampler": Pairs(9)}, "batches of its own; give batch_sampler="),
+        ({"sampler": cseq.Shuffled(), "shuffle": True}, "shuffle=True beside sampler="),
+        ({"sampler": cseq.Shuffled(), "batch_size": None}, "batch_size=None beside"),
+        ({"sampler": cseq.Shuffled(8)}, "is over 8 samples, the data has 9"),
+        ({"batch_sampler": Pairs(9), "batch_size": 4}, "mutually exclusive"),
+    ],
+)
+def test_what_is_refused(options: Any, text: str) -> None:
+    """With the argument, its value, and what to do."""
+    with pytest.raises(ValueError, match=text):
+        DataLoader(list(range(9)), **options)
+
+
+def test_what_a_batch_sampler_refuses() -> None:
+    """What is no order, and an order that has no size."""
+    with pytest.raises(TypeError, match=r"order=\[1\] is no cseq.Order"):
+        BatchSampler([1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="over no number of samples"):
+        BatchSampler(cseq.Shuffled())

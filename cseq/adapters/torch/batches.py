@@ -1,0 +1,151 @@
+"""Orders of cseq in a DataLoader: as a batch sampler that has a state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cseq.check import flag
+from cseq.order import checkpoint
+from cseq.order import shard as shards
+from cseq.order.base import Order
+from cseq.order.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cseq._source import OrderSource
+
+__all__ = ["BatchSampler", "with_order"]
+
+POSITIONS = "dataset", "batch_size", "shuffle", "sampler", "batch_sampler"
+
+
+class BatchSampler:
+    """A batch sampler for `cseq.DataLoader`, and torch's: the batches of a `cseq.Order`.
+
+    ``DataLoader(…, batch_sampler=order)`` makes one of it. Each ``iter()`` is the next epoch, and
+    one in the middle of an epoch leaves that.
+
+    Parameters
+    ----------
+    order : Order
+        Over as many samples as the data set has.
+    batch_size : int
+        Units of a batch, for each rank.
+    seed : int, optional
+        In [0, 2**64). None: torch's initial seed, at the first ``iter()``.
+    drop_last : bool
+        Leave out the last batch if it is short.
+    shard : (rank, world_size), 'auto' or None
+        This rank's part of every global batch, see `cseq.MSequence`. None: all of it, also where
+        there are other ranks: some frameworks divide what they get.
+    pad : bool
+        False: no unit is repeated, so that ranks may have unequal parts.
+
+    Examples
+    --------
+    >>> from cseq.adapters.torch import BatchSampler
+    >>> list(BatchSampler(cseq.Sequential(7), 3, seed=0))
+    [[0, 1, 2], [3, 4, 5], [6]]
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        batch_size: int = 1,
+        *,
+        seed: int | None = None,
+        drop_last: bool = False,
+        shard: tuple[int, int] | str | None = None,
+        pad: bool = True,
+    ) -> None:
+        if not isinstance(order, Order):
+            raise TypeError(f"order={order!r} is no cseq.Order; give one")
+        if order.samples is None:
+            raise ValueError(f"order={order!r} is over no number of samples; give it one")
+        self._seeded = seed is not None
+        self._shard = shards.given(shard)
+        rank, world_size, _ = self._shard or shards.ALONE
+        self._sampler = Sampler(
+            order.samples,
+            order,
+            batch_size=batch_size,
+            seed=0 if seed is None else seed,
+            drop_last=flag("drop_last", drop_last),
+            rank=rank,
+            world_size=world_size,
+            pad=flag("pad", pad),
+        )
+        self._epoch = self._consumed = 0
+        self._is_begun = False  # the next `iter` begins another epoch
+
+    def __len__(self) -> int:
+        """Batches in an epoch, for this rank."""
+        self._settle()
+        return self._sampler.length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next ``iter()``."""
+        self._epoch, self._consumed, self._is_begun = epoch, 0, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Begin the next epoch, or go on in the one whose state was loaded."""
+        self._settle()
+        if not self._seeded:
+            self._sampler, self._seeded = self._sampler.changed(seed=torch.initial_seed()), True
+        if self._is_begun:
+            self.set_epoch(self._epoch + 1)
+        return self._keys(self._sampler.source(self._epoch, self._consumed, own=True))
+
+    def _keys(self, source: OrderSource) -> Iterator[list[int]]:
+        """Return the batches; the state is that after the last one that was drawn."""
+        sampler, consumed = self._sampler, source.consumed
+        end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
+        for batch in range(len(source)):
+            self._is_begun = True  # not by `iter`, which torch calls more than once for an epoch
+            self._consumed = min(consumed + (batch + 1) * stride, end)
+            yield source.samples(batch)[0].tolist()
+        self.set_epoch(self._epoch + 1)
+
+    def _settle(self) -> None:
+        """Resolve shard='auto'; the first answer holds."""
+        if self._shard is None:
+            self._shard = found = shards.resolve()
+            self._sampler = self._sampler.changed(rank=found.rank, world_size=found.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the order is, after the last batch that was drawn."""
+        world_size = self._sampler.world_size
+        return checkpoint.make(self._sampler, world_size, self._epoch, self._consumed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
+        loaded = checkpoint.load(state, self._sampler, any_seed=not self._seeded)
+        self._sampler, self._epoch, self._consumed = loaded
+        self._seeded, self._is_begun = True, False
+
+
+def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a DataLoader's arguments by name, with a `BatchSampler` in place of an order."""
+    given = dict(zip(POSITIONS, args, strict=False)) | kwargs
+    name = "sampler" if isinstance(given.get("sampler"), Order) else "batch_sampler"
+    order = given.pop(name).of(len(given["dataset"]))
+    generator, shuffle = given.get("generator"), given.pop("shuffle", None)
+    seed = None if generator is None else generator.initial_seed()
+    if shuffle:
+        raise ValueError(f"shuffle={shuffle!r} beside {name}={order!r}; give one of them")
+    if name == "batch_sampler":
+        if not order.is_batch and order.room == 1:
+            raise ValueError(
+                f"batch_sampler={order!r} has single samples; give sampler= and a batch_size"
+            )
+        return given | {name: BatchSampler(order, seed=seed)}
+    if order.is_batch or order.room > 1:
+        raise ValueError(f"sampler={order!r} has batches of its own; give batch_sampler=")
+    size, drop_last = given.pop("batch_size", 1), given.pop("drop_last", False)
+    if size is None:
+        raise ValueError(f"batch_size=None beside sampler={order!r}; give a number")
+    batches = BatchSampler(order, size, seed=seed, drop_last=drop_last)
+    return given | {"batch_sampler": batches}
