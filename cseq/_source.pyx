@@ -75,12 +75,8 @@ cdef class OrderSource(Source):
     ----------
     reader : Reader
     epoch : int
-    cut : sampler.Cut
-        How the epoch is cut into batches.
-    later : sampler.Cut, optional
-        How those after it are.
-    more : int
-        How many come after it.
+    cut, later : sampler.Cut
+        How the epoch is cut into batches, and how the `more` epochs after it are.
     """
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, cut, later=None, uint64_t more=0):

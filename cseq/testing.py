@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cseq._memory import DEBUG
 from cseq._slots import TRAINER
 from cseq.check import count, seconds
+from cseq.order.checking import check_order
 from cseq.processes.launcher.base import KILL
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "POINTS",
     "Slots",
     "await_workers",
+    "check_order",
     "descriptors",
     "dying",
     "kill",

@@ -30,8 +30,9 @@ MOST_SEED = 2**64 - 1
 class Order:
     """Base class of orders, your own among them.
 
-    One's own sets the attributes and defines `read`. It must not change once it is in use, and must
-    not draw from generators: all that `read` returns follows from its arguments.
+    One's own sets the attributes and defines `read`; `cseq.testing.check_order` checks it. It must
+    not change once it is in use, and must not draw from generators: all that `read` returns follows
+    from its arguments.
 
     Attributes
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import threading
@@ -294,3 +295,100 @@ def test_threads_may_ask() -> None:
         thread.join()
     assert not raised
     assert got == 3 * list(range(0, 60, 2))
+
+
+# ── orders ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Own(cseq.Order):
+    """An order as it should be: rows of one and two samples in turn."""
+
+    name = "own-v1"
+    samples = 30
+    units = 20
+    room = 2
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        rows = [
+            [3 * (k // 2) + 2] if k % 2 else [3 * (k // 2), 3 * (k // 2) + 1] for k in range(20)
+        ]
+        chosen = [rows[(seed + epoch + k) % 20] for k in range(start, start + count)]
+        return [index for row in chosen for index in row], [len(row) for row in chosen]
+
+
+class Remembering(Own):
+    """Counts its calls."""
+
+    calls = 0
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        type(self).calls += 1
+        return super().read(seed + self.calls, epoch, start, count)
+
+
+class Drawing(Own):
+    """Draws from a generator that is not its own."""
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        random.random()
+        return super().read(seed, epoch, start, count)
+
+
+class Beyond(Own):
+    """Has samples that there are none of."""
+
+    samples = 29
+
+
+class Unnamed(Own):
+    """Has no name."""
+
+    name = ""
+
+
+class Tuples(Own):
+    """Has facts that JSON does not keep."""
+
+    def facts(self) -> Any:
+        return {"name": self.name, "rows": (1, 2)}
+
+
+class Long(Own):
+    """Has longer units than it says."""
+
+    room = 1
+
+
+class Unsized(Own):
+    """Does not say how long its units are."""
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        return super().read(seed, epoch, start, count)[0], None
+
+
+def test_an_order_is_checked() -> None:
+    """One that is as it should be passes."""
+    cseq.testing.check_order(Own())
+    cseq.testing.check_order(Own(), most=3)
+    for order in (cseq.Sequential(7), cseq.Shuffled(7), cseq.Shuffled(10**12)):
+        cseq.testing.check_order(order)
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (Remembering(), "when they are read alone"),
+        (Drawing(), "draws from a global generator"),
+        (Beyond(), r"samples from 0 to 29, not in \[0, 29\)"),
+        (Unnamed(), "name=''"),
+        (cseq.Shuffled(), "samples=None"),
+        (Tuples(), "does not come back from JSON"),
+        (Long(), "give one dimension, and at most 20"),
+        (Unsized(), "no sizes; give the size of each unit"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_an_order_must_not_do(order: cseq.Order, text: str) -> None:
+    """The message says what it did."""
+    with pytest.raises(ValueError, match=text):
+        cseq.testing.check_order(order)

@@ -131,7 +131,7 @@ def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a DataLoader's arguments by name, with a `BatchSampler` in place of an order."""
     given = dict(zip(POSITIONS, args, strict=False)) | kwargs
     name = "sampler" if isinstance(given.get("sampler"), Order) else "batch_sampler"
-    order = given.pop(name).of(len(given["dataset"]))
+    order = given.pop(name).over(len(given["dataset"]))
     generator, shuffle = given.get("generator"), given.pop("shuffle", None)
     seed = None if generator is None else generator.initial_seed()
     if shuffle:

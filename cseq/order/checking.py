@@ -1,0 +1,73 @@
+"""Whether an order of one's own is what it has to be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cseq.order.base import Order
+
+__all__ = ["check_order"]
+
+
+def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_000) -> None:
+    """Check that an order of one's own keeps what `cseq.Order` promises.
+
+    Parameters
+    ----------
+    order : Order
+    seed, epoch : int
+        What it is read for, beside epoch 0.
+    most : int
+        The most units at each end of an epoch that are read.
+
+    Raises
+    ------
+    ValueError
+        It does not; the message says what it returned, and what it should have.
+
+    Examples
+    --------
+    >>> cseq.testing.check_order(cseq.Shuffled(1000))
+    """
+    shown = type(order).__name__
+    if not order.name or order.samples is None or min(order.samples, order.units, order.room) < 1:
+        raise ValueError(
+            f"{shown} has name={order.name!r}, samples={order.samples!r}, units={order.units!r}, "
+            f"room={order.room!r}; give a name, and numbers of at least 1"
+        )
+    facts = order.facts()
+    if json.loads(json.dumps(facts)) != facts:
+        raise ValueError(f"facts() of {shown} is {facts!r}, which does not come back from JSON")
+    before = random.getstate(), str(np.random.get_state())  # noqa: NPY002 - the global one
+    reader, units = order.reader(seed), order.units
+    for first in {0, max(0, units - most)}:
+        count = min(most, units - first)
+        samples, sizes = reader.samples(epoch, first, count)
+        if not 0 <= samples.min() <= samples.max() < order.samples:
+            raise ValueError(
+                f"{shown} has samples from {samples.min()} to {samples.max()}, not in "
+                f"[0, {order.samples})"
+            )
+        ends = np.concatenate([[0], sizes.cumsum()])
+        reader.samples(0, first, count)
+        choose = random.Random(0)  # of places to read from
+        cuts = sorted({0, count, *(choose.randrange(count + 1) for _ in range(20))})
+        pieces = list(itertools.pairwise(cuts))
+        choose.shuffle(pieces)
+        for start, stop in pieces:
+            piece, lengths = reader.samples(epoch, first + start, stop - start)
+            whole = samples[ends[start] : ends[stop]]
+            if not (np.array_equal(piece, whole) and np.array_equal(lengths, sizes[start:stop])):
+                raise ValueError(
+                    f"units [{first + start}, {first + stop}) of {shown} are {piece.tolist()} "
+                    f"when they are read alone, and {whole.tolist()} among others: what read() "
+                    "returns must follow from its arguments"
+                )
+    if (random.getstate(), str(np.random.get_state())) != before:  # noqa: NPY002
+        raise ValueError(f"{shown} draws from a global generator, which the training loop shares")
