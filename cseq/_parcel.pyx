@@ -1,14 +1,16 @@
 # cython: language_level=3, freethreading_compatible=True
 """Parcels: tickets on their way to another machine, their batches on the way back.
 
-Both are arrays of 64-bit words, little-endian. What `Carrier` writes, in the trainer, `ParcelFeed` reads, on
+Both begin with an array of 64-bit words, little-endian. What `Carrier` writes, in the trainer, `ParcelFeed` reads, on
 the machine that makes the batches; and the other way round::
 
     request   count | count times: seed, epoch, batch, start, indices, sizes | indices and sizes, by ticket
-    answer    count | nanoseconds | count times: status, offset, record | the bytes of the batches
+    answer    count | nanoseconds | count times: status, offset, record | the bytes of small batches
 
-Batches lie in the answer as they lay in their slots, at these offsets (bytes), which are multiples of 64. Nothing
-is decoded on the way. The nanoseconds are those that the workers had this parcel to work on, and none before it.
+Batches are in the answer as they lay in their slots. Nothing is decoded on the way. Small ones are at these offsets
+(bytes), multiples of 64. The answer is a list: a batch of `LARGE` bytes or more is an array of its own after the first
+one, the k-th for the offset -k. It is the slot itself, under a lease: a transport that copies what it sends is to have
+nothing copied before. The nanoseconds are those that the workers had this parcel to work on, and none before it.
 """
 
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
@@ -39,7 +41,6 @@ cdef enum:
     ANSWERED = 6   # words of a ticket in an answer
     RAISED = 1     # a status: see stage.py
 
-cdef object WORDS = numpy.dtype("<i8")
 cdef object BYTES = numpy.dtype(numpy.uint8)
 
 
@@ -53,6 +54,29 @@ cdef int64_t* words_of(cnp.ndarray array, Py_ssize_t least) except NULL:
 cdef inline Py_ssize_t asked_of(cseq_cell* c) noexcept:
     """How many words a ticket has in its cell: indices, and sizes of units."""
     return <Py_ssize_t>c.count + c.parts
+
+
+def outline(list tickets not None, list answer not None):
+    """What an answer says beside its batches.
+
+    Returns
+    -------
+    tuple of (int, float, list)
+        Its bytes; how many seconds the workers had it; the tickets in whose place there are exceptions.
+    """
+    cdef Py_ssize_t count = len(tickets)
+    cdef Py_ssize_t k
+    cdef int64_t* head = head_of(answer, count)
+    return (sum([part.nbytes for part in answer]), <double>head[1] / 1e9,
+            [tickets[k] for k in range(count) if head[HEAD + ANSWERED * k] & RAISED])
+
+
+cdef int64_t* head_of(list answer, Py_ssize_t count) except NULL:
+    """The words of an answer for so many tickets."""
+    cdef int64_t* head = words_of(answer[0], HEAD + ANSWERED * count)
+    if head[0] != count:
+        raise ValueError(f"an answer for {head[0]} tickets, not {count}")
+    return head
 
 
 @cython.final
@@ -169,14 +193,14 @@ cdef class Carrier:
 
     # -- publish
 
-    def publish(self, list tickets not None, cnp.ndarray answer not None):
+    def publish(self, list tickets not None, list answer not None):
         """Publish the batches of an answer; those of tickets that are not held any more are dropped.
 
         Parameters
         ----------
         tickets : list of int
             Those of the request.
-        answer : numpy.ndarray
+        answer : list of numpy.ndarray
             Bytes.
 
         Returns
@@ -185,10 +209,8 @@ cdef class Carrier:
             How many were published.
         """
         cdef Py_ssize_t count = len(tickets)
-        cdef int64_t* head = words_of(answer, HEAD + ANSWERED * count)
+        cdef int64_t* head = head_of(answer, count)
         cdef Py_ssize_t k, published = 0
-        if head[0] != count:
-            raise ValueError(f"an answer for {head[0]} tickets, not {count}")
         for k in range(count):
             self.lock.enter()
             try:
@@ -197,18 +219,21 @@ cdef class Carrier:
                 self.lock.leave()
         return published
 
-    cdef int publish_one(self, uint64_t ticket, const int64_t* head, cnp.ndarray answer) except -1:
+    cdef int publish_one(self, uint64_t ticket, const int64_t* head, list answer) except -1:
         cdef int cell = self.find(ticket)
         cdef uint32_t status = <uint32_t>head[0]
         cdef uint64_t nbytes = 0
+        cdef int64_t at = max(head[1], 0)
+        cdef cnp.ndarray part
         cdef cseq_cell* c
         cdef int k
         if cell < 0:
             return 0
         for k in range(4):
             nbytes += <uint64_t>head[2 + k]
-        if <uint64_t>head[1] + nbytes > <uint64_t>cnp.PyArray_NBYTES(answer):
-            raise ValueError(f"an answer of {answer.nbytes} bytes ends before its batches do")
+        part = answer[max(-head[1], 0)]
+        if not cnp.PyArray_IS_C_CONTIGUOUS(part) or <uint64_t>at + nbytes > <uint64_t>cnp.PyArray_NBYTES(part):
+            raise ValueError(f"an answer of {part.nbytes} bytes ends before its batches do")
         c = self.open(<uint32_t>cell)
         try:
             if not nbytes:  # an exception that there was no room for
@@ -216,7 +241,7 @@ cdef class Carrier:
                 return 1
             try:
                 self.writer.open_ticket(self.runner)
-                self.writer.write_raw(<const char*>cnp.PyArray_DATA(answer) + head[1], <Py_ssize_t>nbytes)
+                self.writer.write_raw(<const char*>cnp.PyArray_DATA(part) + at, <Py_ssize_t>nbytes)
             except MemoryError:
                 self.runner.deliver(c, RAISED)  # without a slot: that there is no room for it
                 return 1
@@ -313,13 +338,14 @@ cdef class Parcel(Memory):
     cdef Py_ssize_t posted
     cdef Py_ssize_t left          # tickets that are not answered
     cdef Py_ssize_t room          # bytes at `data`
+    cdef list large               # batches that are not there
     cdef uint64_t begun           # ns: when its first ticket was posted, and the parcel before was answered
 
     def __cinit__(self, cnp.ndarray request not None, uint32_t most):
         cdef Py_ssize_t k, size
         cdef int64_t* words = words_of(request, 1)
         cdef int64_t* head
-        self.request, self.count = request, words[0]
+        self.request, self.count, self.large = request, words[0], []
         size = 1 + ASKED * self.count
         words_of(request, size)
         for k in range(self.count):
@@ -363,10 +389,10 @@ cdef class Parcel(Memory):
         return not self.left
 
     def answer(self):
-        """The answer, when it is complete: an array of bytes, on this object."""
+        """The answer, when it is complete: arrays of bytes, on this object and on slots that are leased to them."""
         if self.left:
             raise RuntimeError(f"{self.left} of {self.count} tickets are not answered")
-        return self.view(0, BYTES, (self.size,))
+        return [self.view(0, BYTES, (self.size,)), *self.large]
 
 
 @cython.final
@@ -379,18 +405,14 @@ cdef class ParcelFeed:
     ----------
     ring : Ring
         With one stage.
-    slots : Slots
-        Those of its workers.
-    mapped : list of Mapping
-        Of each slot, or None: see `Arena`.
-    mapping_of : callable
-        ``mapping_of(slot, capacity)`` maps a slot that is not in `mapped`.
+    arena : Arena
+        The slots of its workers.
     """
 
     cdef Ring ring
+    cdef object arena
     cdef Slots slots
-    cdef list mapped
-    cdef object mapping_of
+    cdef list mapped           # of each slot its `Mapping`, or None
     cdef object parcels        # those with tickets that are not posted
     cdef list by_cell          # the parcel of the ticket in each cell, or None
     cdef uint32_t* number      # of the ticket in its parcel, by cell
@@ -399,8 +421,8 @@ cdef class ParcelFeed:
     cdef uint64_t ticket
     cdef uint64_t latest       # ns: when a parcel was answered last
 
-    def __cinit__(self, Ring ring not None, Slots slots not None, list mapped not None, mapping_of):
-        self.ring, self.slots, self.mapped, self.mapping_of = ring, slots, mapped, mapping_of
+    def __cinit__(self, Ring ring not None, arena not None):
+        self.ring, self.arena, self.slots, self.mapped = ring, arena, arena.slots, arena.mapped
         self.parcels, self.by_cell = deque(), [None] * ring.r.capacity
         self.number = <uint32_t*>PyMem_RawCalloc(2 * ring.r.capacity, sizeof(uint32_t))
         if self.number == NULL:
@@ -495,27 +517,26 @@ cdef class ParcelFeed:
         return 0
 
     cdef Parcel take(self, uint32_t cell):
-        """Take an answered ticket: copy its bytes into the answer, and free its slot and cell."""
+        """Take an answered ticket into the answer: its bytes, or its slot; free its cell."""
         cdef Parcel parcel = self.by_cell[cell]
         cdef cseq_cell* c = cseq_ring_cell(self.ring.r, cell)
         cdef uint64_t* f = c.record
         cdef Py_ssize_t nbytes = <Py_ssize_t>(f[0] + f[1] + f[2] + f[3])
         cdef Py_ssize_t at = parcel.size
         cdef int64_t* head
-        cdef Mapping slot = None
+        cdef Mapping slot
         cdef uint32_t number = cseq_load_acq_u32(&c.slot)
         cdef int k
         if number == CSEQ_NO_SLOT:
             nbytes = 0
-        else:
+        elif nbytes < LARGE:
             slot = self.find(number, c.capacity)
             slot.inside(0, nbytes)
             parcel.reserve(aligned(nbytes))
-            if nbytes < LARGE:
-                memcpy(parcel.data + at, slot.data, <size_t>nbytes)
-            else:
-                with nogil:
-                    memcpy(parcel.data + at, slot.data, <size_t>nbytes)
+            memcpy(parcel.data + at, slot.data, <size_t>nbytes)
+        else:
+            parcel.large.append((<Memory?>self.arena.lend(number, nbytes, c.capacity)).view(0, BYTES, (nbytes,)))
+            at = -len(parcel.large)
         head = <int64_t*>parcel.data + HEAD + ANSWERED * self.number[cell]
         head[0], head[1] = c.status, at
         for k in range(4):
@@ -534,7 +555,7 @@ cdef class ParcelFeed:
             mapping = self.mapped[slot]
         if mapping is None or <uint64_t>mapping.size < capacity or (
                 capacity > MOST_KEPT and self.slots.is_due()):  # for `Arena.tidy`
-            mapping = self.mapping_of(slot, capacity)
+            mapping = self.arena.mapping_of(slot, capacity)
         return mapping
 
     def wait(self, uint32_t seen, uint64_t ns):

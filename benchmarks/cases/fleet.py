@@ -13,7 +13,7 @@ from work import Floats, Images, Rate, Work, microseconds
 AHEAD = 1024  # small batches: a parcel is to have hundreds
 BATCHES = scaled(100_000, 40)
 SMALL = Work(partial(Floats, BATCHES * 32), BATCHES, microseconds, buffer=AHEAD)
-LARGE = Work(partial(Images, "uint8"), scaled(400, 12), Rate(BATCH_BYTES), buffer=16)
+LARGE = Work(partial(Images, "uint8"), scaled(400, 12), Rate(BATCH_BYTES), buffer=64)
 
 HOME, NEAR, RAY = "cseq, 2 workers", "cseq, 2 agents in the trainer", "cseq, 2 agents of Ray"
 CALLS, OBJECTS = "Ray, a call for each batch", "ray.get of objects of 81 MB"

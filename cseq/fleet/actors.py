@@ -250,7 +250,7 @@ class AgentActor:
         node = ray.util.get_node_ip_address()
         return About(node, os.getpid(), system(), self._arguments[0], self._batches)
 
-    def make(self, request: NDArray[np.int64]) -> NDArray[np.uint8] | Failed:
+    def make(self, request: NDArray[np.int64]) -> list[NDArray[np.uint8]] | Failed:
         """Make the batches of a parcel; `about` was called before."""
         assert self._server is not None
         with self._idle:

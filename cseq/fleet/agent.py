@@ -30,7 +30,7 @@ class Failed(NamedTuple):
     packed: bytes  # `failure.pack`
 
 
-Outcome = Union["NDArray[Any]", Lost, Failed]  # of a parcel; an array is its answer
+Outcome = Union["list[NDArray[Any]]", Lost, Failed]  # of a parcel; a list is its answer
 
 
 class Agent(Protocol):

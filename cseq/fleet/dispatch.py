@@ -11,15 +11,13 @@ import time
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from cseq._parcel import outline
 from cseq.encoding import failure
 from cseq.errors import WorkerDied
 from cseq.fleet.agent import Failed, Lost
 from cseq.fleet.ledger import Ledger, Parcel, TicketLost
-from cseq.stage import RAISED
 from cseq.threads import tell
 
 if TYPE_CHECKING:
@@ -190,20 +188,13 @@ class Dispatcher:
             failure.annotate(error, f"raised by {self._known[parcel.agent].name}")
             self._fail(error)
         else:
-            head = outcome[: 8 * (2 + 6 * len(parcel.tickets))].view(np.int64)
-            counted = self._ledger.answered(parcel.number, outcome.nbytes, head[1] / 1e9)
-            if counted:
-                if head[2::6].any():
-                    self._remember(parcel, head[2::6])
+            nbytes, seconds, raised = outline(parcel.tickets, outcome)
+            if self._ledger.answered(parcel.number, nbytes, seconds):
+                for ticket in raised[: KEPT - len(self._raised)]:
+                    self._raised[ticket >> 24] = self._known[parcel.agent].name
                 self._carrier.publish(parcel.tickets, outcome)
-                tickets, nbytes = self._received
-                self._received = tickets + len(parcel.tickets), nbytes + outcome.nbytes
-
-    def _remember(self, parcel: Parcel, statuses: Any) -> None:
-        """Note which agent has sent exceptions."""
-        for ticket, status in zip(parcel.tickets, statuses, strict=True):
-            if status & RAISED and len(self._raised) < KEPT:
-                self._raised[ticket >> 24] = self._known[parcel.agent].name
+                tickets, before = self._received
+                self._received = tickets + len(parcel.tickets), before + nbytes
 
     def _forget(self, floor: int) -> None:
         """Forget the tickets before this one."""

@@ -48,11 +48,13 @@ __all__ = ["Counts", "Ledger", "Loss", "Parcel", "TicketLost", "chosen"]
 
 AHEAD = 2  # parcels that an agent has beside the one in work
 PARCEL_SECONDS = 0.020  # a parcel grows until it takes this long to make; a call costs about 1 ms
+STORE_SECONDS = 0.080  # the same, of an answer that goes through the store
 PARCEL_BYTES = 32_000_000
 # Ray sends up to 100 KB within a call, for about 1.2 ms of CPU. More goes through its store, which
 # costs 4 ms and more: it pays from so many bytes on that they would be four calls.
 INLINE_BYTES, STORE_BYTES = 96_000, 400_000
 TURNS = 64  # parcels of which the median turn-round is taken
+WORKS = 16  # parcels of which the median work on a ticket is taken
 LATE = 4.0  # times that median
 LEAST_LATE = 0.1  # seconds; also how long the answer to a ping is waited for
 HEDGED = 0.05  # share of the parcels of the last minute that may be hedged
@@ -193,7 +195,7 @@ class Ledger:
         self._size = 1  # tickets of a parcel, as far as they have grown
         self._most = 1  # so many at most take 20 ms, and 32 MB
         self._each = 0.0  # bytes a ticket, of request or answer
-        self._turns = _Turns()
+        self._turns, self._works = _Median(TURNS), _Median(WORKS)
         self._minute = _Minute()
         self.counts = Counts()
 
@@ -297,7 +299,6 @@ class Ledger:
             if kept:
                 self._fresh.append((added, kept))
                 self._waiting += len(kept)
-        self._size = 1
 
     def send(self) -> Parcel | None:
         """Return a parcel that is to be sent now; None: there is none."""
@@ -317,7 +318,7 @@ class Ledger:
                 tickets.append(number)
         if tickets:
             return self._parcel(agent, tickets)
-        if self._waiting >= size or self._flush_at() <= self._clock():
+        if self._waiting >= size or self._flush_at(agent) <= self._clock():
             return self._parcel(agent, self._take(size), self._orders)
         return None
 
@@ -351,9 +352,12 @@ class Ledger:
         del agent.parcels[number]
         agent.is_reserved &= bool(agent.parcels)
         self._turns.add(self._clock() - parcel.sent)
+        self._works.add(seconds / len(parcel.tickets))
         if len(parcel.tickets) == self.size:
             size, most = self.size, max(nbytes, parcel.asked, 1)
-            factor = min(PARCEL_SECONDS / max(seconds, 1e-9), PARCEL_BYTES / most)
+            work = max(size * self._works.median, 1e-9)
+            longest = PARCEL_SECONDS if most <= INLINE_BYTES else STORE_SECONDS
+            factor = min(longest / work, PARCEL_BYTES / most)
             self._size = max(1, int(size * min(2.0, max(0.5, factor))))
             self._most, self._each = int(size * factor), most / size
         if parcel.first is None:
@@ -369,8 +373,9 @@ class Ledger:
     def due(self) -> float:
         """When `send` or `overdue` has something to do, if nothing happens before; or infinity."""
         times = [math.inf]
-        if self._fresh and self._next_agent()[0] is not None:
-            times.append(self._flush_at())
+        agent = self._next_agent()[0] if self._fresh else None
+        if agent is not None:
+            times.append(self._flush_at(agent))
         if self._hedge:
             patience = self._patience()
             for agent in self._agents.values():
@@ -518,9 +523,9 @@ class Ledger:
 
     # -- times
 
-    def _flush_at(self) -> float:
-        """When tickets that do not fill a parcel are sent nevertheless."""
-        if not self._fresh:
+    def _flush_at(self, agent: _Agent) -> float:
+        """When an agent gets tickets that do not fill a parcel; never while it has others."""
+        if not self._fresh or len(agent.parcels) > 1:
             return math.inf
         return self._fresh[0][0] + PARCEL_SECONDS
 
@@ -538,10 +543,11 @@ class Ledger:
                 self._send_again(number)
 
 
-class _Turns:
-    """The median of the last turn-rounds; infinite: there are none."""
+class _Median:
+    """The median of the last times; infinite: there are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._last: deque[float] = deque()
         self._sorted: list[float] = []
 
@@ -549,7 +555,7 @@ class _Turns:
         """Count one."""
         self._last.append(seconds)
         insort(self._sorted, seconds)
-        if len(self._last) > TURNS:
+        if len(self._last) > self._count:
             del self._sorted[bisect_left(self._sorted, self._last.popleft())]
 
     @property

@@ -97,8 +97,7 @@ class TicketServer:
         (ring,) = self._shared.rings
         self._ring = ring
         ring.wake_at = 1
-        arena = self._shared.arena
-        self._feed = ParcelFeed(ring, arena.slots, arena.mapped, arena.mapping_of)
+        self._feed = ParcelFeed(ring, self._shared.arena)
         advice = "look at what the indexer does with these indices"
         self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
@@ -141,7 +140,7 @@ class TicketServer:
         self.supervisor.launch()
         self._thread.start()
 
-    def make(self, request: Words | Bytes) -> Bytes:
+    def make(self, request: Words | Bytes) -> list[Bytes]:
         """Make the batches of a parcel; on any thread, on several at a time.
 
         Parameters
@@ -151,7 +150,7 @@ class TicketServer:
 
         Returns
         -------
-        numpy.ndarray
+        list of numpy.ndarray
             The answer. Exceptions of the indexer are in it, in place of their batches.
 
         Raises

@@ -74,9 +74,7 @@ class Workshop:
         self.ring: Ring = make_ring(cells, size, runners=1)
         self.arena = Arena()
         self.writer = writer_for(self.arena)
-        self.feed = ParcelFeed(
-            self.ring, self.arena.slots, self.arena.mapped, self.arena.mapping_of
-        )
+        self.feed = ParcelFeed(self.ring, self.arena)
         self.runner = Runner(self.ring, INDEXER, 1, last=True)
         self.batch_writer = SlotWriter(self.writer, None)
 

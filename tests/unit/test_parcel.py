@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from carrying import Trainer, Workshop
 
-from cseq._parcel import Parcel
+from cseq._parcel import Parcel, outline
 from cseq.memory.segment import FIRST
 from cseq.stage import BATCH, RAISED
 
@@ -37,9 +37,17 @@ def workshop() -> Iterator[Workshop]:
     workshop.close()
 
 
-def answer_of(*batches: bytes) -> np.ndarray[Any, Any]:
-    """Write an answer by the layout that the module states: as if these bytes lay in the slots."""
+def answer_of(*batches: bytes, large: bool = False) -> list[Any]:
+    """Write an answer by the layout that the module states: as if these bytes lay in the slots.
+
+    `large`: each batch is an array of its own.
+    """
     head: list[int] = [len(batches), 0]
+    if large:
+        for number, batch in enumerate(batches):
+            head += [BATCH, -1 - number, len(batch), 0, 0, 0]
+        parts = [np.frombuffer(batch, np.uint8) for batch in batches]
+        return [np.array(head).view(np.uint8), *parts]
     at = -(-8 * (2 + 6 * len(batches)) // 64) * 64
     for batch in batches:
         head += [BATCH, at, len(batch), 0, 0, 0]
@@ -49,7 +57,7 @@ def answer_of(*batches: bytes) -> np.ndarray[Any, Any]:
     for number, batch in enumerate(batches):
         start = head[3 + 6 * number]
         made[start : start + len(batch)] = np.frombuffer(batch, np.uint8)
-    return made
+    return [made]
 
 
 def test_a_carrier_claims_many_tickets_the_oldest_first(trainer: Trainer) -> None:
@@ -93,7 +101,36 @@ def test_parcels_bring_each_batch_to_its_ticket(trainer: Trainer, workshop: Work
     assert trainer.carrier.held == 0
     for number in numbers:
         assert repr(trainer.take(number)) == repr(batches[number])
+    del asked, answered, parcel
     assert workshop.arena.slots.owners()[1:].count(0xFFFFFFFF) == 0  # all slots are free again
+
+
+def test_a_large_batch_is_its_slot(trainer: Trainer, workshop: Workshop) -> None:
+    """Nothing is copied; the slot is free again when the last array on it is gone."""
+    trainer.post(2)
+    tickets = trainer.carrier.claim(2)
+    asked = Parcel(trainer.carrier.request(tickets), 4)
+    workshop.feed.add(asked)
+    workshop.feed.advance()
+    for batch in (np.arange(10**5), np.arange(3)):
+        workshop.claim()
+        workshop.publish(batch)
+    workshop.feed.advance()
+    slots = workshop.arena.slots
+    assert slots.leased == 1
+    answer = asked.answer()
+    nbytes, seconds, raised = outline(tickets, answer)
+    assert nbytes == sum(part.nbytes for part in answer) >= 8 * 10**5
+    assert seconds > 0
+    assert raised == []
+    assert [len(answer), answer[1].nbytes >= 8 * 10**5] == [2, True]
+    assert trainer.carrier.publish(tickets, answer) == 2
+    del asked
+    assert slots.leased == 1
+    del answer
+    assert slots.leased == 0
+    assert np.array_equal(trainer.take(0), np.arange(10**5))
+    assert np.array_equal(trainer.take(1), np.arange(3))
 
 
 def test_an_answer_counts_once(trainer: Trainer) -> None:
@@ -145,9 +182,11 @@ def test_giving_up_counts_across_the_end_of_the_numbers(trainer: Trainer) -> Non
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (np.zeros(8, np.uint8), "ends before its tickets do"),
+        ([np.zeros(8, np.uint8)], "ends before its tickets do"),
         (answer_of(b"x", b"y"), "an answer for 2 tickets, not 1"),
-        (answer_of(b"x" * 200)[:128], "ends before its batches do"),
+        ([answer_of(b"x" * 200)[0][:128]], "ends before its batches do"),
+        ([answer_of(b"x", large=True)[0], np.zeros(0, np.uint8)], "ends before its batches do"),
+        ([answer_of(b"xx", large=True)[0], np.zeros(4, np.uint8)[::2]], "before its batches do"),
     ],
 )
 def test_a_cut_answer_is_refused(trainer: Trainer, answer: Any, text: str) -> None:
@@ -218,9 +257,7 @@ def test_what_the_feed_could_not_take_stays_in_its_ring(
         failing.append(False)
         return mapping_of(slot, capacity)
 
-    workshop.feed = type(workshop.feed)(
-        workshop.ring, workshop.arena.slots, workshop.arena.mapped, fails_once
-    )
+    monkeypatch.setattr(workshop.arena, "mapping_of", fails_once)
     parcel = Parcel(np.array([2, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 7, 8]), 4)
     workshop.feed.add(parcel)
     workshop.feed.advance()

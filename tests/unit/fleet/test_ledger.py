@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import sys
 from collections import Counter
@@ -298,7 +299,7 @@ def one_agent(buffer=10**6, **options):
     clock = [0.0]
     ledger = Ledger(buffer, clock=lambda: clock[0], **options)
     ledger.join("a")
-    ledger.add(range(buffer if buffer < 10**6 else 5000))
+    ledger.add(range(min(buffer, 50_000)))
     return ledger, clock
 
 
@@ -313,31 +314,39 @@ def sizes(ledger, seconds, nbytes, count=9):
 
 
 def test_parcels_grow_until_they_take_long_enough():
-    """They double from one ticket on, up to 20 ms, 32 MB or a half of the buffer, and shrink."""
+    """They double from one ticket on, up to 20 ms, 32 MB or a half of the buffer, and shrink.
+
+    What decides is the median, and an epoch does not begin anew.
+    """
     assert sizes(one_agent()[0], 0.0001, 8) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
     assert sizes(one_agent()[0], 0.0001, 4_800_000) == [1, 2, 4, 6, 6, 6, 6, 6, 6]
     assert sizes(one_agent()[0], 0.5, 8, 3) == [1, 1, 1]
     assert sizes(one_agent(buffer=20)[0], 0.0001, 8, 4) == [1, 2, 4, 8]
     ledger, _ = one_agent()
     assert sizes(ledger, 0.0001, 8)[-1] == 200
+    assert sizes(ledger, 1.0, 8, 7) == [200] * 7
     assert sizes(ledger, 0.001, 8, 5) == [200, 100, 50, 25, 20]
     ledger.give_up()
-    ledger.add(range(5000, 5100))
-    assert sizes(ledger, 0.0001, 8, 3) == [1, 2, 4]
+    ledger.add(range(50_000, 60_000))
+    assert sizes(ledger, 0.001, 8, 1) == [20]
 
 
 def test_no_parcel_is_too_large_for_a_call_and_too_small_for_the_store():
     """Below 96 KB; or beyond 400 KB at once, where 20 ms and the buffer allow for it."""
     assert sizes(one_agent()[0], 0.0001, 1000) == [1, 2, 4, 8, 16, 32, 64, 96, 96]
-    assert sizes(one_agent()[0], 0.00002, 1000, 10)[6:] == [64, 400, 800, 1000]
+    assert sizes(one_agent()[0], 0.00002, 1000, 10)[6:] == [64, 400, 800, 1600]
     assert sizes(one_agent(buffer=400)[0], 0.00002, 1000)[5:] == [32, 64, 96, 96]
-    assert sizes(one_agent()[0], 0.001, 150_000, 6) == [1, 2, 4, 8, 16, 20]  # one is too large
     ledger, _ = one_agent()
     assert sizes(ledger, 0.00002, 1000)[-1] == 800
-    assert sizes(ledger, 0.0001, 1000, 4) == [1000, 500, 96, 96]
+    assert sizes(ledger, 0.001, 1000, 14)[8:] == [2000, 1000, 500, 96, 48, 24]
     for name in "bcdefghi":
         ledger.join(name)
     assert 1000 * ledger.size <= 96_000
+
+
+def test_parcels_that_go_through_the_store_are_larger():
+    """A call that does costs four times as much: 80 ms of work, in place of 20."""
+    assert sizes(one_agent()[0], 0.001, 150_000) == [1, 2, 4, 8, 16, 32, 64, 80, 80]
 
 
 def test_what_is_asked_for_counts_as_what_is_answered():
@@ -359,18 +368,24 @@ def test_the_buffer_is_shared_by_the_agents():
 
 
 def test_what_does_not_fill_a_parcel_waits_a_little():
-    """Few tickets are sent after 20 ms, so that a slow loop costs few calls."""
-    ledger, clock = one_agent()
+    """Few tickets are sent after 20 ms, so that a slow loop costs few calls; not to a busy agent."""
+    ledger, clock = one_agent(hedge=False)
     sizes(ledger, 0.0001, 8, 3)
     ledger.give_up()
-    ledger.add([7000])
-    sizes(ledger, 0.0001, 8, 1)
-    assert ledger.size == 2
-    ledger.add([7001])
+    parcels = []
+    for number in range(2):
+        ledger.add([10**6 + number])
+        assert ledger.send() is None
+        assert ledger.due() == pytest.approx(clock[0] + 0.020)
+        clock[0] = ledger.due()
+        parcels.append(ledger.send())
+        assert parcels[-1].tickets == [10**6 + number]
+    ledger.add([10**6 + 2])
+    clock[0] += 1.0
     assert ledger.send() is None
-    assert ledger.due() == pytest.approx(0.020)
-    clock[0] = ledger.due()
-    assert ledger.send().tickets == [7001]
+    assert ledger.due() == math.inf
+    ledger.answered(parcels[0].number, 8, 0.001)
+    assert ledger.send().tickets == [10**6 + 2]
 
 
 def test_the_agent_with_the_fewest_parcels_is_next():
