@@ -412,10 +412,11 @@ def _end_later(handle: Any) -> None:
     closed.add_done_callback(lambda _: aside(partial(ray.kill, handle)))
 
 
-def aside(work: Callable[[], None]) -> None:
-    """Do something on a thread of its own: on Ray's, which calls back, calls of Ray may hang."""
+def aside(work: Callable[[], None], seconds: float = 0.0) -> None:
+    """Do something on a thread of its own, later: on Ray's, which calls back, calls may hang."""
 
     def done() -> None:
+        time.sleep(seconds)
         if ray.is_initialized():  # else all agents have ended with the connection
             work()
 
@@ -449,13 +450,23 @@ class Roster:
     async def _show(self) -> None:
         """Show which agents a fleet with a name has now."""
         assert self._agents is not None
-        await self.show(self._agents.present)
+        await self._take(self._agents.present)
 
-    async def show(self, present: dict[int, Member]) -> None:
-        """Take the present agents, from the maker."""
+    async def _take(self, present: dict[int, Member]) -> int:
+        """Have these agents; return their version."""
         async with self._news:
             self._version, self._present = self._version + 1, present
             self._news.notify_all()
+            return self._version
+
+    async def show(self, present: dict[int, Member]) -> None:
+        """Take the present agents, from the maker, and return when it shows others.
+
+        A call that fails says that this process has ended.
+        """
+        version = await self._take(present)
+        async with self._news:
+            await self._news.wait_for(lambda: self._version != version)
 
     async def present(self, seen: int) -> tuple[int, dict[int, Member]]:
         """Return a version and the agents, when there is another version than the one seen."""
@@ -465,10 +476,6 @@ class Roster:
         async with self._news:
             await self._news.wait_for(lambda: self._version not in (0, seen))
             return self._version, self._present
-
-    async def watch(self) -> None:
-        """Do not return: a call that fails says that this process is gone."""
-        await asyncio.Event().wait()
 
     async def resize(self, nodes: int) -> None:
         """Resize a fleet with a name."""

@@ -58,6 +58,7 @@ __all__ = ["AgentState", "RayFleet", "fleet_for"]
 LARGEST = 4096  # samples of a batch that a fleet makes, unless it is made for larger ones
 NAMESPACE = "cseq"
 ANSWER_SECONDS = 2.0  # in which an agent says what it has made
+AGAIN_SECONDS = 0.1  # after which a roster that does not answer is asked again
 ROSTER_SECONDS = 30.0  # in which a fleet that has a name is started, or ended
 
 
@@ -246,7 +247,6 @@ class RayFleet:
             if self._roster is None:
                 self._roster = roster_actor().remote()
                 self._show()
-                self._watch_roster()
         return type(self)._copy, (self._roster, (self._placement, self.batch_size))
 
     def start(self) -> Self:
@@ -300,27 +300,16 @@ class RayFleet:
         self._tell()
 
     def _show(self) -> None:
-        """Tell the roster which agents there are."""
-        assert self._made is not None
-        self._roster.show.remote(self._made.present)
-
-    def _watch_roster(self) -> None:
-        """Tell the roster again whenever Ray has restarted it."""
+        """Tell the roster which agents there are, and again when Ray has restarted it."""
         here = weakref.ref(self)
 
         def ended(future: Future[Any]) -> None:
             fleet = here()
-            if fleet is not None and not is_final(future):
-                aside(fleet._show_again)
+            if fleet is not None and future.exception() is not None and not is_final(future):
+                aside(fleet._changed, AGAIN_SECONDS)
 
-        self._roster.watch.remote().future().add_done_callback(ended)
-
-    def _show_again(self) -> None:
-        """Tell a roster that was restarted."""
-        with self._lock:
-            if self._roster is not None:
-                self._show()
-                self._watch_roster()
+        assert self._made is not None
+        self._roster.show.remote(self._made.present).future().add_done_callback(ended)
 
     def _take(self, members: Mapping[int, Member]) -> None:
         """Have these agents, and no others."""
@@ -339,13 +328,14 @@ class RayFleet:
             if fleet is not None:
                 fleet._heard(future)
 
-        self._asks = True
-        self._roster.present.remote(self._seen).future().add_done_callback(arrived)
+        self._asks, roster = True, self._roster
+        if roster is None:  # it was closed
+            return
+        roster.present.remote(self._seen).future().add_done_callback(arrived)
 
     def _heard(self, future: Future[Any]) -> None:
         """Take over what the roster knows; without it, there will be no agents."""
         with self._lock:
-            self._asks = False
             if self.over:
                 return
             if future.exception() is None:
@@ -356,8 +346,9 @@ class RayFleet:
                 self._take({})
             else:
                 self._seen = -1  # it was restarted
-            if self._watchers and not self.over:
-                self._ask()
+            self._asks = bool(self._watchers) and not self.over
+            if self._asks:
+                aside(self._ask, AGAIN_SECONDS) if self._seen < 0 else self._ask()
         self._tell()
 
     def _tell(self) -> None:

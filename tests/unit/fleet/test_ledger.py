@@ -368,7 +368,7 @@ def test_the_buffer_is_shared_by_the_agents():
 
 
 def test_what_does_not_fill_a_parcel_waits_a_little():
-    """Few tickets are sent after 20 ms, so that a slow loop costs few calls; not to a busy agent."""
+    """Few are sent after 20 ms, so that a slow loop costs few calls; not to a busy agent."""
     ledger, clock = one_agent(hedge=False)
     sizes(ledger, 0.0001, 8, 3)
     ledger.give_up()
