@@ -121,6 +121,7 @@ FAMILIES = [
     "_lock",
     "_core",
     "_orders",
+    "_recipes",
     "_work",
     "_codec",
     "_source",

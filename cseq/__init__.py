@@ -41,6 +41,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
     ├── _work.pyx       ★ runners, and their work: batches made, published
+    ├── _recipes.pyx    samples by class: readers of buckets, packed rows and groups
     ├── _orders.pyx     readers of orders that are made of others, or of the user's own code
     ├── _core.pyx       ★ the ring, the shuffle, readers of orders
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
@@ -72,6 +73,9 @@ from cseq.indexing.dataset import from_dataset
 from cseq.indexing.indexer import Indexer
 from cseq.kinds import MPSequence, MTSequence, RaySequence
 from cseq.order.base import Order
+from cseq.order.buckets import Buckets
+from cseq.order.groups import Groups
+from cseq.order.packed import Packed
 from cseq.order.shuffled import Sequential, Shuffled
 from cseq.sequence import MSequence
 from cseq.stats import Stats
@@ -84,12 +88,15 @@ if typing.TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "Buckets",
     "CseqError",
+    "Groups",
     "Indexer",
     "MPSequence",
     "MSequence",
     "MTSequence",
     "Order",
+    "Packed",
     "RaySequence",
     "RemoteTraceback",
     "Sequential",

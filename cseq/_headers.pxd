@@ -189,12 +189,16 @@ cdef extern from "cseq_permutation.h" nogil:
                                uint64_t purpose, uint64_t key, uint32_t* table) noexcept
     void cseq_permutation_read(const cseq_permutation* p, uint64_t start, uint64_t count,
                                int64_t* out) noexcept
+    uint64_t cseq_fold(uint64_t z, const uint64_t* words, size_t count) noexcept
 
 
 cdef extern from "cseq_shuffle.h" nogil:
     enum:
         CSEQ_PURPOSE_SHUFFLE
         CSEQ_TWISTER
+
+    uint64_t CSEQ_IV
+    uint64_t cseq_mix(uint64_t v) noexcept
 
     ctypedef struct cseq_order:
         uint64_t n           # samples

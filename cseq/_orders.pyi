@@ -1,11 +1,15 @@
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Self
 
 from cseq._core import Reader
 from cseq.order.base import Order
+
+CHUNK: int
+
+def fingerprint(array: ArrayLike) -> int: ...
 
 @final
 class ChosenReader(Reader):

@@ -8,10 +8,28 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._core cimport Reader
+from cseq._headers cimport CSEQ_IV, cseq_fold, cseq_mix
 
 import numpy
 
 cnp.import_array()
+
+CHUNK = 1 << 16  # values that are converted together
+
+
+def fingerprint(array):
+    """64 bits that stand for the values of a one-dimensional array, of integers or of floats.
+
+    Equal values in another integer type or another layout have the same fingerprint; so do equal values
+    in another type of floats. See docs/inside/orders.md.
+    """
+    values = numpy.asarray(array)
+    wanted = numpy.float64 if values.dtype.kind == "f" else numpy.int64
+    cdef uint64_t z = cseq_mix(CSEQ_IV ^ <uint64_t>len(values))
+    for start in range(0, len(values), CHUNK):
+        chunk = numpy.ascontiguousarray(values[start:start + CHUNK]).astype(wanted, copy=False)
+        z = cseq_fold(z, <uint64_t*>cnp.PyArray_DATA(chunk), chunk.size)
+    return z
 
 
 @cython.final

@@ -20,6 +20,7 @@ MODULES = (
     "starting",
     "epochs",
     "permutation",
+    "orders",
     "memory",
     "idle",
     "adapters",

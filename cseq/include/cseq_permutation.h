@@ -17,7 +17,7 @@ enum {
     CSEQ_PURPOSE_MIXTURE = 11, /* sources within a block of a mixture; key: block */
     CSEQ_PURPOSE_SOURCE = 12,  /* the seed of a source; key: word of its name */
     CSEQ_PURPOSE_WEIGHTS = 13, /* draws by weight; key 1: with replacement */
-    CSEQ_PURPOSE_GROUPS = 14,  /* classes of groups; key: round, or class * 2^32 + pass */
+    CSEQ_PURPOSE_GROUPS = 14,  /* classes of groups; key: round, or (class + 1) * 2^32 + pass */
 };
 #define CSEQ_NO_KEY UINT64_MAX
 
@@ -72,6 +72,14 @@ static inline void cseq_permutation_read(const cseq_permutation *p, uint64_t sta
     }
     for (uint64_t k = 0; k < count; k++)
         out[k] = p->table[start + k];
+}
+
+/* Fold words into `z`, in their order: a fingerprint. */
+static inline uint64_t cseq_fold(uint64_t z, const uint64_t *words, size_t count)
+{
+    for (size_t k = 0; k < count; k++)
+        z = cseq_mix(z ^ words[k]);
+    return z;
 }
 
 #endif

@@ -13,6 +13,7 @@
 #include "cseq_map.h"
 #include "cseq_permutation.h"
 #include "cseq_place.h"
+#include "cseq_recipes.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
 #include "cseq_gil.h"

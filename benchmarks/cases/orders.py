@@ -1,0 +1,198 @@
+"""Orders on their own: made from 10^7 lengths, and read; beside what other libraries do for it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cseq
+from harness.case import Case, Contender, Goal, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BUDGET, LONGEST = 16384, 2048
+ROW = 4096
+
+
+def lengths(n: int) -> np.ndarray[Any, Any]:
+    """Lengths as those of sentences."""
+    drawn = np.random.default_rng(0).lognormal(5.0, 1.0, n)
+    return np.clip(drawn, 16, LONGEST).astype(np.int64)
+
+
+def cpu(run: Callable[[], Any], samples: int) -> float:
+    """Nanoseconds of this thread's CPU time for a sample."""
+    start = time.thread_time_ns()
+    run()
+    return (time.thread_time_ns() - start) / samples
+
+
+def read_all(order: cseq.Order, size: int, most: int) -> float:
+    """Nanoseconds a sample, reading batches from the middle of an epoch on."""
+    reader, start = order.reader(1), order.units // 2
+    samples = 0
+    begin = time.thread_time_ns()
+    for k in range(start, min(start + most, order.units - size), size):
+        samples += len(reader.samples(3, k, size)[0])
+    return (time.thread_time_ns() - begin) / max(samples, 1)
+
+
+def first_batch(order: cseq.Order, size: int) -> float:
+    """Microseconds to the first batch after a resume, with a new reader."""
+    start = time.thread_time_ns()
+    order.reader(1).samples(3, order.units // 2, size)
+    return (time.thread_time_ns() - start) / 1000
+
+
+def made(make: Callable[[Any], Any], n: int) -> Iterator[Callable[[], float]]:
+    """An order of n lengths is made."""
+    given = lengths(n)
+    yield partial(cpu, partial(make, given), n)
+
+
+def read(make: Callable[[Any], cseq.Order], n: int, size: int) -> Iterator[Callable[[], float]]:
+    """An order is read by batches."""
+    yield partial(read_all, make(lengths(n)), size, scaled(20_000, 20) * size)
+
+
+def resumed(make: Callable[[Any], cseq.Order], n: int, size: int) -> Iterator[Callable[[], float]]:
+    """An order is read for the first time."""
+    yield partial(first_batch, make(lengths(n)), size)
+
+
+def buckets(given: Any) -> cseq.Order:
+    """Token-budget batches."""
+    return cseq.Buckets(given, BUDGET, most=512)
+
+
+def packed(given: Any) -> cseq.Order:
+    """Rows of 4096 tokens."""
+    return cseq.Packed(given, ROW)
+
+
+def sorted_by_numpy(given: Any) -> Any:
+    """The least that batches of equal lengths need: a stable sort."""
+    return np.argsort(given, kind="stable")
+
+
+def permuted_by_numpy(n: int) -> Iterator[Callable[[], float]]:
+    """A shuffle of as many samples, without any batches."""
+    yield partial(cpu, lambda: np.random.default_rng(1).permutation(n), n)
+
+
+def permuted_by_torch(n: int) -> Iterator[Callable[[], float]]:
+    """The same of torch, on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    yield partial(cpu, lambda: torch.randperm(n), n)
+
+
+def lhotse_buckets(n: int) -> Iterator[Callable[[], float]]:
+    """Lhotse's dynamic buckets over as many cuts, by duration."""
+    from lhotse import CutSet, MonoCut
+    from lhotse.dataset import DynamicBucketingSampler
+
+    cuts = CutSet.from_cuts(
+        MonoCut(id=str(k), start=0, duration=float(length), channel=0)
+        for k, length in enumerate(lengths(n))
+    ).to_eager()
+
+    def run() -> None:
+        sampler = DynamicBucketingSampler(
+            cuts, max_duration=float(BUDGET), num_buckets=30, shuffle=True, seed=1
+        )
+        for _ in sampler:
+            pass
+
+    yield partial(cpu, run, n)
+
+
+def trl_packed(n: int) -> Iterator[Callable[[], float]]:
+    """TRL's best fit decreasing over as many rows of tokens."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    rows = Dataset.from_dict({"input_ids": [[0] * int(length) for length in lengths(n)]})
+    yield partial(cpu, partial(pack_dataset, rows, ROW, "bfd"), n)
+
+
+def grain_packed(n: int) -> Iterator[Callable[[], float]]:
+    """Grain's best fit over as many rows of tokens."""
+    import grain
+    from grain.experimental import BestFitPackIterDataset
+
+    rows = [{"tokens": np.zeros(length, np.int32)} for length in lengths(n)]
+
+    def run() -> None:
+        source = grain.MapDataset.source(rows).to_iter_dataset()
+        for _ in BestFitPackIterDataset(source, length_struct={"tokens": ROW}, num_packing_bins=64):
+            pass
+
+    yield partial(cpu, run, n)
+
+
+MANY = scaled(10**7, 2000)
+FEW = scaled(20_000, 500)  # for peers that take microseconds for a sample
+OURS, NUMPY, TORCH = "cseq", "numpy.permutation", "torch.randperm"
+LHOTSE, TRL, GRAIN = f"lhotse, {FEW} samples", f"trl, {FEW} samples", f"grain, {FEW} samples"
+
+CASES = (
+    Case(
+        "orders_buckets_made",
+        "Buckets of 10^7 lengths, made",
+        "ns/sample",
+        (
+            Contender(OURS, partial(made, buckets, MANY), ours=True),
+            Contender("numpy.argsort, stable", partial(made, sorted_by_numpy, MANY)),
+        ),
+        goals=(Goal("seconds for 10^7", lambda f: f[OURS] / 100, 1.5),),
+    ),
+    Case(
+        "orders_buckets_read",
+        "Buckets of 10^7 lengths, read batch by batch",
+        "ns/sample",
+        (
+            Contender(OURS, partial(read, buckets, MANY, 1), ours=True),
+            Contender(NUMPY, partial(permuted_by_numpy, MANY)),
+            Contender(TORCH, partial(permuted_by_torch, MANY), needs=("torch",)),
+            Contender(LHOTSE, partial(lhotse_buckets, FEW), needs=("lhotse",)),
+        ),
+        goals=(
+            Goal("ns a sample", lambda f: f[OURS], 60),
+            Goal("times as fast as lhotse", lambda f: f[LHOTSE] / f[OURS], None, 100),
+        ),
+    ),
+    Case(
+        "orders_buckets_first",
+        "Buckets of 10^7 lengths, the first batch after a resume",
+        "µs",
+        (Contender(OURS, partial(resumed, buckets, MANY, 1), ours=True),),
+        goals=(Goal("µs", lambda f: f[OURS], 2000),),
+    ),
+    Case(
+        "orders_packed_made",
+        "Rows of 4096 tokens from 10^7 lengths, made",
+        "ns/sample",
+        (
+            Contender(OURS, partial(made, packed, MANY), ours=True),
+            Contender("numpy.argsort, stable", partial(made, sorted_by_numpy, MANY)),
+            Contender(TRL, partial(trl_packed, FEW), needs=("trl", "datasets")),
+            Contender(GRAIN, partial(grain_packed, FEW), needs=("grain",)),
+        ),
+        goals=(
+            Goal("seconds for 10^7", lambda f: f[OURS] / 100, 1),
+            Goal("times as fast as trl", lambda f: f[TRL] / f[OURS], None, 200),
+        ),
+    ),
+    Case(
+        "orders_packed_read",
+        "Rows of 4096 tokens from 10^7 lengths, read by 8",
+        "ns/sample",
+        (Contender(OURS, partial(read, packed, MANY, 8), ours=True),),
+    ),
+)

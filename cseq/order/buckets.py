@@ -1,0 +1,207 @@
+"""Batches of samples of similar length within a budget, or of one label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq._orders import fingerprint
+from cseq.check import count, flag
+from cseq.order.classes import Labels, Lengths
+from cseq.order.recipes import Recipes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
+
+    from cseq.order.classes import Classes
+
+__all__ = ["Buckets"]
+
+
+class Buckets(Recipes):
+    """Batches of samples of similar length, whose padded tokens never exceed a budget.
+
+    Every sample comes once an epoch; which samples meet, and when, is drawn for each epoch. The
+    last batch of a bucket is short where its samples do not fill it. The number of batches is the
+    same in every epoch.
+
+    Parameters
+    ----------
+    lengths : array of int
+        Of each sample: tokens, frames or the like; at least 1. May be a memory map.
+    budget : int
+        Tokens of a batch at most, if its samples are padded to the upper bound of their bucket.
+    ratio : float
+        The bounds, from the least length to the greatest: each is this many times the one before,
+        rounded down, and at least 1 more. 1.05 pads less, 1.25 mixes more samples.
+    boundaries : sequence of int, optional
+        These bounds instead, ascending; longer samples have a bucket of their own.
+    most : int, optional
+        Samples of a batch at most.
+    together : int
+        So many batches of a bucket, or of neighbours, come one after the other, so that ranks have
+        equal work in a step: any number of ranks that divides it.
+    too_long : 'error' or 'drop'
+        What becomes of samples that are longer than the budget.
+    longest_first : bool
+        Every epoch begins with the longest samples, so that memory runs out at once if it does.
+
+    Examples
+    --------
+    >>> order = cseq.Buckets([3, 5, 4, 9, 10, 3], budget=12, ratio=2, together=1)
+    >>> order
+    <Buckets: 3 buckets, 4 batches, 89.5 % of tokens used, 1–2 samples a batch>
+    >>> sorted(map(sorted, order.batches(seed=1)))
+    [[0, 5], [1, 2], [3], [4]]
+    """
+
+    name = "buckets-v1"
+    is_batch = True
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        budget: int,
+        *,
+        ratio: float = 1.1,
+        boundaries: Sequence[int] | None = None,
+        most: int | None = None,
+        together: int = 8,
+        too_long: str = "error",
+        longest_first: bool = False,
+    ) -> None:
+        budget = count("budget", budget)
+        checked = Lengths(lengths, budget, too_long)
+        if boundaries is None:
+            self.bounds = _growing(checked.shortest, checked.longest, ratio)
+        else:
+            self.bounds = _given(boundaries, checked.longest, budget)
+        sizes = budget // self.bounds
+        if most is not None:
+            sizes = np.minimum(sizes, count("most", most))
+        classes = checked.classes(self.bounds)
+        self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
+        padded = int((classes.sizes * self.bounds).sum())
+        self._used = f", {checked.total / padded:.1%} of tokens used".replace("%", " %")
+        self._left_out = f"; {checked.dropped:,} samples are too long" if checked.dropped else ""
+        self._facts = {
+            "lengths": checked.fingerprint,
+            "budget": budget,
+            "bounds": fingerprint(self.bounds),
+            "most": most,
+            "too_long": too_long,
+            "longest_first": flag("longest_first", longest_first),
+        }
+
+    @classmethod
+    def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
+        """Return batches of samples of one label each: an aspect ratio, a resolution, a source.
+
+        Parameters
+        ----------
+        labels : array of int or of str
+            Of each sample.
+        sizes : int or mapping
+            Samples of a batch, or those of a batch of each label.
+        together : int
+            So many batches of one label come one after the other, see `Buckets`.
+
+        Examples
+        --------
+        >>> order = cseq.Buckets.of(["wide", "tall", "wide", "wide"], {"wide": 2, "tall": 4})
+        >>> order.batches(seed=1)
+        [[1], [0, 2], [3]]
+        """
+        checked = Labels(labels)
+        order = cls.__new__(cls)
+        order.bounds = np.empty(0, np.int64)
+        each = np.array([_size(sizes, label) for label in checked.values.tolist()], np.int64)
+        order._cut(len(checked.classes.table), checked.classes, each, together)
+        order._used = order._left_out = ""
+        order._facts = {"labels": checked.fingerprint, "sizes": fingerprint(each)}
+        return order
+
+    def _cut(
+        self,
+        samples: int,
+        classes: Classes,
+        sizes: NDArray[np.int64],
+        together: int,
+        *,
+        longest_first: bool = False,
+    ) -> None:
+        """Cut each class into batches of its size, and a short one of the rest."""
+        full, rest = np.divmod(classes.sizes, sizes)
+        numbers = np.arange(classes.count)
+        copies = np.stack([full, rest > 0], 1).ravel()
+        parts = np.stack(
+            [numbers, sizes, np.zeros_like(sizes), numbers, rest, full * sizes], 1
+        ).reshape(-1, 3)[copies > 0]
+        copies = copies[copies > 0]
+        first = np.arange(len(copies) + 1)
+        ends = copies[parts[:, 0] == parts[-1, 0]]  # of the last class that has samples
+        super().__init__(
+            samples,
+            classes,
+            copies,
+            first,
+            parts,
+            together=together,
+            longest=int(copies.sum() - ends.sum()) if longest_first else None,
+        )
+        self._buckets = int((classes.sizes > 0).sum())
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        ours = {"name": self.name, "samples": self.samples, "together": self.together}
+        return ours | self._facts
+
+    def describe(self) -> str:
+        """Say what an epoch consists of."""
+        return (
+            f"{self._buckets:,} buckets, {self.units:,} batches{self._used}, "
+            f"{self.fewest:,}–{self.room:,} samples a batch{self._left_out}"
+        )
+
+
+def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
+    """Return bounds that grow by a ratio."""
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
+        raise ValueError(f"ratio={ratio!r} is not a number of at least 1; give one such as 1.1")
+    bounds = [shortest]
+    while bounds[-1] < longest:
+        bounds.append(min(max(bounds[-1] + 1, int(bounds[-1] * ratio)), longest))
+    return np.array(bounds)
+
+
+def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.int64]:
+    """Check bounds; those that no sample needs are left out, and one for the longest is added."""
+    bounds: list[int] = []
+    for k, bound in enumerate(boundaries):
+        least = bounds[-1] + 1 if bounds else 1
+        bounds.append(count(f"boundaries[{k}]", bound, least))
+        if bound >= longest:
+            break
+    if not bounds or bounds[-1] < longest:
+        bounds.append(longest)
+    if bounds[-1] > budget:
+        raise ValueError(
+            f"boundaries has {bounds[-1]}, to which samples of {longest} would be padded, above "
+            f"budget={budget}; give a bound from {longest} to {budget}"
+        )
+    return np.array(bounds)
+
+
+def _size(sizes: int | Mapping[Any, int], label: Any) -> int:
+    """Return the samples of a batch of a label."""
+    if not isinstance(sizes, Mapping):
+        return count("sizes", sizes)
+    if label not in sizes:
+        raise ValueError(f"sizes has no {label!r}, which is a label; give one for each label")
+    return count(f"sizes[{label!r}]", sizes[label])

@@ -1,0 +1,102 @@
+"""Batches of some classes with some samples of each, for metric learning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cseq._recipes import GroupsReader
+from cseq.check import count, flag
+from cseq.order.base import MOST_SAMPLES, Order
+from cseq.order.classes import Labels
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from cseq._core import Reader
+
+__all__ = ["Groups"]
+
+
+class Groups(Order):
+    """Batches of `classes` distinct classes with `samples` samples of each.
+
+    The batches of all epochs are one sequence. In a round of it, every class comes once, but for
+    those that are too few for another batch, which are others in each round. The samples of a class
+    come once before they come again, but for those that are too few for another batch.
+
+    Parameters
+    ----------
+    labels : array of int or of str
+        Of each sample: its class.
+    classes, samples : int
+        Of a batch: its classes, and how many samples of each, one after the other.
+    epoch_size : int, optional
+        Batches of an epoch; otherwise as many as would take every sample once.
+    repeat_small : bool
+        Classes with fewer samples are taken, and their samples repeated; else they are refused.
+
+    Examples
+    --------
+    >>> order = cseq.Groups([0, 1, 2, 0, 1, 2, 0, 1], classes=2, samples=2)
+    >>> order
+    <Groups: 2 batches of 2 classes with 2 samples of each, of 3 classes>
+    >>> order.batches(seed=1)
+    [[0, 3, 5, 2], [5, 2, 4, 1]]
+    """
+
+    name = "groups-v1"
+    is_batch = True
+
+    def __init__(
+        self,
+        labels: ArrayLike,
+        classes: int,
+        samples: int,
+        *,
+        epoch_size: int | None = None,
+        repeat_small: bool = False,
+    ) -> None:
+        checked = Labels(labels)
+        self.classes = checked.classes
+        self.chosen, self.each = count("classes", classes), count("samples", samples)
+        if self.chosen > self.classes.count:
+            raise ValueError(
+                f"classes={self.chosen} exceeds the {self.classes.count} classes that labels has; "
+                "give at most as many"
+            )
+        smallest = int(self.classes.sizes.argmin())
+        if self.classes.sizes[smallest] < self.each and not flag("repeat_small", repeat_small):
+            raise ValueError(
+                f"labels has {self.classes.sizes[smallest]} samples of class "
+                f"{checked.values[smallest].item()!r}, fewer than samples={self.each}; give fewer, "
+                "leave the class out, or repeat its samples with repeat_small=True"
+            )
+        self.samples = len(self.classes.table)
+        self.room = self.chosen * self.each
+        self.units = (
+            -(-self.samples // self.room)
+            if epoch_size is None
+            else count("epoch_size", epoch_size, 1, MOST_SAMPLES)
+        )
+        self._facts = {"labels": checked.fingerprint, "repeat_small": repeat_small}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        return {
+            "name": self.name,
+            "samples": self.samples,
+            "classes": self.chosen,
+            "each": self.each,
+            "epoch_size": self.units,
+        } | self._facts
+
+    def describe(self) -> str:
+        """Say what an epoch consists of."""
+        return (
+            f"{self.units:,} batches of {self.chosen:,} classes with {self.each:,} samples of "
+            f"each, of {self.classes.count:,} classes"
+        )
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        return GroupsReader(self, seed)

@@ -1,0 +1,261 @@
+"""`Buckets`: within the budget, alike within a step, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cseq
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+some_lengths = st.lists(st.integers(1, 500), min_size=1, max_size=200)
+
+
+def spread(n: int, longest: int = 2048) -> np.ndarray[Any, Any]:
+    """Return lengths as those of sentences."""
+    drawn = np.random.default_rng(0).lognormal(5.0, 1.0, n)
+    return np.clip(drawn, 16, longest).astype(np.int64)
+
+
+def epoch(order: cseq.Order, number: int = 0) -> list[np.ndarray[Any, Any]]:
+    """Return the batches of an epoch."""
+    samples, sizes = order.reader(7).samples(number, 0, order.units)
+    return np.split(samples, np.cumsum(sizes)[:-1])
+
+
+# ── what an epoch has ─────────────────────────────────────────────────────────────────────────
+
+
+@given(some_lengths, st.integers(500, 3000), st.sampled_from([1, 1.1, 3]), st.integers(1, 9))
+def test_each_sample_once_within_the_budget(
+    lengths: list[int], budget: int, ratio: float, together: int
+) -> None:
+    """Each sample comes once, within the budget with its padding; all epochs have equal lengths."""
+    order = cseq.Buckets(lengths, budget, ratio=ratio, together=together)
+    for number in range(2):
+        batches = epoch(order, number)
+        assert sorted(np.concatenate(batches)) == list(range(len(lengths)))
+        assert len(batches) == order.units
+        for batch in batches:
+            longest = max(lengths[sample] for sample in batch)
+            bound = order.bounds[np.searchsorted(order.bounds, longest)]
+            assert all(lengths[sample] <= bound for sample in batch)
+            assert len(batch) * bound <= budget
+
+
+def test_a_batch_has_one_bucket_and_only_rests_are_short() -> None:
+    """A batch is full, but for one of each bucket."""
+    lengths = spread(5000)
+    order = cseq.Buckets(lengths, 4096, most=40)
+    bucket = np.searchsorted(order.bounds, lengths)
+    short: list[int] = []
+    for batch in epoch(order):
+        [one] = set(bucket[batch])
+        size = min(40, 4096 // order.bounds[one])
+        assert len(batch) <= size
+        short += [one] * int(len(batch) < size)
+    assert len(short) == len(set(short))
+
+
+def test_bounds_grow_by_the_ratio() -> None:
+    """From the least length to the greatest."""
+    order = cseq.Buckets([100, 4, 9, 31], 100, ratio=1.5)
+    assert order.bounds.tolist() == [4, 6, 9, 13, 19, 28, 42, 63, 94, 100]
+    assert cseq.Buckets([3, 1, 5], 9, ratio=1).bounds.tolist() == [1, 2, 3, 4, 5]
+    assert cseq.Buckets([3, 1, 5], 9, ratio=1e300).bounds.tolist() == [1, 5]
+
+
+def test_boundaries_are_the_buckets() -> None:
+    """Given bounds are taken, as far as they are needed; the longest have one in any case."""
+    lengths = [5, 10, 11, 20, 35]
+    assert cseq.Buckets(lengths, 60, boundaries=[10, 20, 30]).bounds.tolist() == [10, 20, 30, 35]
+    order = cseq.Buckets(lengths, 60, boundaries=[10, 40, 50, 900])
+    assert order.bounds.tolist() == [10, 40]
+    assert {tuple(sorted(batch)) for batch in epoch(order)} >= {(0, 1)}
+    assert {len(batch) for batch in epoch(order)} == {1, 2}
+
+
+def test_batches_of_a_step_are_alike() -> None:
+    """Batches that come together have neighbouring buckets: ranks have equal work in a step."""
+    lengths = spread(50_000)
+    for together, least, most in ((1, 2, 3), (8, 1, 1.03), (16, 1, 1.03)):
+        order = cseq.Buckets(lengths, 16384, together=together, most=512)
+        longest = np.array([lengths[batch].max() for batch in epoch(order)])
+        steps = longest[: len(longest) // 8 * 8].reshape(-1, 8)  # of eight ranks
+        assert least < (steps.max(1) / steps.mean(1)).mean() < most
+
+
+def test_the_longest_come_first() -> None:
+    """The group that an epoch begins with has a batch of the last bucket; all else is drawn."""
+    lengths = spread(3000)
+    firsts = set()
+    for together in (1, 8, 7):
+        order = cseq.Buckets(lengths, 4096, together=together, longest_first=True)
+        bucket = np.searchsorted(order.bounds, lengths)
+        for number in range(4):
+            batches = epoch(order, number)
+            assert sorted(np.concatenate(batches)) == list(range(3000))
+            assert bucket.max() in {bucket[batch[0]] for batch in batches[:together]}
+            firsts.add(tuple(batches[0]))
+    assert len(firsts) > 6
+
+
+def test_labels_are_the_buckets() -> None:
+    """A batch has samples of one label, as many as its label has."""
+    labels = np.array(["tall", "wide", "square"])[np.arange(100) % 7 % 3]
+    sizes = {"tall": 7, "wide": 4, "square": 100, "none": 3}
+    order = cseq.Buckets.of(labels, sizes, together=2)
+    batches = epoch(order)
+    assert sorted(np.concatenate(batches)) == list(range(100))
+    found: dict[str, list[int]] = {}
+    for batch in batches:
+        [label] = set(labels[batch].tolist())
+        found.setdefault(label, []).append(len(batch))
+    assert {label: max(each) for label, each in found.items()} == {
+        "tall": 7,
+        "wide": 4,
+        "square": (labels == "square").sum(),
+    }
+    assert all(
+        sorted(each, reverse=True)[:-1] == [max(each)] * (len(each) - 1) for each in found.values()
+    )
+    assert {len(batch) for batch in epoch(cseq.Buckets.of([0, 1] * 6, 3))} == {3}
+    assert cseq.Buckets.of([True, False, True], 2).units == 2
+
+
+# ── what it is told ───────────────────────────────────────────────────────────────────────────
+
+
+def test_it_says_what_an_epoch_has() -> None:
+    """Buckets, batches, tokens used, the smallest and the largest batch."""
+    lengths = spread(20_000)
+    order = cseq.Buckets(lengths, 16384, most=512)
+    batches = epoch(order)
+    bounds = order.bounds[np.searchsorted(order.bounds, lengths)]
+    assert order.describe() == (
+        f"56 buckets, {len(batches)} batches, {100 * lengths.sum() / bounds.sum():.1f} % of tokens "
+        f"used, {min(map(len, batches))}–{max(map(len, batches))} samples a batch"
+    )
+    assert lengths.sum() / bounds.sum() > 0.95
+
+
+def test_samples_that_are_too_long_can_be_left_out() -> None:
+    """They are in no batch, and counted; indices stay those of the data."""
+    lengths = spread(1000)
+    order = cseq.Buckets(lengths, 500, too_long="drop")
+    kept = np.flatnonzero(lengths <= 500)
+    assert sorted(np.concatenate(epoch(order))) == kept.tolist()
+    assert order.samples == 1000
+    assert order.describe().endswith(f"; {1000 - len(kept)} samples are too long")
+    assert cseq.Buckets(np.array([5, 2**64 - 1], np.uint64), 9, too_long="drop").units == 1
+
+
+def test_lengths_can_be_of_any_kind(tmp_path: Path) -> None:
+    """A memory map, a list, another type or layout: the order is the same; nothing is written."""
+    lengths = spread(3000)
+    path = tmp_path / "lengths.npy"
+    np.save(path, lengths.astype(np.int16))
+    mapped = np.load(path, mmap_mode="r")
+    wide = np.repeat(lengths, 2).astype(">u4")[::2]
+    wide.flags.writeable = False
+    expected = cseq.Buckets(lengths, 4096)
+    for other in (mapped, lengths.tolist(), wide, lengths.astype(np.uint16)):
+        order = cseq.Buckets(other, 4096)
+        assert order.facts() == expected.facts()
+        assert order.batches(seed=1, stop=5) == expected.batches(seed=1, stop=5)
+
+
+def test_equal_lengths_one_sample_and_many_lengths() -> None:
+    """The ends: one class, one sample, a class for every sample."""
+    assert cseq.Buckets([7] * 10, 21).batches(seed=1, stop=1)[0].__len__() == 3
+    assert cseq.Buckets([7], 7).batches(seed=1) == [[0]]
+    assert cseq.Buckets([7], 10**18).batches(seed=1) == [[0]]
+    many = np.random.default_rng(1).permutation(10**6) + 1
+    order = cseq.Buckets(many, 10**6, ratio=1)
+    assert order.units == 10**6
+    assert (np.sort(order.reader(1).samples(0, 0, order.units)[0]) == np.arange(10**6)).all()
+    sparse = many.astype(np.int64) * 10**9
+    assert cseq.Buckets(sparse, 10**16).units < 10**6
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "said"),
+    [
+        ([], ValueError, "lengths is empty"),
+        (5, ValueError, r"lengths has shape \(\)"),
+        ([[3, 4]], ValueError, r"lengths has shape \(1, 2\)"),
+        ([[3], [4, 5]], TypeError, "lengths is no array"),
+        ([3, -4, 5], ValueError, r"lengths\[1\]=-4 is below 1"),
+        ([3] * 70_000 + [0], ValueError, r"lengths\[70000\]=0 is below 1"),
+        ([3.0, float("nan")], TypeError, "lengths has values of type float64"),
+        ([True], TypeError, "lengths has values of type bool"),
+        (["3"], TypeError, "lengths has values of type <U1"),
+        ([None], TypeError, "lengths has values of type object"),
+        ([3] * 70_000 + [101], ValueError, r"lengths\[70000\]=101 exceeds budget=100"),
+        (np.array([2**64 - 1], np.uint64), ValueError, "exceeds budget=100"),
+    ],
+)
+@pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
+def test_bad_lengths(kind: Any, lengths: Any, error: type[Exception], said: str) -> None:
+    """Argument, value and remedy."""
+    with pytest.raises(error, match=said) as raised:
+        kind(lengths, 100)
+    assert "give" in str(raised.value) or "no array" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"budget": 0}, ValueError, "budget=0"),
+        ({"budget": 1.5}, TypeError, "budget=1.5"),
+        ({"ratio": 0.9}, ValueError, "ratio=0.9"),
+        ({"ratio": float("nan")}, ValueError, "ratio=nan"),
+        ({"ratio": "1"}, ValueError, "ratio='1'"),
+        ({"boundaries": [3, 3]}, ValueError, r"boundaries\[1\]=3 is below 4"),
+        ({"boundaries": [0]}, ValueError, r"boundaries\[0\]=0"),
+        ({"boundaries": [2.5]}, TypeError, r"boundaries\[0\]=2.5"),
+        ({"boundaries": [200]}, ValueError, "boundaries has 200.* above budget=100"),
+        ({"most": 0}, ValueError, "most=0"),
+        ({"together": 0}, ValueError, "together=0"),
+        ({"together": True}, TypeError, "together=True"),
+        ({"too_long": "cut"}, ValueError, "too_long='cut'"),
+        ({"longest_first": 1}, TypeError, "longest_first=1"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    """Argument and value."""
+    with pytest.raises(error, match=said):
+        cseq.Buckets(**{"lengths": [3, 7, 8], "budget": 100, **options})
+
+
+def test_all_too_long() -> None:
+    """An order of nothing is none."""
+    with pytest.raises(ValueError, match="all 3 lengths exceed budget=2"):
+        cseq.Buckets([3, 4, 5], 2, too_long="drop")
+
+
+@pytest.mark.parametrize(
+    ("labels", "sizes", "error", "said"),
+    [
+        ([], 3, ValueError, "labels is empty"),
+        ([0.5], 3, TypeError, "labels has values of type float64"),
+        ([0, 1], {0: 3}, ValueError, "sizes has no 1"),
+        ([0, 1], {0: 3, 1: 0}, ValueError, r"sizes\[1\]=0"),
+        (["a"], {"a": 1.5}, TypeError, r"sizes\['a'\]=1.5"),
+        ([0, 1], 0, ValueError, "sizes=0"),
+        ([0, 1], [3, 4], TypeError, r"sizes=\[3, 4\]"),
+    ],
+)
+def test_bad_labels(labels: Any, sizes: Any, error: type[Exception], said: str) -> None:
+    """Argument and value."""
+    with pytest.raises(error, match=said):
+        cseq.Buckets.of(labels, sizes)
