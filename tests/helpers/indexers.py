@@ -32,6 +32,14 @@ class Indices1:
         return indices
 
 
+class Units:
+    """Returns its indices, unit by unit, and a number of the batch's own generator."""
+
+    def __getitem__(self, indices: Indices) -> tuple[list[Indices], int]:
+        ends = np.cumsum(cseq.parts())[:-1]
+        return np.split(indices, ends), int(cseq.rng().integers(1 << 60))
+
+
 class Rows:
     """Features and labels, as a training set has them."""
 

@@ -241,7 +241,7 @@ def test_a_resume_refuses_another_order() -> None:
     """The facts of another order are refused, and both values named."""
     order = cseq.Buckets([3, 4, 5], 12)
     facts = json.loads(json.dumps(order.facts()))
-    assert order.resumed(facts, 1, 2) is order
+    assert order.resumed(facts, 5, 1, 2) is order
     others = [
         ("lengths", cseq.Buckets([3, 5, 4], 12)),
         ("budget", cseq.Buckets([3, 4, 5], 11)),
@@ -254,7 +254,7 @@ def test_a_resume_refuses_another_order() -> None:
     for key, other in others:
         theirs = other.facts()
         with pytest.raises(ValueError, match=rf"\b{key}={theirs.get(key)!r}") as error:
-            order.resumed(theirs, 1, 2)
+            order.resumed(theirs, 5, 1, 2)
         assert f"{key}={facts.get(key)!r}" in str(error.value)
 
 

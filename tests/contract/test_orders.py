@@ -1,0 +1,192 @@
+"""What holds for every order: in all pools, over all ranks, from any place on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from indexers import Units
+from kinds import QUICK, Kind, by_name
+
+import cseq
+from cseq.testing import check_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LENGTHS = np.array([(7 * k * k + 3) % 19 + 1 for k in range(60)])
+LABELS = np.array(list("abcde"))[np.arange(60) % 13 % 5]
+
+
+class Backwards(cseq.Order):
+    """An order of one's own: rows of two samples and one, from the last one on."""
+
+    name = "backwards-v1"
+    samples, units, room = 60, 40, 2
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        """Rows of an epoch: each begins one later than in the epoch before."""
+        sizes = np.arange(start, start + count) % 2 + 1
+        first = np.arange(start, start + count) * 3 // 2
+        rows = [range(a, a + size) for a, size in zip(first, sizes, strict=True)]
+        samples = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+        return (59 - samples + seed + epoch) % 60, sizes
+
+
+# Each is over 60 samples.
+ORDERS: dict[str, Callable[[], cseq.Order]] = {
+    "sequential": lambda: cseq.Sequential(60),
+    "shuffled": lambda: cseq.Shuffled(60),
+    "shuffled by a table": lambda: cseq.Shuffled(60, algorithm="fisher-yates-v1"),
+    "buckets": lambda: cseq.Buckets(LENGTHS, 40, together=2),
+    "longest first": lambda: cseq.Buckets(LENGTHS, 40, together=4, longest_first=True),
+    "too long": lambda: cseq.Buckets(LENGTHS, 15, ratio=1.5, too_long="drop"),
+    "of labels": lambda: cseq.Buckets.of(LABELS, {"a": 2, "b": 5, "c": 3, "d": 9, "e": 1}),
+    "packed": lambda: cseq.Packed(LENGTHS, 30),
+    "packed roughly": lambda: cseq.Packed(LENGTHS, 30, quantum=4),
+    "groups": lambda: cseq.Groups(LABELS, 2, 3, epoch_size=13),
+    "own": Backwards,
+}
+every_order = pytest.mark.parametrize("name", ORDERS)
+
+
+def make(name: str, kind: Kind = QUICK[0], **options: Any) -> Any:
+    """Make a manager with an order: batches of 3 units, or batches that are units."""
+    order = ORDERS[name]()
+    size: dict[str, Any] = {} if order.is_batch else {"batch_size": 3}
+    usual: dict[str, Any] = {"seed": 5, "order": order, "dset_size": 60, **size}
+    return kind.make(Units, **{**usual, **options})
+
+
+def units_in(batches: Any) -> list[list[int]]:
+    """Return the units of batches, one after the other."""
+    return [unit.tolist() for units, _ in batches for unit in units]
+
+
+def in_order(name: str, epoch: int = 0) -> list[list[int]]:
+    """Return the units of an epoch, as the order itself says."""
+    return ORDERS[name]().batches(seed=5, epoch=epoch)
+
+
+def epoch_of(manager: Any, kind: Kind = QUICK[0]) -> list[Any]:
+    """Start a manager, and take what is left of its epoch."""
+    with kind.begin(manager) as batches:
+        return list(batches)
+
+
+# ── one rank ──────────────────────────────────────────────────────────────────────────────────
+
+
+@every_order
+def test_an_order_keeps_its_promises(name: str) -> None:
+    """Random access is sequential, sizes and samples are in bounds, facts are JSON."""
+    order = ORDERS[name]()
+    check_order(order)
+    assert order.samples == 60
+    assert f"{type(order).__name__}: " in repr(order)
+    if order.is_seeded:
+        epochs = {str(order.batches(seed=seed, epoch=epoch)) for seed in (5, 7) for epoch in (0, 3)}
+        assert len(epochs) == 4
+
+
+@every_order
+@pytest.mark.parametrize("kind", QUICK, ids=by_name)
+def test_all_pools_give_the_order(name: str, kind: Kind) -> None:
+    """Two epochs in processes, threads and test mode: the order's units, and generators alike."""
+    manager = make(name, kind)
+    with kind.begin(manager) as batches:
+        epochs = [list(batches) for _ in range(2)]
+        assert [len(manager)] * 2 == [len(each) for each in epochs]
+    assert [units_in(each) for each in epochs] == [in_order(name), in_order(name, 1)]
+    drawn = [number for each in epochs for _, number in each]
+    alone = make(name)
+    with alone.start_test() as batches:
+        assert drawn == [number for _ in range(2) for _, number in batches]
+
+
+@every_order
+def test_chosen_samples_are_numbered_by_the_order(name: str) -> None:
+    """An array as `dset_size`: the order counts its places."""
+    chosen = np.arange(60) * 10 + 3
+    batches = epoch_of(make(name, dset_size=chosen))
+    assert units_in(batches) == [chosen[unit].tolist() for unit in in_order(name)]
+
+
+@every_order
+def test_an_order_over_another_number_of_samples(name: str) -> None:
+    """It is refused, and both numbers are named."""
+    with pytest.raises(ValueError, match=r"60.*61|61.*60"):
+        make(name, dset_size=61)
+
+
+# ── all ranks ─────────────────────────────────────────────────────────────────────────────────
+
+
+def united(name: str, world: int, state: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return the units of all ranks: those of each global batch, one rank's after another's."""
+    ranks = []
+    for rank in range(world):
+        manager = make(name, shard=(rank, world), **options)
+        if state is not None:
+            manager.load_state_dict(state)
+        ranks.append(epoch_of(manager))
+    together = itertools.zip_longest(*ranks, fillvalue=([], 0))
+    return ranks, units_in(itertools.chain.from_iterable(together))
+
+
+@every_order
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
+def test_ranks_unite_to_one_stream(name: str, world: int) -> None:
+    """Each unit goes to one rank, in the order; with `pad`, all ranks have as many batches."""
+    expected = in_order(name)
+    _, found = united(name, world, pad=False)
+    assert found == expected
+    ranks, found = united(name, world)
+    assert len({tuple(len(units) for units, _ in each) for each in ranks}) == 1
+    more = len(found) - len(expected)
+    assert 0 <= more < world
+    assert sorted(found) == sorted(expected + expected[:more])
+    _, found = united(name, world, drop_last=True)
+    whole = world * (1 if ORDERS[name]().is_batch else 3)
+    assert found == expected[: len(expected) // whole * whole]
+
+
+# ── states ────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_order
+def test_a_resume_after_every_unit_with_other_ranks(name: str) -> None:
+    """A state is JSON; what follows is what would have, for any number of ranks."""
+    one: dict[str, Any] = {} if ORDERS[name]().is_batch else {"batch_size": 1}
+    manager = make(name, **one)
+    with manager.start_test() as batches:
+        list(batches)
+        states = [json.dumps(manager.state_dict()) for _ in batches]
+    expected = in_order(name, 1)
+    assert len(states) == len(expected)
+    for done, state in enumerate(states[:-1], 1):
+        world = (2, 3, 1, 5)[done % 4]
+        _, found = united(name, world, json.loads(state), pad=False)
+        assert found == expected[done:]
+    again = make(name)
+    again.load_state_dict(json.loads(states[-1]))  # at the end of an epoch: the next one
+    assert units_in(epoch_of(again)) == in_order(name, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), list(itertools.pairwise([*ORDERS, *ORDERS][: len(ORDERS) + 1]))
+)
+def test_a_state_of_another_order_is_refused(name: str, other: str) -> None:
+    """Both values are named, and the manager stays where it was."""
+    state = json.loads(json.dumps(make(other).state_dict()))
+    manager = make(name)
+    ours, theirs = ORDERS[name]().facts(), ORDERS[other]().facts()
+    with pytest.raises(ValueError, match="state") as error:
+        manager.load_state_dict(state)
+    key = next(key for key in [*ours, *theirs] if ours.get(key) != theirs.get(key))
+    assert f"{key}={theirs.get(key)!r}" in str(error.value)
+    assert f"{key}={ours.get(key)!r}" in str(error.value)
+    assert units_in(epoch_of(manager)) == in_order(name)
