@@ -19,6 +19,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
+    ├── remake.py       a batch of any epoch once more, in the calling thread
     ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── run.py          one start of a manager, up to its end
     ├── fleet/          batches from other machines: parcels of tickets, and who makes them

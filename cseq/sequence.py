@@ -9,6 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from cseq import arguments
+from cseq import remake as remaking
 from cseq._feed import FeedIterator
 from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
 from cseq.converter import output as outputs
@@ -22,6 +23,8 @@ from cseq.pools import pool_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Self, TypeVar, Unpack
 
     from cseq.arguments import (
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from cseq.indexing.indexer import Indexer
     from cseq.order.base import Order
     from cseq.pools.base import BatchPool
+    from cseq.remake import Remade
 
     # What the loop gets; anything where that is not known.
     B_co = TypeVar("B_co", covariant=True, default=Any)
@@ -432,6 +436,56 @@ class MSequence(Manager, Generic[B_co]):
     def batch_sampler(self) -> None:
         """None, as that of a DataLoader which does not batch: frameworks then use `sampler`."""
         return
+
+    # -- any batch
+
+    def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
+        """Return the samples of a batch, of any epoch; see `remake`."""
+        sampler, consumed = self._any(epoch)
+        return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
+
+    def remake(self, epoch: int, batch: int, *, samples: bool = False) -> Remade:
+        """Make a batch of any epoch once more, in the calling thread, as the loop got it.
+
+        For a batch that was slow, odd or left out: here it can be looked at with a debugger or a
+        profiler. An indexer is made for it; what runs is left alone.
+
+        Parameters
+        ----------
+        epoch, batch : int
+            As messages, `skipped` and `worker_info` number them. Where the present epoch was
+            resumed, its batches are counted as they come here.
+        samples : bool
+            Time each sample, too, of what `from_dataset` returned.
+
+        Returns
+        -------
+        Remade
+            `batch`, `indices`, `seconds`, `sample_seconds`.
+
+        Raises
+        ------
+        IndexError
+            The epoch has no such batch.
+        Exception
+            What the indexer raises, as in the loop.
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, seed=1, out_type="null")
+        >>> with manager.start() as batches:
+        ...     got = list(batches)
+        >>> manager.remake(0, 2).batch.tolist() == got[2].tolist()
+        True
+        """
+        _, consumed = self._any(epoch)
+        return remaking.remake(self._job, epoch, batch, consumed, samples=samples)
+
+    def _any(self, epoch: int) -> tuple[Sampler, int]:
+        """Return the sampler, and where an epoch was begun."""
+        self._settle_shard()
+        place = self._place
+        return self._sampler, place.consumed if place.first == epoch else 0
 
     # -- start, iterate, finish
 

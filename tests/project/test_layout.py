@@ -322,7 +322,8 @@ ORDERS = "_orders", "_recipes", "_draws", "cseq_feistel", "cseq_permutation", "c
 
 # Lines, at most: each step of the redesign lowers them, to 16 000, 5 200, 4 000, 700, 900; 4.
 BUDGET = {
-    "cseq without adapters, fleet, orders": 21_380,
+    "cseq without adapters, fleet, orders": 21_432,  # 52 of them `MSequence.remake`
+    "what users look with": 150,
     "of these compiled: C, Cython": 8_010,
     "adapters": 5_522,  # 160 of them orders as batch samplers
     "fleet, with what it has in Cython": 3_000,
@@ -350,15 +351,17 @@ def test_the_house_stays_within_its_budget() -> None:
     fleet = {path for path in ours if "fleet" in inside[path] or path.stem == "_parcel"}
     orders = {path for path in ours if "order" in inside[path] or path.stem in ORDERS}
     orders -= {path for path in orders if path.stem in ("sampler", "place", "shard", "checkpoint")}
+    looks = {path for path in ours if path.name == "remake.py"}
     compiled = sum(found[path] for path in ours.keys() - fleet - orders if path.suffix != ".py")
     there = {
         "cseq without adapters, fleet, orders": sum(ours.values())
         - adapters
-        - sum(found[path] for path in fleet | orders),
+        - sum(found[path] for path in fleet | orders | looks),
         "of these compiled: C, Cython": compiled,
         "adapters": adapters,
         "fleet, with what it has in Cython": sum(found[path] for path in fleet),
         "orders": sum(found[path] for path in orders),
+        "what users look with": sum(found[path] for path in looks),
         "the longest file of cseq": max(ours.values()),
         "the longest file of tests": max(found[path] for path in found.keys() - ours.keys()),
         "extension modules": len(list(PACKAGE.glob("*.pyx"))),

@@ -1,0 +1,168 @@
+"""A batch once more: bit for bit what the loop got, whatever made it."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cseq
+
+POOLS = {
+    "processes": (cseq.MPSequence, 2),
+    "threads": (cseq.MTSequence, 2),
+    "none": (cseq.MPSequence, 0),
+}
+
+
+class Augmented:
+    """Draws from the batch's generator, and says which batch it is."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        info = cseq.worker_info()
+        assert info is not None
+        return {
+            "indices": indices,
+            "drawn": cseq.rng().random(len(indices)),
+            "batch": (info.epoch, info.batch),
+        }
+
+
+class Globals(Augmented):
+    """Draws from the global generators, which processes seed for each batch."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        noise = np.random.random(3)  # noqa: NPY002 - the global one is meant
+        return super().__getitem__(indices) | {"noise": noise, "one": random.random()}
+
+
+class Odd(Augmented):
+    """Raises for some batches."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        if 5 in indices:
+            raise LookupError("five is odd")
+        return super().__getitem__(indices)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compare two batches."""
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name]) for name in one
+    )
+
+
+def manager(pool: str, worker: Any = Augmented, n: int = 23, **options: Any) -> Any:
+    """Make a manager of a few samples."""
+    kind, workers = POOLS[pool]
+    usual: dict[str, Any] = {"batch_size": 4, "seed": 1, "out_type": "null"}
+    return kind(worker, n, num_workers=workers, **{**usual, **options})
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard": (1, 2), "batch_size": 3}, {"shuffle": "feistel", "repeat": 2}, {"pad": False}],
+    ids=str,
+)
+def test_it_is_what_the_loop_got(pool: str, options: dict[str, Any]) -> None:
+    """While it runs, and afterwards: each batch of two epochs."""
+    worker = Augmented if pool == "threads" else Globals
+    one = manager(pool, worker, **options)
+    got = []
+    state = random.getstate()
+    with one.start() as batches:
+        for _ in range(2 // options.get("repeat", 1)):
+            for batch in batches:
+                got.append(batch)
+                epoch, number = batch["batch"]
+                assert same(one.remake(epoch, number).batch, batch)
+    for batch in got:
+        made = one.remake(*batch["batch"])
+        assert same(made.batch, batch)
+        assert made.indices.tolist() == one.indices(*batch["batch"]).tolist()
+        assert made.indices.tolist() == batch["indices"].tolist()
+        assert (made.seconds > 0, made.sample_seconds) == (True, None)
+    assert random.getstate() == state
+
+
+def test_after_a_resume() -> None:
+    """In an epoch that was resumed with other batches, they are counted as they come."""
+    first = manager("threads")
+    with first.start() as batches:
+        iterator = iter(batches)
+        for _ in range(3):
+            next(iterator)
+        state = first.state_dict()
+    second = manager("threads", batch_size=5)
+    second.load_state_dict(state)
+    with second.start() as batches:
+        for batch in batches:
+            assert same(second.remake(*batch["batch"]).batch, batch)
+    with pytest.raises(IndexError, match=r"batch=1 is not in \[2, 5\) of epoch 0"):
+        second.remake(0, 1)
+    assert second.indices(1, 0).tolist() == manager("none", batch_size=5).indices(1, 0).tolist()
+
+
+def test_a_batch_that_was_left_out() -> None:
+    """It raises here, too."""
+    one = manager("threads", Odd, on_error="skip")
+    with one.start() as batches:
+        list(batches)
+    [(epoch, batch, _)] = one.skipped
+    with pytest.raises(LookupError, match="five is odd"):
+        one.remake(epoch, batch)
+    assert 5 in one.indices(epoch, batch)
+
+
+class Slow:
+    """One sample takes long."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            time.sleep(0.05)
+        return np.full(2, index)
+
+
+def test_the_time_of_each_sample() -> None:
+    """Of a data set; of others it is refused."""
+    one = manager("threads", cseq.from_dataset(Slow()), 10, batch_size=5)
+    numbers = [k for k in range(2) if 7 in one.indices(0, k)]
+    made = one.remake(0, numbers[0], samples=True)
+    assert made.sample_seconds is not None
+    assert made.indices[made.sample_seconds.argmax()] == 7
+    assert len(made.sample_seconds) == 5
+    assert 0.05 <= made.sample_seconds.max() <= made.seconds
+    with pytest.raises(ValueError, match=r"samples=True times what cseq\.from_dataset"):
+        manager("threads").remake(0, 0, samples=True)
+
+
+@pytest.mark.parametrize("batch", [-1, 6])
+def test_a_batch_that_there_is_not(batch: int) -> None:
+    """It names the batches there are."""
+    for ask in (manager("none").remake, manager("none").indices):
+        with pytest.raises(IndexError, match=rf"batch={batch} is not in \[0, 6\) of epoch 0"):
+            ask(0, batch)
+
+
+def test_nothing_is_left() -> None:
+    """The indexer that was made is closed, also after an exception."""
+    closed = []
+
+    class Closing(Odd):
+        def close(self) -> None:
+            closed.append(True)
+
+    one = manager("threads", Closing)
+    for batch in range(6):
+        try:
+            one.remake(0, batch)
+        except LookupError:
+            closed.append(False)
+    assert sorted(closed) == [False] + [True] * 6
