@@ -164,6 +164,31 @@ def test_digits_ray(output_of: Script) -> None:
     assert losses[-1] < 0.3 < losses[0]
 
 
+@needs("torch")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("buckets_speech.py", ["--utterances", "1000", "--budget", "3000", "--epochs", "3"]),
+        ("packed_lm.py", ["--documents", "1200", "--epochs", "3"]),
+    ],
+)
+def test_orders(output_of: Script, name: str, options: list[str]) -> None:
+    """What a script learns by an order falls, and is the same if it stops anywhere and goes on."""
+
+    def run(folder: str, *more: str) -> list[str]:
+        return output_of(EXAMPLES / name, *options, "--out", folder, *more).splitlines()
+
+    whole = run("whole")
+    losses = [float(re.findall(r"loss ([\d.]+)", line)[0]) for line in whole[1:4]]
+    assert losses == sorted(losses, reverse=True)
+    assert "in a row as alone: True" in whole or name == "buckets_speech.py"
+    stopped = run("stopped", "--stop", "25")
+    assert stopped[-1].endswith("after 25 batches")
+    rest = run("stopped", "--workers", "1")
+    assert rest[1].startswith("goes on in epoch")
+    assert stopped[:-1] + rest[2:] == whole
+
+
 @needs("sklearn", "torch", "torchdata")
 def test_digits_dataloader2(output_of: Script) -> None:
     """A DataLoader2 with shuffle, sharding and batches trains the demo's network as well."""
