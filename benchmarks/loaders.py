@@ -375,13 +375,18 @@ def cseq_fleet(work: Work) -> Rounds:
 
 
 @contextlib.contextmanager
-def ray_cluster(nodes: int) -> Iterator[None]:
-    """Connect to a cluster of several nodes on this machine, whose processes find our modules."""
+def ray_cluster(nodes: int, **more: Any) -> Iterator[None]:
+    """Connect to a cluster of several nodes on this machine, whose processes find our modules.
+
+    `more`: arguments of one more node.
+    """
     sys.path.append(str(TESTS / "ray"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     from local_cluster import local_cluster
 
-    with local_cluster(nodes):
+    with local_cluster(nodes) as cluster:
+        if more:
+            cluster.add_node(**more)
         yield
 
 
@@ -419,6 +424,26 @@ def ray_calls(work: Work) -> Rounds:
         make = ray.remote(num_cpus=1)(Actor)
         actors = [make.remote() for _ in range(work.num_workers)]
         yield functools.partial(work.measure, Calls(work))
+
+
+def ray_data(work: Work) -> Rounds:
+    """Ray Data's `map_batches`, by as many actors, and batches of numpy; on one node."""
+    import ray
+
+    class Indexed:
+        def __init__(self) -> None:
+            self.indexer = work.indexer()
+
+        def __call__(self, rows: Any) -> Any:
+            return {"batch": self.indexer[rows["id"]]}
+
+    with ray_cluster(0, num_cpus=4):
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        made = ray.data.range(work.samples).map_batches(
+            Indexed, batch_size=work.batch_size, concurrency=work.num_workers
+        )
+        batches = made.iter_batches(batch_size=work.batch_size, batch_format="numpy")
+        yield functools.partial(work.measure, batches)
 
 
 def ray_objects(work: Work, nbytes: int) -> Rounds:

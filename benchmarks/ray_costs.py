@@ -193,6 +193,23 @@ def gap(agents: list[int], _: list[Any]) -> tuple[int, float, float, float]:
     return 1, longest, 0.0, 0.0
 
 
+def first(_: list[Any]) -> tuple[int, float, float, float]:
+    """Start a sequence on a fleet whose agents are there; wait for its first batch."""
+    import cseq
+
+    with cseq.RayFleet(Sleeps, 2, 1, num_cpus=0, resources={"agent": 0.3}) as fleet:
+        while [agent.state for agent in fleet.agents] != ["ready"] * 2:
+            time.sleep(0.1)
+        sequence = cseq.RaySequence(fleet, 8 * BATCHES, batch_size=8, out_type="null")
+        with sequence.start() as batches:  # the workers have imported what they need
+            next(iter(batches))
+        before = usage()
+        with sequence.start() as batches:
+            next(iter(batches))
+            taken = [now - then for now, then in zip(usage(), before, strict=True)]
+    return 1, *taken
+
+
 def usage() -> tuple[float, float, float]:
     """Seconds: of the clock, of all processes' CPU time, of the driver's."""
     return time.perf_counter(), cpu_seconds(os.getpid()), time.process_time()
@@ -224,6 +241,7 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     cases["an actor, until it answers"] = started, timed
     cases["an actor killed, until its call fails"] = partial(killed, 0), measured
     cases["the same, with max_restarts=-1"] = partial(killed, -1), measured
+    cases["a first batch, from an agent that is there"] = first, measured
     cases["a loop over three agents, its longest gap"] = partial(gap, []), measured
     cases["the same, when one is killed"] = partial(gap, [1]), measured
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}

@@ -10,12 +10,13 @@ from cases.large import BATCH_BYTES
 from harness.case import Case, Contender, Goal, scaled
 from work import Floats, Images, Rate, Work, microseconds
 
-AHEAD = 1024  # small batches: a parcel is to have hundreds
+AHEAD = 2048  # small batches: a parcel is to have hundreds
 BATCHES = scaled(100_000, 40)
 SMALL = Work(partial(Floats, BATCHES * 32), BATCHES, microseconds, buffer=AHEAD)
 LARGE = Work(partial(Images, "uint8"), scaled(400, 12), Rate(BATCH_BYTES), buffer=64)
 
 HOME, NEAR, RAY = "cseq, 2 workers", "cseq, 2 agents in the trainer", "cseq, 2 agents of Ray"
+DATA = "Ray Data, one node"
 CALLS, OBJECTS = "Ray, a call for each batch", "ray.get of objects of 81 MB"
 
 
@@ -29,10 +30,12 @@ CASES = (
             Contender(NEAR, partial(loaders.cseq_fleet, SMALL), ours=True),
             Contender(RAY, partial(loaders.cseq_ray, SMALL), needs=("ray",), ours=True),
             Contender(CALLS, partial(loaders.ray_calls, SMALL.part(50)), needs=("ray",)),
+            Contender(DATA, partial(loaders.ray_data, SMALL.part(10)), needs=("ray.data",)),
         ),
         goals=(
             Goal("Ray: times the processes", lambda f: f[RAY] / f[HOME], at_most=2.5),
             Goal("times as quick as a call each", lambda f: f[CALLS] / f[RAY], at_least=60),
+            Goal("times as quick as Ray Data", lambda f: f[DATA] / f[RAY], at_least=25),
         ),
     ),
     Case(
