@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 try:
+    from drawing import DrawsSlowly, await_agents
     from local_cluster import (
         QUICK_DEATHS,
         LocalCluster,
@@ -26,6 +27,8 @@ try:
     )
 except ImportError:
     collect_ignore_glob = ["test_*.py"]
+
+import cseq
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +46,14 @@ def cluster() -> Iterator[LocalCluster]:
     """A head without CPUs and two nodes with one each; deaths of nodes are noticed at once."""
     with local_cluster(2, **QUICK_DEATHS) as running:
         yield running
+
+
+@pytest.fixture
+def fleet(cluster: LocalCluster) -> Iterator[cseq.RayFleet]:
+    """Two agents with a worker each, on two nodes; both are there."""
+    with cseq.RayFleet(DrawsSlowly, 2, 1) as fleet:
+        await_agents(fleet)
+        yield fleet
 
 
 @pytest.fixture

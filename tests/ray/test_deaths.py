@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -23,17 +24,10 @@ from drawing import (
 )
 
 import cseq
+from cseq.fleet import ledger
 from cseq.testing import kill_agent
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-@pytest.fixture
-def fleet():
-    """Two agents with a worker each, on two nodes; both are there."""
-    with cseq.RayFleet(DrawsSlowly, 2, 1) as fleet:
-        await_agents(fleet)
-        yield fleet
 
 
 def epoch_with(fleet, events, **options):
@@ -88,6 +82,7 @@ def test_late_answers_of_a_stopped_agent_are_dropped(fleet):
     pid = fleet.agents[0].pid
     events = {
         40: lambda: os.kill(pid, signal.SIGSTOP),
+        60: lambda: time.sleep(3.0),
         120: lambda: os.kill(pid, signal.SIGCONT),
     }
     got, stats = epoch_with(fleet, events)
@@ -149,6 +144,18 @@ def test_a_batch_that_ends_three_agents_is_named():
     assert got <= 77 // 4
 
 
+def test_all_parcels_are_hedged(monkeypatch):
+    """What is under way is late at once, and others make it as well: the same draws."""
+    monkeypatch.setattr(ledger, "LATE", 0.0)
+    monkeypatch.setattr(ledger, "LEAST_LATE", 0.0)
+    monkeypatch.setattr(ledger, "HEDGED", math.inf)
+    with cseq.RayFleet(DrawsSlowly, 4, 1, num_cpus=0.5) as fleet:
+        await_agents(fleet, 4)
+        got, stats = epoch_with(fleet, {})
+    assert_is_test_mode(got)
+    assert stats.hedged > stats.parcels / 4
+
+
 def test_hedged_parcels_draw_what_test_mode_draws(fleet):
     """Whichever agent makes a batch: one is stopped every few batches."""
     pids = [agent.pid for agent in fleet.agents]
@@ -165,7 +172,8 @@ SOAK = float(os.environ.get("CSEQ_SOAK", "8"))  # seconds
 
 
 def test_agents_are_killed_at_random_again_and_again(cluster):
-    """Of four, one each second while three others are there; the stores do not fill."""
+    """Of four, one each second while three others are there; no store fills, nor the trainer."""
+    memory = []
     with cseq.RayFleet(DrawsSlowly, 4, 1, num_cpus=0.5) as fleet:
         await_agents(fleet, 4)
         due = time.monotonic() + 1
@@ -180,6 +188,16 @@ def test_agents_are_killed_at_random_again_and_again(cluster):
                         due = time.monotonic() + 1
                 assert_is_test_mode(got, epoch=epoch)
                 epoch += 1
+                memory.append(resident(os.getpid()))
                 assert cluster.stored() < 50 << 20
                 in_test_mode.cache_clear()
     assert killed
+    half = len(memory) // 2
+    assert max(memory[half:]) < max(memory[:half]) + (32 << 20)
+
+
+def resident(pid):
+    """Count the bytes of a process that are in memory and its own."""
+    with open(f"/proc/{pid}/statm") as file:
+        _, pages, shared, *_ = map(int, file.read().split())
+    return (pages - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 from drawing import (
     BATCHES,
     OPTIONS,
+    SAMPLES,
     SMALL,
     DrawsSlowly,
     assert_is_test_mode,
-    await_agents,
     sequence,
 )
 from local_cluster import STORE, at_work, kill, processes_of, shared_names, until
@@ -26,14 +27,6 @@ from local_cluster import STORE, at_work, kill, processes_of, shared_names, unti
 import cseq
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-@pytest.fixture
-def fleet():
-    """Two agents with a worker each, on two nodes; both are there."""
-    with cseq.RayFleet(DrawsSlowly, 2, 1) as fleet:
-        await_agents(fleet)
-        yield fleet
 
 
 def test_an_epoch_that_is_left_delivers_nothing_later(fleet):
@@ -140,6 +133,23 @@ with local_cluster(2) as cluster:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise SystemExit(3)
 """
+
+
+def test_a_task_that_is_killed_leaves_nothing(cluster):
+    """It is a process of Ray's, as a worker of Ray Train, with a fleet of its own, in an epoch."""
+    before = shared_names()
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def train():
+        with cseq.RaySequence(DrawsSlowly, SAMPLES, 2, **OPTIONS).start() as batches:
+            for k, _ in enumerate(batches):
+                if k == 40:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(train.remote())
+    until(lambda: not cluster.at_work(), f"left: {cluster.at_work()}")
+    assert [name for name in shared_names() - before if "plasma" not in name] == []
 
 
 @pytest.mark.parametrize("way", ["killed", "exits"])

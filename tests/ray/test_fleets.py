@@ -17,6 +17,7 @@ from drawing import (
     SAMPLES,
     SMALL,
     Draws,
+    DrawsAlone,
     DrawsSlowly,
     assert_is_test_mode,
     await_agents,
@@ -111,7 +112,7 @@ def test_a_rank_that_sleeps_holds_no_other_up():
     with cseq.RayFleet(Draws, 2, 1) as fleet:
         await_agents(fleet)
         sleeper = Rank.remote()
-        asleep = sleeper.halting.remote(fleet, 3.0, shard=(1, 2))
+        asleep = sleeper.halting.remote(fleet, 5.0, shard=(1, 2))
         with sequence(fleet, shard=(0, 2)).start() as batches:
             mine = list(batches)
         assert ray.wait([asleep], timeout=0)[0] == []
@@ -206,8 +207,8 @@ def test_a_fleet_with_a_name_outlives_its_maker():
 
 
 def test_agents_come_and_go_in_the_middle_of_an_epoch(cluster, added_node):
-    """More of them get work; those that go make what they have."""
-    got = []
+    """More of them get work, within a second; those that go make what they have."""
+    got, ready_at, worked_at = [], 0.0, 0.0
     with cseq.RayFleet(DrawsSlowly, 1, 1) as fleet:
         await_agents(fleet, 1)
         with sequence(fleet, **SMALL).start() as batches:
@@ -216,19 +217,40 @@ def test_agents_come_and_go_in_the_middle_of_an_epoch(cluster, added_node):
                 if k == 20:
                     fleet.resize(3)
                     await_agents(fleet, 3)
+                    ready_at = time.monotonic()
+                if 20 < k < 120 and not worked_at and all(one.batches for one in fleet.agents):
+                    worked_at = time.monotonic()
                 if k == 120:
-                    assert all(agent.batches for agent in fleet.agents)
                     fleet.resize(1)
             assert batches.stats().agents == 1
     assert_is_test_mode(got)
+    assert 0 < worked_at - ready_at < 1
+
+
+def test_sequences_share_a_fleet():
+    """At a time, with seeds, sizes and types of their own; each batch is its sequence's."""
+    others = {"seed": 8, "batch_size": 7}
+    with cseq.RayFleet(Draws, 2, 1) as fleet:
+        one = cseq.RaySequence(fleet, SAMPLES, 2, **OPTIONS)
+        other = cseq.RaySequence(fleet, SAMPLES, 2, **OPTIONS | others)
+        with one.start() as ones, other.start() as twos:
+            got, rest = list(ones), iter(twos)
+            first = [next(rest) for _ in range(30)]
+            ones.set_epoch(0)
+            both = list(zip(ones, rest))  # noqa: B905 - one ends first
+    assert_is_test_mode(got)
+    assert_is_test_mode([batch for batch, _ in both] + got[len(both) :])
+    with cseq.MPSequence(Draws, SAMPLES, **OPTIONS | others).start_test() as batches:
+        assert_same(first + [batch for _, batch in both], list(batches)[: 30 + len(both)])
 
 
 def test_states_move_between_kinds_of_pools():
-    """Half an epoch on a fleet, a quarter in processes, a quarter on a fleet of another size."""
-    with cseq.RayFleet(Draws, 2, 1) as fleet:
+    """Half an epoch on a fleet, a quarter in processes, some in threads, the rest on the fleet."""
+    with cseq.RayFleet(DrawsAlone, 2, 1) as fleet:
         kinds = [
             (sequence(fleet), BATCHES // 2),
-            (cseq.MPSequence(Draws, SAMPLES, 2, **OPTIONS), BATCHES // 4),
+            (cseq.MPSequence(DrawsAlone, SAMPLES, 2, **OPTIONS), BATCHES // 4),
+            (cseq.MTSequence(DrawsAlone, SAMPLES, 2, **OPTIONS), BATCHES // 8),
             (sequence(fleet, buffer=3), None),
         ]
         got, state = [], None
@@ -241,4 +263,29 @@ def test_states_move_between_kinds_of_pools():
                     if k + 1 == most:
                         break
                 state = manager.state_dict()
-    assert_same(got, in_test_mode())
+    assert_same(got, in_test_mode(DrawsAlone))
+
+
+def test_a_state_is_dealt_to_other_ranks_and_batches():
+    """Two ranks on a fleet, then three in threads with other batches, then one on the fleet."""
+    with cseq.RayFleet(Draws, 2, 1) as fleet:
+        seen, state = [], None
+        threads = {"batch_size": 3}
+        worlds = [(sequence, fleet, {}, 2, 40), (cseq.MTSequence, Draws, threads, 3, 20)]
+        for make, worker, options, world, most in [*worlds, (sequence, fleet, {}, 1, None)]:
+            states = []
+            for rank in range(world):
+                own = OPTIONS | options | {"shard": (rank, world)}
+                manager = (
+                    make(worker, **own) if make is sequence else make(worker, SAMPLES, 2, **own)
+                )
+                if state is not None:
+                    manager.load_state_dict(state)
+                with manager.start() as batches:
+                    for k, batch in enumerate(batches):
+                        seen += batch[0].tolist()
+                        if k + 1 == most:
+                            break
+                    states.append(manager.state_dict())
+            state = states[0]
+    assert sorted(seen) == list(range(SAMPLES))

@@ -63,6 +63,52 @@ with local_cluster(2) as cluster:
 """
 )
 
+ELASTIC = (
+    COMMON
+    + """
+import json, os, tempfile, time
+from ray.train.torch import TorchTrainer
+
+def train_a_rank(config):
+    context = train.get_context()
+    manager = sequence(config["fleet"], shard="auto")
+    checkpoint = train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder, open(folder + "/state.json") as file:
+            manager.load_state_dict(json.load(file))
+    with manager.start() as batches:
+        for k, batch in enumerate(batches):
+            ray.get(config["seen"].add.remote(checkpoint is not None, batch[0].tolist()))
+            if checkpoint is None and k == 19:
+                with tempfile.TemporaryDirectory() as folder:
+                    with open(folder + "/state.json", "w") as file:
+                        json.dump(manager.state_dict(), file)
+                    train.report({}, checkpoint=train.Checkpoint.from_directory(folder))
+                if context.get_world_rank() == 1:
+                    time.sleep(1)  # Ray may note the checkpoint; if it does not, all begins anew
+                    os._exit(1)
+                time.sleep(60)  # Ray ends this rank, too
+
+with local_cluster(2) as cluster:
+    seen = Seen.remote()
+    with cseq.RayFleet(Draws, 2, 1, num_cpus=0) as fleet:
+        TorchTrainer(
+            train_a_rank,
+            train_loop_config={"fleet": fleet, "seen": seen},
+            scaling_config=train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+            run_config=train.RunConfig(
+                storage_path=sys.argv[3], failure_config=train.FailureConfig(max_failures=9)
+            ),
+        ).fit()
+    reports = ray.get(seen.all.remote())
+    before = {index for again, batch in reports if not again for index in batch}
+    after = [index for again, batch in reports if again for index in batch]
+    assert before and after
+    assert sorted([*before, *after]) == list(range(SAMPLES))
+    print("done")
+"""
+)
+
 TUNE = (
     COMMON
     + """
@@ -102,6 +148,12 @@ def test_ranks_of_ray_train_share_the_fleet_of_the_driver(run_script, tmp_path):
     """Each gets its shard from Ray Train; together they have each sample once."""
     pytest.importorskip("torch")
     run(run_script, TRAIN, tmp_path)
+
+
+def test_ranks_that_ray_train_starts_again_go_on(run_script, tmp_path):
+    """From the state in a checkpoint, after a rank has died: together, each sample once."""
+    pytest.importorskip("torch")
+    run(run_script, ELASTIC, tmp_path)
 
 
 def test_trials_of_ray_tune_share_a_fleet(run_script, tmp_path):
