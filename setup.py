@@ -122,6 +122,7 @@ FAMILIES = [
     "_core",
     "_orders",
     "_recipes",
+    "_draws",
     "_work",
     "_codec",
     "_source",

@@ -43,6 +43,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
     ├── _work.pyx       ★ runners, and their work: batches made, published
     ├── _recipes.pyx    samples by class: readers of buckets, packed rows and groups
+    ├── _draws.pyx      readers of orders by weight, of mixtures, of blocks
     ├── _orders.pyx     readers of orders that are made of others, or of the user's own code
     ├── _core.pyx       ★ the ring, the shuffle, readers of orders
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
@@ -74,10 +75,14 @@ from cseq.indexing.dataset import from_dataset
 from cseq.indexing.indexer import Indexer
 from cseq.kinds import MPSequence, MTSequence, RaySequence
 from cseq.order.base import Order
+from cseq.order.blocks import Blocks
 from cseq.order.buckets import Buckets
 from cseq.order.groups import Groups
+from cseq.order.mixture import Mixture
 from cseq.order.packed import Packed
+from cseq.order.resized import Resized
 from cseq.order.shuffled import Sequential, Shuffled
+from cseq.order.weighted import Weighted
 from cseq.sequence import MSequence
 from cseq.stats import Stats
 
@@ -89,6 +94,7 @@ if typing.TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "Blocks",
     "Buckets",
     "CseqError",
     "Groups",
@@ -96,13 +102,16 @@ __all__ = [
     "MPSequence",
     "MSequence",
     "MTSequence",
+    "Mixture",
     "Order",
     "Packed",
     "RaySequence",
     "RemoteTraceback",
+    "Resized",
     "Sequential",
     "Shuffled",
     "Stats",
+    "Weighted",
     "WorkerDied",
     "WorkerError",
     "WorkerInfo",

@@ -199,6 +199,7 @@ cdef extern from "cseq_shuffle.h" nogil:
 
     uint64_t CSEQ_IV
     uint64_t cseq_mix(uint64_t v) noexcept
+    uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t* low) noexcept
 
     ctypedef struct cseq_order:
         uint64_t n           # samples

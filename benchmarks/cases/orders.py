@@ -136,6 +136,77 @@ def grain_packed(n: int) -> Iterator[Callable[[], float]]:
     yield partial(cpu, run, n)
 
 
+def weights(n: int) -> np.ndarray[Any, Any]:
+    """Weights, of which some are much greater than the others."""
+    return np.random.default_rng(0).pareto(2, n) + 0.1
+
+
+def weighted(n: int) -> Iterator[Callable[[], float]]:
+    """Draws by weight are made: nanoseconds a sample."""
+    given = weights(n)
+    yield partial(cpu, partial(cseq.Weighted, given), n)
+
+
+def drawn(n: int) -> Iterator[Callable[[], float]]:
+    """They are read by batches of 32."""
+    yield partial(read_all, cseq.Weighted(weights(n)), 32, scaled(640_000, 640))
+
+
+def first_drawn(n: int) -> Iterator[Callable[[], float]]:
+    """The first one is read."""
+    yield partial(first_batch, cseq.Weighted(weights(n)), 1)
+
+
+def drawn_by_numpy(n: int) -> Iterator[Callable[[], float]]:
+    """As many draws of numpy."""
+    given = weights(n)
+    given /= given.sum()
+    yield partial(cpu, lambda: np.random.default_rng(1).choice(n, n, p=given), n)
+
+
+def drawn_by_torch(n: int) -> Iterator[Callable[[], float]]:
+    """As many draws of torch, on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    given = torch.from_numpy(weights(n))
+    sampler = torch.utils.data.WeightedRandomSampler(given, n)  # type: ignore[arg-type]
+    yield partial(cpu, lambda: next(iter(sampler)), n)
+
+
+def mixed(count: int, n: int) -> Iterator[Callable[[], float]]:
+    """A mixture of so many sources is read by 1024, less what its sources alone take."""
+    sources = {f"source {k}": cseq.Shuffled(n) for k in range(count)}
+    order = cseq.Mixture(sources, {name: k + 1 for k, name in enumerate(sources)})
+    alone, most = cseq.Shuffled(n), scaled(2_000_000, 2048)
+    yield lambda: read_all(order, 1024, most) - read_all(alone, 1024, min(most, n // 4))
+
+
+def mixed_by_grain(count: int, n: int, most: int) -> Iterator[Callable[[], float]]:
+    """Grain's mixture of as many shuffled ranges, element by element."""
+    import grain
+
+    ranges = [grain.MapDataset.range(n).shuffle(seed=k) for k in range(count)]
+    mixture = grain.MapDataset.mix(ranges, weights=[k + 1 for k in range(count)])
+
+    def run() -> None:
+        for k in range(most):
+            mixture[k]
+
+    yield partial(cpu, run, most)
+
+
+def blocks(lanes: int, n: int) -> Iterator[Callable[[], float]]:
+    """Windows of 512 blocks of 256 samples are shuffled, and read."""
+    order = cseq.Blocks(256, 512, lanes, samples=n)
+    yield partial(read_all, order, 1024, scaled(2_000_000, 2048))
+
+
+def first_of_blocks(n: int) -> Iterator[Callable[[], float]]:
+    """The first batch, with the shuffle of its window."""
+    yield partial(first_batch, cseq.Blocks(256, 512, samples=n), 256)
+
+
 MANY = scaled(10**7, 2000)
 FEW = scaled(20_000, 500)  # for peers that take microseconds for a sample
 OURS, NUMPY, TORCH = "cseq", "numpy.permutation", "torch.randperm"
@@ -194,5 +265,73 @@ CASES = (
         "Rows of 4096 tokens from 10^7 lengths, read by 8",
         "ns/sample",
         (Contender(OURS, partial(read, packed, MANY, 8), ours=True),),
+    ),
+    Case(
+        "orders_weighted_made",
+        "10^7 weights become draws",
+        "ns/sample",
+        (Contender(OURS, partial(weighted, MANY), ours=True),),
+        goals=(Goal("ns a sample", lambda f: f[OURS], 30),),
+    ),
+    Case(
+        "orders_weighted_first",
+        "Draws from 10^7 weights, the first one",
+        "µs",
+        (Contender(OURS, partial(first_drawn, MANY), ours=True),),
+        goals=(Goal("µs", lambda f: f[OURS], 1000),),
+    ),
+    *(
+        Case(
+            f"orders_weighted_{power}",
+            f"Draws from 10^{power} weights, by 32",
+            "ns/sample",
+            (
+                Contender(OURS, partial(drawn, scaled(10**power, 2000)), ours=True),
+                Contender("numpy.choice, 10^7", partial(drawn_by_numpy, MANY)),
+                Contender("torch, 10^7", partial(drawn_by_torch, MANY), needs=("torch",)),
+            ),
+            goals=(Goal("ns a draw", lambda f: f[OURS], 120),),
+        )
+        for power in (7, 8)
+    ),
+    *(
+        Case(
+            f"orders_mixture_{count}",
+            f"A mixture of {count} sources, less its sources, by 1024",
+            "ns/sample",
+            (
+                Contender(OURS, partial(mixed, count, scaled(10**6, 5000)), ours=True),
+                Contender(
+                    GRAIN,
+                    partial(mixed_by_grain, count, scaled(10**6, 5000), FEW),
+                    needs=("grain",),
+                ),
+            ),
+            goals=(
+                Goal("ns a sample", lambda f: f[OURS], 40),
+                Goal("times as fast as grain", lambda f: f[GRAIN] / f[OURS], None, 200),
+            ),
+        )
+        for count in (3, 100)
+    ),
+    *(
+        Case(
+            f"orders_blocks_{lanes}",
+            f"Blocks of 256 in windows of 512, {lanes} lanes, by 1024",
+            "ns/sample",
+            (
+                Contender(OURS, partial(blocks, lanes, MANY), ours=True),
+                Contender(NUMPY, partial(permuted_by_numpy, MANY)),
+            ),
+            goals=(Goal("ns a sample", lambda f: f[OURS], 15),),
+        )
+        for lanes in (1, 8)
+    ),
+    Case(
+        "orders_blocks_first",
+        "The first batch of Blocks",
+        "µs",
+        (Contender(OURS, partial(first_of_blocks, MANY), ours=True),),
+        goals=(Goal("µs", lambda f: f[OURS], 5000),),
     ),
 )

@@ -16,5 +16,6 @@
 #include "cseq_recipes.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
+#include "cseq_weights.h"
 #include "cseq_gil.h"
 #include "cseq_wait.h"

@@ -48,6 +48,32 @@ ORDERS: dict[str, Callable[[], cseq.Order]] = {
     "packed": lambda: cseq.Packed(LENGTHS, 30),
     "packed roughly": lambda: cseq.Packed(LENGTHS, 30, quantum=4),
     "groups": lambda: cseq.Groups(LABELS, 2, 3, epoch_size=13),
+    "weighted": lambda: cseq.Weighted(LENGTHS, 50),
+    "mixture": lambda: cseq.Mixture(
+        {"a": cseq.Shuffled(40), "b": cseq.Weighted([1] * 20)},
+        {"a": 1, "b": 2},
+        block=8,
+        stop="first",
+    ),
+    "replaced": lambda: cseq.Weighted(LENGTHS, 40, replacement=True),
+    "mixture of batches": lambda: cseq.Mixture(
+        {
+            "a": cseq.Buckets(LENGTHS[:45], 40),
+            "b": cseq.Groups(LABELS[45:], 2, 2, repeat_small=True),
+        },
+        [(0, {"a": 1, "b": 1}), (30, {"a": 5, "b": 1})],
+        block=8,
+        epoch_size=20,
+    ),
+    "resized": lambda: cseq.Resized(cseq.Shuffled(60), 25),
+    "mixture of rows": lambda: cseq.Mixture(
+        {"a": cseq.Packed(LENGTHS[:45], 30), "b": cseq.Packed(LENGTHS[45:], 40)},
+        {"a": 5, "b": 1},
+        block=6,
+    ),
+    "resized rows": lambda: cseq.Resized(cseq.Packed(LENGTHS, 30), 50),
+    "blocks": lambda: cseq.Blocks(7, 4, samples=60),
+    "resized batches": lambda: cseq.Resized(cseq.Buckets(LENGTHS, 40, together=2), 13),
     "own": Backwards,
 }
 every_order = pytest.mark.parametrize("name", ORDERS)

@@ -1,0 +1,334 @@
+"""Several orders at once, in exact shares."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from cseq._draws import MixtureReader, block_order, seed_of
+from cseq.check import choice, count
+from cseq.order.base import MOST_SAMPLES, MOST_SEED, Order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Self
+
+    from cseq._core import Reader
+
+__all__ = ["Mixture"]
+
+MOST_BLOCK = 2**16 - 1
+WORD = MOST_SEED  # units and draws are counted modulo 2**64
+
+Weights: TypeAlias = Mapping[str, float]
+
+
+class Mixture(Order):
+    """Units of several orders, in exact shares: of each source so many in every block of units.
+
+    The sources have passes of their own, each in an order of its own: a pass that is over is
+    followed by the next, and an epoch of the mixture goes on where the last one ended. Samples are
+    numbered from one source to the next: those of the second begin after the last of the first.
+
+    Parameters
+    ----------
+    sources : dict of str to Order
+        All with units of one kind: samples, rows of samples, or batches. The order of a source
+        depends on its name, not on the other sources.
+    weights : dict of str to number, or list of (int, dict)
+        The share of each source; only ratios count, and 0 leaves a source out. A list is a
+        curriculum: it says from which unit on weights hold, counted over all epochs, the first from
+        0; they change with the first block that begins there or later.
+    block : int
+        Units in which the shares are exact. Each source that is not left out has one at least.
+    epoch_size : int, optional
+        Units of an epoch.
+    stop : 'all' or 'first'
+        Without `epoch_size`: an epoch ends when every source has had a pass, or before any has had
+        more than one; in whole blocks, by the first weights.
+
+    Notes
+    -----
+    A state may be loaded into a mixture with other weights, another block, or sources more or less:
+    it goes on with these from the state's place, and each source from its own. If epochs have
+    another size then, give `epoch_size`. Units before that place are others than they were.
+
+    Examples
+    --------
+    >>> sources = {"web": cseq.Shuffled(70), "code": cseq.Shuffled(30)}
+    >>> order = cseq.Mixture(sources, {"web": 3, "code": 1}, block=8, epoch_size=16)
+    >>> [sum(sample >= 70 for sample in block) for block in order.batches(8, seed=1)]
+    [2, 2]
+    """
+
+    name = "mixture-v1"
+
+    def __init__(
+        self,
+        sources: Mapping[str, Order],
+        weights: Weights | Sequence[tuple[int, Weights]],
+        *,
+        block: int = 1024,
+        epoch_size: int | None = None,
+        stop: Literal["all", "first"] = "all",
+    ) -> None:
+        self.sources = _sources(sources)
+        length = count("block", block, 1, MOST_BLOCK)
+        checked = _phases(weights, list(self.sources))
+        self._plan = _Plan(list(self.sources), checked, length, 0, {})
+        members = list(self.sources.values())
+        self.samples = sum(order.samples or 0 for order in members)
+        self.room = max(order.room for order in members)
+        self.is_batch = members[0].is_batch
+        choice("stop", stop, ("all", "first"))
+        self.units = (
+            self._end(stop)
+            if epoch_size is None
+            else count("epoch_size", epoch_size, 1, MOST_SAMPLES)
+        )
+
+    def _end(self, stop: str) -> int:
+        """Return the units of an epoch, in whole blocks of the first weights."""
+        block = self._plan.block
+        pairs = [
+            (order.units, quota, name)
+            for (name, order), quota in zip(self.sources.items(), self._plan.quotas[0], strict=True)
+            if quota
+        ]
+        if stop == "all":
+            return block * max(-(-units // quota) for units, quota, _ in pairs)
+        units, quota, name = min(pairs, key=lambda pair: pair[0] // pair[1])
+        if units < quota:
+            raise ValueError(
+                f"source {name!r} has {units} units, and {quota} in a block of {block}: no block "
+                "ends before its pass; give a smaller block, stop='all', or epoch_size"
+            )
+        return block * (units // quota)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on; `since` and `taken`: where its weights began."""
+        plan = self._plan
+        return {
+            "name": self.name,
+            "samples": self.samples,
+            "units": self.units,
+            "block": plan.block,
+            "sources": [[name, order.facts()] for name, order in self.sources.items()],
+            "weights": [[unit, list(weights)] for unit, weights in plan.phases],
+            "since": plan.since,
+            "taken": dict(plan.taken),
+        }
+
+    def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
+        """Return the order that goes on where one with `facts` was, with the present weights."""
+        ours = self.facts()
+        if facts.get("name") != self.name or ours.keys() - facts.keys():
+            return super().resumed(facts, seed, epoch, consumed)
+        if consumed > self.units:
+            raise ValueError(
+                f"the state is at unit {consumed} of an epoch, and epochs of this mixture have "
+                f"{self.units} units; give epoch_size={facts['units']}"
+            )
+        known = dict(facts["sources"])
+        before = _Plan(
+            list(known), facts["weights"], facts["block"], facts["since"], facts["taken"]
+        )
+        taken = before.drawn(seed, epoch * facts["units"] + consumed)
+        order = copy.copy(self)
+        order.sources = {
+            name: self._source(name, known.get(name), seed, taken.get(name, 0))
+            for name in self.sources
+        }
+        if all(facts[key] == ours[key] for key in ("units", "block", "weights")) and [*known] == [
+            *self.sources
+        ]:
+            order._plan = before
+        else:
+            since = epoch * self.units + consumed & WORD
+            order._plan = _Plan(
+                list(self.sources), self._plan.phases, self._plan.block, since, taken
+            )
+        return order
+
+    def _source(self, name: str, known: dict[str, Any] | None, seed: int, taken: int) -> Order:
+        """Return a source as it goes on when so many units were taken of it."""
+        order = self.sources[name]
+        if known is None or known == order.facts():
+            return order
+        same = known.get("units", order.units) == order.units  # its passes are what they were
+        resumed = order.resumed if same else partial(Order.resumed, order)
+        try:
+            return resumed(known, seed_of(seed, name), *divmod(taken, order.units))
+        except ValueError as error:
+            raise ValueError(f"source {name!r}: {error}; or give it another name") from None
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        sizes = [order.samples or 0 for order in self.sources.values()]
+        plan = self._plan
+        return MixtureReader(
+            [order.reader(seed_of(seed, name)) for name, order in self.sources.items()],
+            np.cumsum([0, *sizes], dtype=np.int64),
+            block=plan.block,
+            units=self.units,
+            seed=seed,
+            since=plan.since,
+            blocks=np.array(plan.blocks, np.uint64),
+            quotas=np.array(plan.quotas, np.uint32),
+            taken=np.array(plan.before, np.uint64),
+        )
+
+    def describe(self) -> str:
+        """Say what an epoch consists of."""
+        shares = ", ".join(
+            f"{quota / self._plan.block:.3g} of {name}"
+            for name, quota in zip(self.sources, self._plan.quotas[0], strict=True)
+        )
+        return f"{self.units:,} units in blocks of {self._plan.block}: {shares}"
+
+
+class _Plan:
+    """How many units of each source a block has, from where on.
+
+    Parameters
+    ----------
+    names : list of str
+    phases : list of (int, list of number)
+        From which unit on weights hold.
+    block, since : int
+        Units of a block; the unit that block 0 begins with.
+    taken : dict
+        How often a source was drawn before that, also one that is there no more.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        phases: Sequence[tuple[int, list[float]]],
+        block: int,
+        since: int,
+        taken: dict[str, int],
+    ) -> None:
+        self.names, self.phases, self.block, self.since = names, phases, block, since
+        self.taken = {**dict.fromkeys(names, 0), **taken}
+        self.quotas = [_quotas(weights, block) for _, weights in phases]
+        self.blocks = [max(0, -(-(unit - since) // block)) for unit, _ in phases]
+        self.before = [[self.taken[name] for name in names]]  # each phase
+        for k, quotas in enumerate(self.quotas[:-1]):
+            more = self.blocks[k + 1] - self.blocks[k]
+            self.before.append(_plus(self.before[k], quotas, more))
+
+    def drawn(self, seed: int, unit: int) -> dict[str, int]:
+        """Return how often each source was drawn before a unit of all epochs."""
+        block, at = divmod(unit - self.since & WORD, self.block)
+        phase = bisect.bisect_right(self.blocks, block) - 1
+        quotas = self.quotas[phase]
+        counts = _plus(self.before[phase], quotas, block - self.blocks[phase])
+        owners = np.repeat(np.arange(len(quotas)), quotas)
+        part = np.bincount(owners[block_order(self.block, seed, block)[:at]], minlength=len(quotas))
+        return {**self.taken, **dict(zip(self.names, _plus(counts, part.tolist(), 1), strict=True))}
+
+
+def _plus(counts: list[int], more: list[int], times: int) -> list[int]:
+    """Add to what was drawn of each source, modulo 2**64, as the core does."""
+    return [count + times * each & WORD for count, each in zip(counts, more, strict=True)]
+
+
+def _quotas(weights: Sequence[float], block: int) -> list[int]:
+    """Return the units of each source in a block: by largest remainder, one at least."""
+    if sum(weight > 0 for weight in weights) > block:
+        raise ValueError(
+            f"block={block} is too small for {len(weights)} sources: each has one unit of a block "
+            "at least; give more, or weights of 0"
+        )
+    exact = [Fraction(weight) for weight in weights]
+    scale = block / sum(exact, Fraction(0))
+    exact = [part * scale for part in exact]
+    quotas = [max(1, int(part)) if part else 0 for part in exact]
+    by_rest = sorted(range(len(exact)), key=lambda s: (int(exact[s]) - exact[s], s))
+    for s in by_rest[: max(0, block - sum(quotas))]:
+        quotas[s] += 1
+    for _ in range(sum(quotas) - block):
+        quotas[quotas.index(max(quotas))] -= 1
+    return quotas
+
+
+def _kind(order: Order) -> str:
+    """Name what the units of an order are."""
+    return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
+
+
+def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:
+    """Check `sources`."""
+    if not hasattr(sources, "keys") or not sources:
+        raise TypeError(f"sources={sources!r}: give a dict of names and orders, one at least")
+    known = dict(sources)
+    if len(known) > MOST_BLOCK:
+        raise ValueError(f"sources has {len(known)} orders; give {MOST_BLOCK} at most")
+    first = next(iter(known.values()))
+    for name, order in known.items():
+        if not isinstance(name, str):
+            raise TypeError(f"sources has the name {name!r}; give strings: states have them")
+        if not isinstance(order, Order):
+            raise TypeError(f"sources[{name!r}]={order!r} is no cseq.Order; give one")
+        if order.samples is None:
+            raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
+        if _kind(order) != _kind(first):
+            raise ValueError(
+                f"the units of sources[{name!r}] are {_kind(order)}, those of "
+                f"sources[{next(iter(known))!r}] {_kind(first)}; give orders with units of one kind"
+            )
+    return known
+
+
+def _phases(
+    weights: Weights | Sequence[tuple[int, Weights]], names: list[str]
+) -> list[tuple[int, list[float]]]:
+    """Check `weights`: return from which unit they hold, and each in the order of the sources."""
+    phases = [(0, weights)] if isinstance(weights, Mapping) else weights
+    if not isinstance(phases, (list, tuple)) or not phases:
+        raise TypeError(
+            f"weights={phases!r}: give a dict of names and numbers, or a list of (unit, dict)"
+        )
+    checked: list[tuple[int, list[float]]] = []
+    for phase in phases:
+        if not isinstance(phase, (list, tuple)) or len(phase) != 2 or not hasattr(phase[1], "keys"):
+            raise TypeError(f"weights has {phase!r}; give (unit, dict of names and numbers)")
+        unit = count("the unit in weights", phase[0], 0, 2**63)
+        if unit <= checked[-1][0] if checked else unit:
+            raise ValueError(
+                f"weights has the unit {unit} at place {len(checked)}; give 0 first, and then "
+                "larger ones"
+            )
+        checked.append((unit, _weights(phase[1], names)))
+    return checked
+
+
+def _weights(weights: Weights, names: list[str]) -> list[float]:
+    """Check the weights of a dict."""
+    for name in [*weights, *names]:
+        if name not in names:
+            raise ValueError(f"weights has {name!r}, which is no source; there are {names}")
+        if name not in weights:
+            raise ValueError(f"weights has no {name!r}; give its share, or 0 to leave it out")
+        weight = weights[name]
+        if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, Real):
+            raise TypeError(f"weights[{name!r}]={weight!r} is not a number; give one of at least 0")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weights[{name!r}]={weight!r}; give a finite number of at least 0")
+    plain = [weights[name] for name in names]
+    plain = [
+        int(weight) if isinstance(weight, (int, np.integer)) else float(weight) for weight in plain
+    ]
+    if not any(plain):
+        raise ValueError(f"all weights are 0: {dict(weights)}; give one above 0 at least")
+    return plain

@@ -1,0 +1,92 @@
+"""`Resized`: another order's epochs, one after the other, in pieces of any size."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+from ranked import Rows, check, units
+
+import cseq
+
+ORDERS = {
+    "shuffled": cseq.Shuffled(10),
+    "weighted": cseq.Weighted([1, 2, 3], 7),
+    "rows": Rows(20),
+    "resized": cseq.Resized(cseq.Shuffled(10), 7),
+    "mixture": cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, block=4),
+    "blocks": cseq.Blocks(3, 2, samples=10),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4, 10, 23])
+@pytest.mark.parametrize("name", ORDERS)
+def test_goes_through_the_epochs(name: str, size: int) -> None:
+    """The epochs of any size are one after the other those of the order."""
+    order = ORDERS[name]
+    expected = list(chain.from_iterable(units(order, 5, epoch) for epoch in range(24)))
+    resized = cseq.Resized(order, size)
+    got = chain.from_iterable(units(resized, 5, epoch) for epoch in range(4))
+    assert list(got) == expected[: 4 * size]
+    assert (resized.units, resized.room) == (size, order.room)
+
+
+@pytest.mark.parametrize("size", [13, 31])
+@pytest.mark.parametrize("name", ORDERS)
+def test_ranks_and_resumes(name: str, size: int) -> None:
+    """Any ranks have one stream, which goes on at any place."""
+    check(cseq.Resized(ORDERS[name], size))
+
+
+def test_in_a_mixture() -> None:
+    """Its passes are its epochs there."""
+    check(cseq.Mixture({"a": cseq.Resized(cseq.Shuffled(20), 6)}, {"a": 1}, block=5, epoch_size=17))
+
+
+def test_of_the_data() -> None:
+    """An order without samples has those of the data."""
+    resized = cseq.Resized(cseq.Shuffled(), 4)
+    assert (resized.units, resized.samples) == (0, None)
+    assert (resized.over(9).units, resized.over(9).samples) == (4, 9)
+    assert cseq.Resized(cseq.Shuffled(9), 4).over(9).samples == 9
+    assert len(set(chain.from_iterable(resized.over(9).batches(2, seed=1)))) == 4
+
+
+def test_states() -> None:
+    """A state of another size or another order is refused, and both values are named."""
+    order = cseq.Resized(cseq.Shuffled(9), 4)
+    assert order.resumed(order.facts(), 1, 3, 2) is order
+    with pytest.raises(ValueError, match="units=4, this manager has one with units=5"):
+        cseq.Resized(cseq.Shuffled(9), 5).resumed(order.facts(), 1, 0, 0)
+    with pytest.raises(ValueError, match="samples=9, this manager has one with samples=8"):
+        cseq.Resized(cseq.Shuffled(8), 4).resumed(order.facts(), 1, 0, 0)
+    with pytest.raises(ValueError, match="name='feistel-v1'"):
+        order.resumed(cseq.Shuffled(9).facts(), 1, 0, 0)
+
+
+def test_a_mixture_inside_goes_on_with_other_weights() -> None:
+    """What is inside is resumed where it was."""
+    sources = {"a": cseq.Shuffled(90), "b": cseq.Shuffled(80)}
+
+    def resized(weights: dict[str, Any]) -> cseq.Resized:
+        return cseq.Resized(cseq.Mixture(sources, weights, block=8, epoch_size=40), 30)
+
+    before, after = resized({"a": 1, "b": 1}), resized({"a": 3, "b": 1})
+    again = after.resumed(before.facts(), 1, 1, 15)
+    had = units(before, 1, 0) + units(before, 1, 1)[:15]
+    went_on = units(again, 1, 1)[15:] + units(again, 1, 2)
+    assert sum(sample < 90 for (sample,) in went_on[:40]) == 30
+    drawn = [sample for (sample,) in had + went_on if sample < 90]
+    assert len(set(drawn)) == len(drawn)
+    third = after.resumed(again.facts(), 1, 2, 3)
+    assert units(third, 1, 2) == units(again, 1, 2)
+
+
+def test_bad_arguments() -> None:
+    """The message names the argument and its value."""
+    with pytest.raises(TypeError, match="order=5 is no"):
+        cseq.Resized(5, 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epoch_size=0"):
+        cseq.Resized(cseq.Shuffled(5), 0)
+    assert "4 units" in cseq.Resized(cseq.Shuffled(5), 4).describe()
