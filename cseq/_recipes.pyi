@@ -8,12 +8,14 @@ from cseq._core import Reader
 from cseq.order.groups import Groups
 from cseq.order.recipes import Recipes
 
-Numbers: TypeAlias = NDArray[np.int64]
+_Numbers: TypeAlias = NDArray[np.int64]
 
-def sort_classes(classes: NDArray[np.uint32], count: int) -> tuple[NDArray[np.uint32], Numbers]: ...
+def sort_classes(
+    classes: NDArray[np.uint32], count: int
+) -> tuple[NDArray[np.uint32], _Numbers]: ...
 def best_fit(
-    lengths: Numbers, counts: Numbers, budget: int
-) -> tuple[Numbers, Numbers, Numbers]: ...
+    lengths: _Numbers, counts: _Numbers, budget: int
+) -> tuple[_Numbers, _Numbers, _Numbers]: ...
 
 @final
 class RecipesReader(Reader):

@@ -205,16 +205,17 @@ def best_fit(lengths not None, counts not None, uint64_t budget):
             PyMem_RawFree(f.level[l])
 
 
-cdef int members_init(cseq_members* m, object classes) except -1:
-    """Memory for permutations of the classes of an `order.classes.Classes`."""
-    m.table = <uint32_t*>data_of(classes.table, "table", cnp.NPY_UINT32)
-    m.offsets = <int64_t*>data_of(classes.offsets, "offsets", cnp.NPY_INT64)
-    m.places = <int64_t*>data_of(classes.places, "places", cnp.NPY_INT64)
+cdef tuple members_init(cseq_members* m, object classes):
+    """Make memory for permutations of the classes of an `order.classes.Classes`; return its arrays."""
+    arrays = table, offsets, places = classes.table, classes.offsets, classes.places
+    m.table = <uint32_t*>data_of(table, "table", cnp.NPY_UINT32)
+    m.offsets = <int64_t*>data_of(offsets, "offsets", cnp.NPY_INT64)
+    m.places = <int64_t*>data_of(places, "places", cnp.NPY_INT64)
     m.made = <uint64_t*>allocated(classes.count, 8, "the classes")
     m.ranks = <uint16_t*>allocated(classes.tabled, 2, "the order of classes")
     m.networks = <cseq_feistel*>allocated(classes.computed, sizeof(cseq_feistel), "the order of classes")
     m.scratch = <uint32_t*>allocated(CSEQ_FEISTEL_LEAST, 4, "the order of a class")
-    return 0
+    return arrays
 
 
 cdef void members_free(cseq_members* m) noexcept:
@@ -228,16 +229,17 @@ cdef void members_free(cseq_members* m) noexcept:
 cdef class RecipesReader(Reader):
     """Units by recipes: `order` is an `order.recipes.Recipes`."""
 
-    cdef object order
+    cdef tuple arrays
     cdef cseq_recipes r
 
     def __cinit__(self, order, uint64_t seed):
-        self.order, self.units, self.room, self.seed = order, order.units, order.room, seed
-        members_init(&self.r.members, order.classes)
-        self.r.starts = <int64_t*>data_of(order.starts, "starts", cnp.NPY_INT64)
-        self.r.first = <int64_t*>data_of(order.first, "first", cnp.NPY_INT64)
-        self.r.parts = <cseq_part*>data_of(order.parts, "parts", cnp.NPY_INT64)
-        self.r.recipes, self.r.together = order.starts.size - 1, order.together
+        self.units, self.room, self.seed = order.units, order.room, seed
+        starts, first, parts = order.starts, order.first, order.parts
+        self.arrays = starts, first, parts, members_init(&self.r.members, order.classes)
+        self.r.starts = <int64_t*>data_of(starts, "starts", cnp.NPY_INT64)
+        self.r.first = <int64_t*>data_of(first, "first", cnp.NPY_INT64)
+        self.r.parts = <cseq_part*>data_of(parts, "parts", cnp.NPY_INT64)
+        self.r.recipes, self.r.together = starts.size - 1, order.together
         self.r.longest = -1 if order.longest is None else order.longest
         self.r.seed = seed
         self.r.table = <uint32_t*>allocated(
@@ -263,12 +265,12 @@ cdef class RecipesReader(Reader):
 cdef class GroupsReader(Reader):
     """Batches of some classes, and some samples of each: `order` is an `order.groups.Groups`."""
 
-    cdef object order
+    cdef tuple arrays
     cdef cseq_groups g
 
     def __cinit__(self, order, uint64_t seed):
-        self.order, self.units, self.room, self.seed = order, order.units, order.room, seed
-        members_init(&self.g.members, order.classes)
+        self.units, self.room, self.seed = order.units, order.room, seed
+        self.arrays = members_init(&self.g.members, order.classes)
         self.g.total, self.g.classes, self.g.each = order.classes.count, order.chosen, order.each
         self.g.units, self.g.seed = order.units, seed
         self.g.table = <uint32_t*>allocated(cseq_permutation_entries(self.g.total), 4,

@@ -82,9 +82,8 @@ class Buckets(Recipes):
             self.bounds = _growing(checked.shortest, checked.longest, ratio)
         else:
             self.bounds = _given(boundaries, checked.longest, budget)
-        sizes = budget // self.bounds
-        if most is not None:
-            sizes = np.minimum(sizes, count("most", most))
+        most = None if most is None else count("most", most)
+        sizes = np.minimum(budget // self.bounds, budget if most is None else most)
         classes = checked.classes(self.bounds)
         self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
         padded = int((classes.sizes * self.bounds).sum())

@@ -65,7 +65,8 @@ class Groups(Order):
                 "give at most as many"
             )
         smallest = int(self.classes.sizes.argmin())
-        if self.classes.sizes[smallest] < self.each and not flag("repeat_small", repeat_small):
+        repeat_small = flag("repeat_small", repeat_small)
+        if self.classes.sizes[smallest] < self.each and not repeat_small:
             raise ValueError(
                 f"labels has {self.classes.sizes[smallest]} samples of class "
                 f"{checked.values[smallest].item()!r}, fewer than samples={self.each}; give fewer, "

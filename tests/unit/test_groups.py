@@ -76,7 +76,7 @@ def test_an_epoch_is_as_long_as_the_data() -> None:
         ({"samples": 3}, ValueError, "labels has 2 samples of class 'b', fewer than samples=3"),
         ({"samples": 1.5}, TypeError, "samples=1.5"),
         ({"epoch_size": 0}, ValueError, "epoch_size=0"),
-        ({"samples": 3, "repeat_small": 1}, TypeError, "repeat_small=1"),
+        ({"repeat_small": 1}, TypeError, "repeat_small=1"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -237,6 +237,21 @@ def test_ranks_unite_to_one_stream(name: str, world: int) -> None:
         assert united == expected[consumed:]
 
 
+def test_facts_of_numpy_numbers_are_json() -> None:
+    """They are those of Python's numbers."""
+    one, two, three = np.int32(1), np.int64(2), np.uint8(3)
+    pairs = [
+        (cseq.Buckets([3, 4], 9, most=2), cseq.Buckets([3, 4], np.int16(9), most=two)),
+        (cseq.Packed([3, 4], 9, quantum=3), cseq.Packed([3, 4], np.int16(9), quantum=three)),
+        (
+            cseq.Groups([0, 1], 2, 1, repeat_small=True),
+            cseq.Groups([0, 1], two, one, repeat_small=np.bool_(True)),
+        ),
+    ]
+    for ours, theirs in pairs:
+        assert json.dumps(ours.facts()) == json.dumps(theirs.facts())
+
+
 def test_a_resume_refuses_another_order() -> None:
     """The facts of another order are refused, and both values named."""
     order = cseq.Buckets([3, 4, 5], 12)
