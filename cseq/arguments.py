@@ -95,15 +95,15 @@ class WorkerOptions(NamedTuple):
 
     Attributes
     ----------
-    memory_limit : int
-        In bytes.
+    memory_limit : int or None
+        In bytes; None: a quarter of the memory of the machine that has them.
     """
 
     start_method: str | None
     max_restarts: int
     timeout: float | None
     on_timeout: str
-    memory_limit: int
+    memory_limit: int | None
     threads: int | None
     preload: tuple[str, ...] | Literal[False] | None
 
@@ -124,7 +124,7 @@ class WorkerOptions(NamedTuple):
             count("max_restarts", max_restarts, least=0),
             seconds("timeout", timeout),
             choice("on_timeout", on_timeout, ("raise", "restart")),
-            memory_limit_of(memory_limit),
+            None if memory_limit is None else memory_limit_of(memory_limit),
             None if threads is None else count("threads", threads),
             modules("preload", preload),
         )

@@ -255,6 +255,13 @@ class MSequence(Manager, Generic[B_co]):
             pad=flag("pad", pad),
             repeat=arguments.repeat_of(repeat, ordered=ordered, pad=pad, drop_last=drop_last),
         )
+        options = arguments.WorkerOptions.checked(
+            start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
+        )
+        if fleet is not None:
+            from cseq.fleet.agent import refuse
+
+            refuse(options, seed_globals=seed_globals)
         self._job = arguments.Job(
             worker=worker,
             sampler=sampler,
@@ -266,9 +273,7 @@ class MSequence(Manager, Generic[B_co]):
             compat=None,
             on_error=choice("on_error", on_error, ("raise", "skip")),
             seed_globals=flag("seed_globals", seed_globals),
-            options=arguments.WorkerOptions.checked(
-                start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
-            ),
+            options=options,
             fleet=fleet,
         )
         self._check_seed(self._shard or shards.ALONE)

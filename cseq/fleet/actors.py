@@ -177,11 +177,14 @@ class Spec(NamedTuple):
     ----------
     payload : tuple
         The fields of a `Pickled` worker, its buffers as arrays.
+    absent : object
+        What a copy of the fleet has in place of the worker.
     batch_size, options, seed_globals
         See `TicketServer`.
     """
 
     payload: tuple[bytes, list[Any], tuple[str, ...]]
+    absent: Any
     batch_size: int
     options: WorkerOptions
     seed_globals: bool
@@ -483,9 +486,10 @@ class Roster:
         self._agents.resize(nodes)
         await self._show()
 
-    async def about(self) -> tuple[Placement, int] | None:
-        """Return placement and size of batches of a fleet with a name."""
-        return None if self._spec is None else (self._spec.placement, self._spec.batch_size)
+    async def about(self) -> tuple[Placement, int, Any]:
+        """Return placement and size of batches of a fleet with a name, and what has its length."""
+        assert self._spec is not None
+        return self._spec.placement, self._spec.batch_size, self._spec.absent
 
     async def close(self) -> None:
         """End the agents of a fleet with a name."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
+from cseq.arguments import MAX_RESTARTS, WorkerOptions
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Agent", "Failed", "Fleet", "Lost", "Outcome"]
+__all__ = ["Agent", "Failed", "Fleet", "Lost", "Outcome", "refuse"]
 
 
 class Lost(NamedTuple):
@@ -69,3 +71,12 @@ class Fleet(Protocol):
 
     def detach(self, notify: Callable[[], None]) -> None:
         """Do not call `notify` any more."""
+
+
+def refuse(options: WorkerOptions, *, seed_globals: bool) -> None:
+    """Refuse what a sequence is told of workers, where a fleet has them."""
+    plain = WorkerOptions(None, MAX_RESTARTS, None, "raise", options.memory_limit, 1, None)
+    names = (*options._fields, "seed_globals")
+    for name, given, default in zip(names, (*options, seed_globals), (*plain, True), strict=True):
+        if given != default:
+            raise TypeError(f"{name}={given!r} concerns the fleet's workers: give it to the fleet")

@@ -64,7 +64,7 @@ class FleetPool(BatchPool):
             ring,
             self._carrier,
             fleet,
-            memory_limit=job.options.memory_limit,
+            memory_limit=self._arena.memory_limit,
             named=partial(named, ring),
         )
         self._group.add("cseq-dispatcher", self._dispatcher.run)

@@ -19,7 +19,8 @@ from cseq.arguments import MAX_RESTARTS, MOST_BATCH, WorkerOptions
 from cseq.encoding import failure
 from cseq.encoding.pickling import dump
 from cseq.fleet.agent import Failed, Lost
-from cseq.indexing.indexer import check_worker
+from cseq.indexing.dataset import DatasetIndexer
+from cseq.indexing.indexer import check_worker, length_of
 
 try:
     import ray
@@ -124,6 +125,35 @@ class RayAgent:
         )
 
 
+class Absent:
+    """What a copy of a fleet has in place of its worker."""
+
+    def __getitem__(self, _: object) -> Any:
+        raise RuntimeError(
+            "this process has a copy of a fleet, and not its worker: batches can be made by the "
+            "fleet (start) or where it was made (start_test, remake)"
+        )
+
+
+class AbsentSamples(Absent):
+    """The same, of a worker that has a length."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def absent(worker: Any) -> Any:
+    """Return what says of a worker what a sequence asks: its length, and of which kind it is."""
+    length = length_of(worker)
+    if length is None:
+        return Absent()
+    samples = AbsentSamples(length)
+    return DatasetIndexer(samples, None) if isinstance(worker, DatasetIndexer) else samples
+
+
 class RayFleet:
     """Agents on the nodes of a Ray cluster, each with worker processes that make batches.
 
@@ -151,7 +181,7 @@ class RayFleet:
     Attributes
     ----------
     worker : object
-        In the process that has made the fleet, until it is closed; elsewhere None.
+        In the process that has made the fleet, until it is closed; elsewhere what has its length.
     over : str
         Why there will be no agents any more; empty: there may be.
     """
@@ -227,16 +257,15 @@ class RayFleet:
             roster = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
             raise ValueError(f"name={name!r}: no such fleet runs in this cluster") from None
-        found = cls._copy(roster, ray.get(roster.about.remote()))
+        found = cls._copy(roster, *ray.get(roster.about.remote()))
         found._name = name  # its `close` ends the fleet
         return found
 
     @classmethod
-    def _copy(cls, roster: Any, about: tuple[Placement, int]) -> Self:
+    def _copy(cls, roster: Any, placement: Placement, batch_size: int, worker: Any) -> Self:
         """Make a fleet that refers to the agents of another one."""
         made = cls.__new__(cls)
-        made.worker = None
-        made._placement, made.batch_size = about
+        made.worker, made._placement, made.batch_size = worker, placement, batch_size
         made._refer(None, roster)
         return made
 
@@ -247,7 +276,8 @@ class RayFleet:
             if self._roster is None:
                 self._roster = roster_actor().remote()
                 self._show()
-        return type(self)._copy, (self._roster, (self._placement, self.batch_size))
+        about = self._placement, self.batch_size, absent(self.worker)
+        return type(self)._copy, (self._roster, *about)
 
     def start(self) -> Self:
         """Start the agents, unless they are started; do not wait until they are there.
@@ -271,7 +301,12 @@ class RayFleet:
             buffers = [np.frombuffer(view, np.uint8) for view in pickled.buffers]
             payload = pickled.data, buffers, pickled.modules
             spec = Spec(
-                payload, self.batch_size, self._options, self._seed_globals, self._placement
+                payload,
+                absent(self.worker),
+                self.batch_size,
+                self._options,
+                self._seed_globals,
+                self._placement,
             )
             if self._name is None:
                 self._made = Agents(spec, self._changed)

@@ -46,7 +46,7 @@ class Shared:
         runners: int,
         *,
         owners: int,
-        memory_limit: int,
+        memory_limit: int | str | None,
         locks: Locks | None = None,
         rings: int = 1,
         calls: int = 0,

@@ -45,16 +45,17 @@ class Kind:
     def _on_a_fleet(self, worker: Any, dset_size: Any, **options: Any) -> Any:
         """Make a manager on a fleet in this process, of an agent for each worker."""
         own = ("max_restarts", "timeout", "on_timeout", "threads", "preload", "memory_limit")
-        passed = {name: options[name] for name in own if name in options}
+        passed = {name: options.pop(name) for name in own if name in options}
+        limit = {"memory_limit": passed["memory_limit"]} if "memory_limit" in passed else {}
         fleet = OwnFleet(
             worker,
             options["num_workers"],
             batch_size=options.get("batch_size", 32),
             start_method=self.start_method,
-            seed_globals=options.get("seed_globals", True),
+            seed_globals=options.pop("seed_globals", True),
             **passed,
         )
-        return cseq.RaySequence(fleet, dset_size, **options)
+        return cseq.RaySequence(fleet, dset_size, **options, **limit)
 
     def begin(self, manager: Any) -> Any:
         """Start a manager."""

@@ -9,6 +9,7 @@ import signal
 import time
 
 import drawing
+import numpy as np
 import pytest
 import ray
 from drawing import (
@@ -105,6 +106,39 @@ def test_a_copy_uses_the_same_agents():
         assert_is_test_mode(copy.deepcopy(ray.get(there)))  # Ray's arrays are read-only
         assert len(fleet.agents) == 2
         assert sum(agent.batches for agent in fleet.agents) >= 2 * BATCHES
+
+
+class Tens:
+    """A data set of whole numbers."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return 10 * index
+
+
+@ray.remote(num_cpus=0)
+def from_copy(fleet):
+    """Go through an epoch; also say what is raised in test mode."""
+    manager = cseq.RaySequence(fleet, **OPTIONS)
+    with manager.start() as batches:
+        got = list(batches)
+    try:
+        with manager.start_test() as batches:
+            next(iter(batches))
+    except RuntimeError as error:
+        return got, str(error)
+
+
+def test_a_copy_knows_how_many_samples_there_are_and_of_which_type():
+    """It says what it lacks, where test mode wants it."""
+    with cseq.RayFleet(cseq.from_dataset(Tens()), 2, 1) as fleet:
+        here = list(cseq.RaySequence(fleet, **OPTIONS).start())
+        there, text = ray.get(from_copy.remote(fleet))
+    assert {batch.dtype for batch in here + there} == {np.dtype(np.int64)}
+    assert [batch.tolist() for batch in there] == [batch.tolist() for batch in here]
+    assert "has a copy of a fleet, and not its worker" in text
 
 
 def test_a_rank_that_sleeps_holds_no_other_up():

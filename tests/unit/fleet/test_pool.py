@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from fleets import LocalFleet
+from indexers import Indices1
 from kinds import assert_same
 
 import cseq
+from cseq.arguments import WorkerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -294,3 +296,32 @@ def test_a_fleet_is_for_sequences_of_fleets() -> None:
     fleet = LocalFleet(Draws, nodes=0)
     with pytest.raises(TypeError, match="is a fleet: give it to a RaySequence"):
         cseq.MPSequence(fleet, SAMPLES)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("start_method", "spawn"),
+        ("max_restarts", 3),
+        ("timeout", 5.0),
+        ("on_timeout", "restart"),
+        ("threads", 2),
+        ("preload", False),
+        ("seed_globals", False),
+    ],
+)
+def test_options_of_workers_are_the_fleets(option: str, value: Any) -> None:
+    """Beside a fleet they would do nothing, so they are refused."""
+    with (
+        LocalFleet(Indices1, 0) as fleet,
+        pytest.raises(TypeError, match=f"{option}={value!r} concerns the fleet's workers"),
+    ):
+        cseq.RaySequence(fleet, 10, **{option: value})
+
+
+def test_memory_is_limited_on_the_machine_that_has_it() -> None:
+    """The default is a part of that machine's memory, not of this one's."""
+    given = None, 100, None, "raise", None, 1, None
+    assert WorkerOptions.checked(*given).memory_limit is None
+    with pytest.raises(ValueError, match="memory_limit=-1"):
+        WorkerOptions.checked(*given[:4], -1, *given[5:])
