@@ -77,6 +77,7 @@ from cseq.kinds import MPSequence, MTSequence, RaySequence
 from cseq.order.base import Order
 from cseq.order.blocks import Blocks
 from cseq.order.buckets import Buckets
+from cseq.order.chunks import ChunkCache
 from cseq.order.groups import Groups
 from cseq.order.mixture import Mixture
 from cseq.order.packed import Packed
@@ -96,6 +97,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Blocks",
     "Buckets",
+    "ChunkCache",
     "CseqError",
     "Groups",
     "Indexer",

@@ -6,6 +6,7 @@ from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 
 cdef extern from "cseq_atomic.h" nogil:
     uint32_t cseq_swap_sc_u32(uint32_t* p, uint32_t v) noexcept
+    uint64_t cseq_swap_sc_u64(uint64_t* p, uint64_t v) noexcept
     int cseq_cas_sc_u32(uint32_t* p, uint32_t expected, uint32_t desired) noexcept
     int cseq_cas_sc_u64(uint64_t* p, uint64_t expected, uint64_t desired) noexcept
     void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
