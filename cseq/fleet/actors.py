@@ -6,6 +6,7 @@ And what starts agents there, in the process of a fleet's maker, or in the roste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -54,6 +55,9 @@ CALLS = 5  # of an agent at a time: parcels that it has, one for signs of life, 
 DRAIN_SECONDS = 10.0  # for what an agent has in work that is to leave
 QUIET_SECONDS = 0.5  # without work, after which it ends: trainers know by then that it leaves
 CLOSE_SECONDS = 2.0
+SCALE_SECONDS = 10.0  # between two looks at how busy the agents of an elastic fleet are
+BUSY, IDLE = 0.95, 0.5  # shares of the time: above, one agent more; below for long, one fewer
+LOOKS = 6  # that is so long
 READERS = 100_000  # processes that may wait for news of a roster
 
 Plan = tuple[int, dict[str, Any]]  # of an agent: its workers, and its arguments of `ray.remote`
@@ -67,6 +71,7 @@ class About(NamedTuple):
     system: str  # what has to be the same in the trainer
     workers: int
     batches: int  # that it has made
+    busy: float  # seconds in which it had parcels
 
 
 class Member(NamedTuple):
@@ -90,17 +95,20 @@ class Placement(NamedTuple):
     Attributes
     ----------
     nodes : int or None
-        Agents. None: one on each node that has CPUs.
+        Agents, at the start. None: one on each node that has CPUs.
     num_workers : int or None
         Worker processes of each agent; without a number of nodes and `is_total`: of all together.
     resources : dict
         Arguments of `ray.remote`.
+    most : int
+        Up to so many agents, and never fewer than `nodes`; 0: their number is not changed.
     """
 
     nodes: int | None
     num_workers: int | None
     resources: dict[str, Any]
     is_total: bool = False
+    most: int = 0
 
     def plan(self) -> list[Plan]:
         """Return what each agent gets.
@@ -239,6 +247,7 @@ class AgentActor:
         self._batches = 0
         self._idle = threading.Condition()
         self._running = 0  # calls of `make`
+        self._busy = self._began = 0.0  # seconds with calls, and since when there are some
         self._closing = threading.Event()
 
     def about(self, payload: list[Any]) -> About:
@@ -250,13 +259,15 @@ class AgentActor:
                 server = TicketServer(worker, *self._arguments, seed_globals=self._seed_globals)
                 server.start()
                 self._server = server
+            busy = self._busy + (time.monotonic() - self._began if self._running else 0.0)
         node = ray.util.get_node_ip_address()
-        return About(node, os.getpid(), system(), self._arguments[0], self._batches)
+        return About(node, os.getpid(), system(), self._arguments[0], self._batches, busy)
 
     def make(self, request: NDArray[np.int64]) -> list[NDArray[np.uint8]] | Failed:
         """Make the batches of a parcel; `about` was called before."""
         assert self._server is not None
         with self._idle:
+            self._began = self._began if self._running else time.monotonic()
             self._running += 1
         try:
             answer = self._server.make(request)
@@ -276,6 +287,7 @@ class AgentActor:
         finally:
             with self._idle:
                 self._running -= 1
+                self._busy += 0.0 if self._running else time.monotonic() - self._began
                 self._idle.notify_all()
 
     def watch(self) -> None:
@@ -333,6 +345,13 @@ class Agents:
         self._payload = ray.put(spec.payload)
         for plan in plans:
             self._add(plan)
+        self._busy: dict[int, tuple[float, float]] = {}  # when, and how many seconds until then
+        self._quiet = 0  # looks in a row at which they were idle
+        self._over = threading.Event()
+        self._scaling = Threads()
+        if spec.placement.most:
+            self._scaling.add("cseq-fleet", partial(_scale_on, weakref.ref(self), self._over))
+            self._scaling.start()
 
     def _add(self, plan: Plan) -> None:
         """Start an agent."""
@@ -375,9 +394,31 @@ class Agents:
             self._add(self._without(number))
         self._changed()
 
+    def scale(self) -> None:
+        """Start an agent if all are busy, end one if they are idle for long."""
+        present, least, most = self.present, self._spec.placement.nodes, self._spec.placement.most
+        asked = {member.about(): number for number, member in present.items()}
+        found, now = {}, time.monotonic()
+        for answer in ray.wait([*asked], num_returns=len(asked), timeout=CLOSE_SECONDS)[0]:
+            with contextlib.suppress(exceptions.RayError):  # it is being replaced
+                found[asked[answer]] = now, ray.get(answer).busy
+        before, self._busy = self._busy, found
+        if not present or not found.keys() == before.keys() == present.keys():
+            return  # one is new, or does not answer
+        shares = [(found[k][1] - busy) / (now - when) for k, (when, busy) in before.items()]
+        share = sum(shares) / len(shares)
+        self._quiet = self._quiet + 1 if share < IDLE else 0
+        if share > BUSY and len(present) < most:
+            self.resize(len(present) + 1)
+        elif self._quiet >= LOOKS and len(present) > (least or 1):
+            self._quiet = 0
+            self.resize(len(present) - 1)
+
     def resize(self, nodes: int) -> None:
         """Start agents, or end the newest ones when they have made what they have."""
         with self._lock:
+            if self._closed:
+                return
             present = self.present
             workers, own = next(iter(self._plans.values()))
             plan = workers, {**own, "scheduling_strategy": "SPREAD"}
@@ -403,10 +444,22 @@ class Agents:
             handles = [member.handle for member in self.present.values()]
             self.present = {}
             self._payload = None
+        self._over.set()
         asked = [handle.close.remote() for handle in handles]
         ray.wait(asked, num_returns=len(asked), timeout=CLOSE_SECONDS) if asked else None
         for handle in handles:
             ray.kill(handle)
+        self._scaling.join(time.monotonic() + 2 * CLOSE_SECONDS)
+
+
+def _scale_on(here: weakref.ref[Agents], over: threading.Event) -> None:
+    """Look at an elastic fleet again and again, until it is closed or dropped."""
+    while not over.wait(SCALE_SECONDS):
+        agents = here()
+        if agents is None or not ray.is_initialized():
+            return
+        agents.scale()
+        del agents
 
 
 def _end_later(handle: Any) -> None:

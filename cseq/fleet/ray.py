@@ -165,8 +165,10 @@ class RayFleet:
     ----------
     worker : object
         As in `MSequence`. Made once in each worker process.
-    nodes : int, optional
-        Agents. None: one on every node that has CPUs when the fleet starts.
+    nodes : int or (int, int), optional
+        Agents. None: one on every node that has CPUs when the fleet starts. (least, most): it
+        starts with the least; one is added when all were busy for the last ten seconds, and one
+        ended when they were idle for half of the last minute.
     num_workers : int, optional
         Worker processes of each agent. None: its `num_cpus`; without these, all CPUs of its node.
     batch_size : int
@@ -189,7 +191,7 @@ class RayFleet:
     def __init__(
         self,
         worker: Any,
-        nodes: int | None = None,
+        nodes: int | tuple[int, int] | None = None,
         num_workers: int | None = None,
         *,
         batch_size: int = LARGEST,
@@ -220,10 +222,14 @@ class RayFleet:
             "label_selector": label_selector,
             "runtime_env": runtime_env,
         }
+        least, most = nodes if isinstance(nodes, tuple) else (nodes, 0)
+        if most:
+            most = check.count("nodes[1]", most, least=check.count("nodes[0]", least))
         self._placement = Placement(
-            None if nodes is None else check.count("nodes", nodes),
+            None if least is None else check.count("nodes", least),
             None if num_workers is None else check.count("num_workers", num_workers),
             {key: value for key, value in own.items() if value is not None},
+            most=most,
         )
         self._options = WorkerOptions.checked(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
@@ -408,7 +414,7 @@ class RayFleet:
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
         found = []
         for member, answer in zip(members, asked, strict=True):
-            state, about = "silent", About("", 0, "", member.workers, 0)
+            state, about = "silent", About("", 0, "", member.workers, 0, 0.0)
             if answer in answered:
                 try:
                     state, about = "ready", ray.get(answer)
@@ -420,7 +426,7 @@ class RayFleet:
     def resize(self, nodes: int) -> None:
         """Have another number of agents, also in the middle of an epoch.
 
-        Those that go make what they have.
+        Those that go make what they have. An elastic fleet goes on from there.
         """
         nodes = check.count("nodes", nodes)
         self.start()
