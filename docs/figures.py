@@ -179,9 +179,12 @@ class Figure(Directive):
 
 def setup(app: Sphinx) -> None:
     """Name the directives."""
+    from order_figures import of_order
+
     for name, draw in {
         "format-figure": of_format,
         "threads-figure": of_processes_and_threads,
         "drawing": drawing,
+        "order-figure": of_order,
     }.items():
         app.add_directive(name, type(name, (Figure,), {"draw": staticmethod(draw)}))
