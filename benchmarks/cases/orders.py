@@ -10,6 +10,7 @@ import numpy as np
 
 import cseq
 from harness.case import Case, Contender, Goal, scaled
+from work import Floats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -207,9 +208,29 @@ def first_of_blocks(n: int) -> Iterator[Callable[[], float]]:
     yield partial(first_batch, cseq.Blocks(256, 512, samples=n), 256)
 
 
+def loaded(n: int, *, fixed: bool) -> Iterator[Callable[[], float]]:
+    """Epochs of small batches from two workers, by buckets or as many of a fixed size."""
+    order: cseq.Order = cseq.Buckets(lengths(n), BUDGET // 2)
+    size: dict[str, Any] = {}
+    if fixed:
+        order, size = cseq.Shuffled(n), {"batch_size": -(-n // order.units)}
+    manager: Any = cseq.MPSequence(
+        partial(Floats, n), n, 2, order=order, buffer=10, out_type="null", seed=1, **size
+    )
+
+    def run() -> float:
+        start = time.perf_counter_ns()
+        count = sum(1 for _ in manager)
+        return (time.perf_counter_ns() - start) / 1000 / count
+
+    with manager.start():
+        yield run
+
+
 MANY = scaled(10**7, 2000)
 FEW = scaled(20_000, 500)  # for peers that take microseconds for a sample
 OURS, NUMPY, TORCH = "cseq", "numpy.permutation", "torch.randperm"
+VARYING, FIXED = "cseq, buckets", "cseq, as many of a fixed size"
 LHOTSE, TRL, GRAIN = f"lhotse, {FEW} samples", f"trl, {FEW} samples", f"grain, {FEW} samples"
 
 CASES = (
@@ -265,6 +286,16 @@ CASES = (
         "Rows of 4096 tokens from 10^7 lengths, read by 8",
         "ns/sample",
         (Contender(OURS, partial(read, packed, MANY, 8), ours=True),),
+    ),
+    Case(
+        "orders_loaded",
+        "Small batches from two workers: of buckets, and of a fixed size",
+        "µs/batch",
+        (
+            Contender(VARYING, partial(loaded, scaled(10**6, 2000), fixed=False), ours=True),
+            Contender(FIXED, partial(loaded, scaled(10**6, 2000), fixed=True), ours=True),
+        ),
+        goals=(Goal("times of fixed ones", lambda f: f[VARYING] / f[FIXED], 1.1),),
     ),
     Case(
         "orders_weighted_made",
