@@ -64,7 +64,8 @@ class ChunkCache:
     rows : int
         Samples of a chunk; the last one may have fewer.
     keep : int
-        Chunks that are kept, at most: take two windows of `Blocks`. They take memory as they come.
+        Chunks that are kept, at most: take two windows of `Blocks`, and those that `buffer` batches
+        reach beyond that. They take memory as they come.
 
     Attributes
     ----------
