@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import itertools
 import json
 import math
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +99,21 @@ def test_numbers_are_exact(weights: list[float], size: int, seed: int) -> None:
         assert count in (share, share + bool(rest))
 
 
+def test_numbers_of_many_weights() -> None:
+    """The same for 10 000 lists of weights of all magnitudes."""
+    rng = np.random.default_rng(0)
+    for seed in range(10_000):
+        n, size = rng.integers(1, 9), int(rng.integers(1, 60))
+        weights = np.exp(rng.normal(0, rng.choice([0.1, 3, 100]), n)) * (rng.random(n) < 0.8)
+        if not weights.any():
+            continue
+        counts = np.bincount(drawn(cseq.Weighted(weights, size), seed), minlength=n).tolist()
+        sums = [0, *integers_of(weights)[0].tolist()]
+        for k, count in enumerate(counts):
+            share, rest = divmod(size * (sums[k + 1] - sums[k]), sums[-1])
+            assert count in (share, share + bool(rest))
+
+
 @pytest.mark.parametrize("n", [1, 7, 1000, 70_000])
 def test_equal_weights_shuffle(n: int) -> None:
     """With equal weights, each sample comes once."""
@@ -168,6 +190,46 @@ def test_the_weights_are_not_written_to() -> None:
         drawn(cseq.Weighted(weights[::2]), 1).tolist()
         == drawn(cseq.Weighted([1, 3, 5, 7]), 1).tolist()
     )
+
+
+@pytest.fixture(scope="module", params=["", "-DCSEQ_PORTABLE_MUL"], ids=["native", "portable"])
+def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compile the header on its own, with the compiler's wide multiplication and without."""
+    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+    if compiler is None or sys.platform == "win32":
+        pytest.skip("no C compiler to compile the header with")
+    library = tmp_path_factory.mktemp("header") / "weights.so"
+    include, source = HERE.parent / "cseq" / "include", HERE / "c" / "weights.c"
+    flags = ["-std=c99", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared"]
+    options = [request.param] if request.param else []
+    command = [compiler, *flags, *options, f"-I{include}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=100)
+    loaded = ctypes.CDLL(str(library))
+    loaded.divide.restype = ctypes.c_uint64
+    return loaded
+
+
+def test_division(header: ctypes.CDLL) -> None:
+    """128 bits by 64 are exact, with the compiler's 128-bit numbers and without."""
+    rng = random.Random(1)
+    edges = [1, 2, 3, 2**31, 2**32 - 1, 2**32 + 1, 2**48, 2**62 - 1, 2**63 - 1, 2**63]
+    divisors = edges + [rng.getrandbits(rng.randint(1, 63)) | 1 for _ in range(300)]
+    for d in divisors:
+        highs = {0, d - 1, d // 2, rng.randrange(d)}
+        for high, low in itertools.product(highs, (0, 1, 2**64 - 1, rng.getrandbits(64))):
+            got = header.divide(*map(ctypes.c_uint64, (d, high, low)))
+            assert got == (high << 64 | low) // d
+
+
+def test_numbers_of_great_sizes(header: ctypes.CDLL) -> None:
+    """Places times the total have up to 110 bits."""
+    rng = random.Random(2)
+    for _ in range(200):
+        size, total = rng.randint(1, 2**48), rng.randint(1, 2**62 - 1)
+        offset, places = rng.randrange(total), [0, size - 1, rng.randrange(size)]
+        numbers = (ctypes.c_uint64 * 3)(*places)
+        header.spread(*map(ctypes.c_uint64, (total, size, offset)), numbers, ctypes.c_uint64(3))
+        assert list(numbers) == [(place * total + offset) // size for place in places]
 
 
 def test_facts() -> None:
