@@ -62,6 +62,9 @@ class Fleet(Protocol):
     def waits_for(self) -> str:
         """What agents wait for that are not there yet, for the log."""
 
+    def meter(self) -> Callable[[dict[str, float], int], None]:
+        """Return what exports the counts of a sequence so far, and how many agents it has."""
+
     def attach(self, notify: Callable[[], None]) -> Mapping[int, Agent]:
         """Return the present agents, by number: a view that changes with them.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq._parcel import Carrier
     from cseq.fleet.agent import Agent, Fleet, Outcome
-    from cseq.stats import Stats
+    from cseq.stats import Clock, Stats
 
 __all__ = ["Dispatcher"]
 
@@ -73,15 +73,17 @@ class Dispatcher:
         self._asked: dict[str, float] = {}  # when to ask lost agents again
         self._received = 0, 0  # tickets, bytes
         self._raised: dict[int, str] = {}  # by ticket: the agent whose indexer has raised
+        self._measured = 0.0  # when counts were exported last
         self._alone = time.monotonic()  # since when there is no agent
         self._patience = SHORT
         self.failure = failure.Failure()
 
     # -- on the loop's thread
 
-    def open(self) -> None:
+    def open(self, clock: Clock) -> None:
         """Get the agents; whatever this raises is for the caller."""
         assert self._fleet is not None
+        self._clock, self._meter = clock, self._fleet.meter()
         self._agents = self._fleet.attach(self._look_soon)
         self._look_soon()
 
@@ -147,9 +149,26 @@ class Dispatcher:
             while (parcel := ledger.send()) is not None:
                 self._send(parcel)
             self._ask_again()
+            if time.monotonic() - self._measured > LOOK:
+                self._measure()
             if not carrier.wait(seen, self._until(), room > 0):
+                self._measure()
                 self._known.clear()  # they hold what the fleet has in a store
                 return
+
+    def _measure(self) -> None:
+        """Export what was counted."""
+        counts = self._ledger.counts
+        self._measured = time.monotonic()
+        exported = {
+            "batches": self._ring.taken_batches,
+            "loop_waited_seconds": self._clock.read().waited,
+            "parcels": counts.parcels,
+            "parcels_lost": counts.lost,
+            "parcels_hedged": counts.hedged,
+            "received_bytes": counts.bytes,
+        }
+        self._meter(exported, len(self._ledger.agents))
 
     def _until(self) -> int:
         """Return how long to sleep, in ns."""

@@ -92,7 +92,7 @@ class FleetPool(BatchPool):
         job = self._job
         if isinstance(self._batch_reader, Objects):
             add_converters(job, self._ring, self._reader, self._batch_reader, self._group)
-        self._dispatcher.open()
+        self._dispatcher.open(self.clock)
         self._group.start()
 
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:

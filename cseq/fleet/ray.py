@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from cseq.indexing.indexer import check_worker, length_of
 try:
     import ray
     from ray import exceptions
+    from ray.util.metrics import Counter, Gauge
 except ImportError as error:
     raise ImportError(
         "RaySequence and RayFleet need Ray, which is not installed here or has no build for this "
@@ -184,6 +186,8 @@ class RayFleet:
     ----------
     worker : object
         In the process that has made the fleet, until it is closed; elsewhere what has its length.
+    placement : Placement
+        Where its agents are, and what each has.
     over : str
         Why there will be no agents any more; empty: there may be.
     """
@@ -225,7 +229,7 @@ class RayFleet:
         least, most = nodes if isinstance(nodes, tuple) else (nodes, 0)
         if most:
             most = check.count("nodes[1]", most, least=check.count("nodes[0]", least))
-        self._placement = Placement(
+        self.placement = Placement(
             None if least is None else check.count("nodes", least),
             None if num_workers is None else check.count("num_workers", num_workers),
             {key: value for key, value in own.items() if value is not None},
@@ -271,7 +275,7 @@ class RayFleet:
     def _copy(cls, roster: Any, placement: Placement, batch_size: int, worker: Any) -> Self:
         """Make a fleet that refers to the agents of another one."""
         made = cls.__new__(cls)
-        made.worker, made._placement, made.batch_size = worker, placement, batch_size
+        made.worker, made.placement, made.batch_size = worker, placement, batch_size
         made._refer(None, roster)
         return made
 
@@ -282,7 +286,7 @@ class RayFleet:
             if self._roster is None:
                 self._roster = roster_actor().remote()
                 self._show()
-        about = self._placement, self.batch_size, absent(self.worker)
+        about = self.placement, self.batch_size, absent(self.worker)
         return type(self)._copy, (self._roster, *about)
 
     def start(self) -> Self:
@@ -312,7 +316,7 @@ class RayFleet:
                 self.batch_size,
                 self._options,
                 self._seed_globals,
-                self._placement,
+                self.placement,
             )
             if self._name is None:
                 self._made = Agents(spec, self._changed)
@@ -452,7 +456,7 @@ class RayFleet:
     @property
     def waits_for(self) -> str:
         """What agents wait for that are not there yet."""
-        wants = self._placement.resources or {"num_cpus": "as many as there are workers"}
+        wants = self.placement.resources or {"num_cpus": "as many as there are workers"}
         with contextlib.suppress(Exception):  # the connection may be gone
             there = {
                 name: total
@@ -468,6 +472,19 @@ class RayFleet:
     def workers(self) -> int:
         """Worker processes of all agents."""
         return sum(member.workers for member in list(self._members.values()))
+
+    def meter(self) -> Callable[[dict[str, float], int], None]:
+        """Return what adds the counts of a sequence to Ray's metrics."""
+        before: dict[str, float] = {}
+
+        def export(counts: dict[str, float], agents: int) -> None:
+            for name, value in counts.items():
+                if value > before.get(name, 0):
+                    counter(name).inc(value - before.get(name, 0))
+                    before[name] = value
+            gauge().set(agents)
+
+        return export
 
     def attach(self, notify: Callable[[], None]) -> Mapping[int, RayAgent]:
         """Return the present agents, by number; `notify` is called when they change."""
@@ -510,6 +527,18 @@ class RayFleet:
         self.close()
 
 
+@cache
+def counter(name: str) -> Counter:
+    """Return the metric of all sequences of this process that counts something."""
+    return Counter(f"cseq_{name}_total", f"cseq.Stats: {name.replace('_', ' ')}")
+
+
+@cache
+def gauge() -> Gauge:
+    """Return the metric that says how many agents a sequence of this process has."""
+    return Gauge("cseq_agents", "Agents that can be sent something")
+
+
 def is_final(future: Future[Any]) -> bool:
     """Whether the call of an actor has failed because that is gone, and is not restarted."""
     return isinstance(future.exception(), exceptions.ActorDiedError)
@@ -537,5 +566,5 @@ def fleet_for(job: Job) -> RayFleet:
         seed_globals=job.seed_globals,
         **job.options._asdict(),
     )
-    fleet._placement = Placement(None, job.num_workers, {}, is_total=True)
+    fleet.placement = Placement(None, job.num_workers, {}, is_total=True)
     return fleet

@@ -74,6 +74,7 @@ class LocalFleet:
 
     waits_for = "a test"
     over = ""
+    exported: dict[str, float]  # of the sequence that was the last one
 
     def __init__(
         self,
@@ -123,6 +124,14 @@ class LocalFleet:
     def _tell(self) -> None:
         for notify in list(self._watchers):
             notify()
+
+    def meter(self) -> Callable[[dict[str, float], int], None]:
+        """Keep the counts that come last."""
+
+        def keep(counts: dict[str, float], agents: int) -> None:
+            self.exported = counts | {"agents": agents}
+
+        return keep
 
     def attach(self, notify: Callable[[], None]) -> dict[int, LocalAgent]:
         """Return the agents."""

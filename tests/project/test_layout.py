@@ -334,7 +334,7 @@ BUDGET = {
     "what users look with": 150,
     "of these compiled: C, Cython": 8_010,
     "adapters": 5_522,  # 160 of them orders as batch samplers
-    "fleet, with what it has in Cython": 3_080,  # 80 of them fleets that grow, and copies' workers
+    "fleet, with what it has in Cython": 3_100,  # 80 for fleets that grow, and metrics
     "the longest file of cseq": 699,
     "the longest file of tests": 900,
     "the way of a batch": 4_900,

@@ -16,6 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 try:
+    import drawing
+    import ray
     from drawing import DrawsSlowly, await_agents
     from local_cluster import (
         QUICK_DEATHS,
@@ -25,6 +27,8 @@ try:
         shared_names,
         until,
     )
+
+    ray.cloudpickle.register_pickle_by_value(drawing)  # for actors and tasks of tests
 except ImportError:
     collect_ignore_glob = ["test_*.py"]
 

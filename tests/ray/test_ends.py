@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from drawing import (
     sequence,
 )
 from local_cluster import STORE, at_work, kill, processes_of, shared_names, until
+from ray.util import metrics
 
 import cseq
 
@@ -180,3 +182,18 @@ def test_counts_are_of_the_whole_run(fleet):
     assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 2)
     assert 0 < stats.parcels <= BATCHES
     assert stats.received > 0
+
+
+def test_counts_are_metrics_of_rays(fleet, monkeypatch):
+    """Of a sequence after another, the second one's are added."""
+    seen = Counter()
+    monkeypatch.setattr(
+        metrics.Counter, "inc", lambda self, value, *_: seen.update({self.info["name"]: value})
+    )
+    for _ in range(2):
+        with sequence(fleet).start() as batches:
+            list(batches)
+    assert seen["cseq_batches_total"] == 2 * BATCHES
+    assert seen["cseq_received_bytes_total"] > 0
+    assert seen["cseq_loop_waited_seconds_total"] > 0
+    assert seen["cseq_parcels_lost_total"] == 0

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 
-import drawing
 import numpy as np
 import pytest
 import ray
@@ -31,8 +30,6 @@ from local_cluster import until
 import cseq
 from cseq.fleet import actors
 from cseq.testing import kill_agent
-
-ray.cloudpickle.register_pickle_by_value(drawing)  # for `Rank`
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -67,6 +67,7 @@ ELASTIC = (
     COMMON
     + """
 import json, os, tempfile, time
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
 from ray.train.torch import TorchTrainer
 
 def train_a_rank(config):
@@ -85,7 +86,7 @@ def train_a_rank(config):
                         json.dump(manager.state_dict(), file)
                     train.report({}, checkpoint=train.Checkpoint.from_directory(folder))
                 if context.get_world_rank() == 1:
-                    time.sleep(1)  # Ray may note the checkpoint; if it does not, all begins anew
+                    time.sleep(4)  # Ray notes the checkpoint; if it does not, all begins anew
                     os._exit(1)
                 time.sleep(60)  # Ray ends this rank, too
 

@@ -325,3 +325,17 @@ def test_memory_is_limited_on_the_machine_that_has_it() -> None:
     assert WorkerOptions.checked(*given).memory_limit is None
     with pytest.raises(ValueError, match="memory_limit=-1"):
         WorkerOptions.checked(*given[:4], -1, *given[5:])
+
+
+def test_counts_are_exported_while_a_loop_runs_and_at_its_end() -> None:
+    """They are those of `stats`."""
+    with LocalFleet(Draws) as fleet:
+        manager = cseq.RaySequence(fleet, SAMPLES, batch_size=4, out_type="null")
+        with manager.start() as batches:
+            count = len(list(batches))
+        stats = manager.stats()
+        assert fleet.exported["batches"] == count
+        assert fleet.exported["parcels"] == stats.parcels
+        assert fleet.exported["received_bytes"] == stats.received
+        assert fleet.exported["loop_waited_seconds"] > 0
+        assert fleet.exported["agents"] == 2
