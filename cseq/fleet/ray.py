@@ -403,12 +403,11 @@ class RayFleet:
 
     def _settled(self) -> dict[int, Member]:
         """Return the present agents, as the roster of a copy has them."""
-        self.start()
-        if self._made is None:
-            with self._lock:
-                _, members = ray.get(self._roster.present.remote(-1), timeout=ROSTER_SECONDS)
-                return dict(members)
-        return self._members
+        roster = self.start()._roster
+        if self._made is not None:
+            return self._members
+        # Not with the lock: `_heard`, on the thread that brings the answer, takes it.
+        return dict(ray.get(roster.present.remote(-1), timeout=ROSTER_SECONDS)[1])
 
     @property
     def agents(self) -> list[AgentState]:
