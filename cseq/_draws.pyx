@@ -99,10 +99,11 @@ def integers_of(double[::1] weights not None):
         scale = 2.0**600 if total_weight < 1 else 2.0**-600
     if total_weight == 0:
         raise ValueError(f"all of the {n} weights are 0; give one above 0 at least")
-    cdef int k = 62 - math.frexp(total_weight)[1] + math.frexp(scale)[1]
+    mantissa, exponent = math.frexp(total_weight)  # the sum may be wrong by some 10^-6
+    cdef int k = 62 - exponent + math.frexp(scale)[1] - (mantissa > 0.5001)
     cdef cnp.ndarray sums = numpy.empty(n, numpy.uint64)
     cdef uint64_t* s = <uint64_t*>cnp.PyArray_DATA(sums)
-    while total >= CSEQ_WEIGHTS_MOST:  # twice, as a rule
+    while total >= CSEQ_WEIGHTS_MOST:  # once, as a rule
         i = total = 0
         while i < n and total < CSEQ_WEIGHTS_MOST:
             last = min(i + SLICE, n)

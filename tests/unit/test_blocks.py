@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import signal
@@ -160,28 +161,37 @@ def test_many_samples() -> None:
         assert len(np.unique(samples // 512)) <= 64
 
 
+class Stopped(Exception):
+    """Raised by a signal handler."""
+
+
 def test_signal_handlers_run_in_a_long_shuffle() -> None:
     """A handler runs between two slices of it, and may read, too; an exception of it is raised."""
     order = made(3 << 22, 1 << 12, 1 << 10, 1)
     reader, seen = order.reader(1), []
-    expected = order.reader(1).samples(0, 0, 5)[0].tolist()
 
     def handle(*_: object) -> None:
-        seen.append(len(seen))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        seen.append(reader.samples(7, 3 << 21, 5))
         if len(seen) > 1:
-            raise KeyboardInterrupt
-        reader.samples(7, 3 << 21, 5)
+            raise Stopped
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.002)
-        assert reader.samples(0, 0, 5)[0].tolist() == expected
-        assert seen == [0]
-        signal.setitimer(signal.ITIMER_REAL, 0.002)
-        with pytest.raises(KeyboardInterrupt):
-            reader.samples(1, 0, 5)
-        assert reader.samples(0, 0, 5)[0].tolist() == expected
+        for epoch in itertools.count():
+            samples = reader.samples(epoch, 0, 5)[0].tolist()
+            if seen:
+                break
+        assert samples == order.reader(1).samples(epoch, 0, 5)[0].tolist()
+
+        def read_on() -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            for further in itertools.count(epoch + 1):
+                reader.samples(further, 0, 5)
+
+        with pytest.raises(Stopped):
+            read_on()
+        assert samples == reader.samples(epoch, 0, 5)[0].tolist()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
