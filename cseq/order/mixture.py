@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Mixture"]
 
 MOST_BLOCK = 2**16 - 1
+SHOWN = 5  # sources that are described
 WORD = MOST_SEED  # units and draws are counted modulo 2**64
 
 Weights: TypeAlias = Mapping[str, float]
@@ -189,11 +190,13 @@ class Mixture(Order):
 
     def describe(self) -> str:
         """Say what an epoch consists of."""
-        shares = ", ".join(
-            f"{quota / self._plan.block:.3g} of {name}"
+        block = self._plan.block
+        shares = [
+            f"{quota / block:.3g} of {name}"
             for name, quota in zip(self.sources, self._plan.quotas[0], strict=True)
-        )
-        return f"{self.units:,} units in blocks of {self._plan.block}: {shares}"
+        ]
+        more = [f"{len(shares) - SHOWN} more"] if len(shares) > SHOWN else []
+        return f"{self.units:,} units in blocks of {block}: {', '.join(shares[:SHOWN] + more)}"
 
 
 class _Plan:

@@ -276,6 +276,7 @@ def test_a_thousand_sources() -> None:
     firsts = np.cumsum([0, *(source.units for source in sources.values())])
     owners = np.searchsorted(firsts, drawn, side="right") - 1
     assert (np.bincount(owners[:2000], minlength=1000)[[7, 8]] == [1, 0]).all()
+    assert order.describe().endswith("of s4, 995 more")
     small = [order.reader(1).samples(3, k, 32)[0] for k in range(0, 3200, 32)]
     assert np.concatenate(small).tolist() == drawn[:3200].tolist()
 
