@@ -171,6 +171,9 @@ def test_digits_ray(output_of: Script) -> None:
         ("buckets_speech.py", ["--utterances", "1000", "--budget", "3000", "--epochs", "3"]),
         ("packed_lm.py", ["--documents", "1200", "--epochs", "3"]),
         ("groups_metric.py", ["--epochs", "3"]),
+        ("mixture_curriculum.py", []),
+        ("balanced_classes.py", []),
+        pytest.param("blocks_parquet.py", [], marks=needs("pyarrow")),
     ],
 )
 def test_orders(output_of: Script, name: str, options: list[str]) -> None:

@@ -1,0 +1,105 @@
+"""Balanced classes in a DataLoader: rare ones as often as the others, on any number of ranks.
+
+One sample of a hundred is of the rare class. `cseq.Weighted.balanced` takes as many of each class,
+as torch's ``WeightedRandomSampler`` does in the mean; here it is exact, its place is in the
+loader's state, and a rank gets its part of each batch with ``BatchSampler(order, shard=…)``.
+Training ends anywhere and goes on there.
+
+    python examples/balanced_classes.py [--epochs 3] [--workers 2] [--out build/balanced]
+    python examples/balanced_classes.py --stop 40   # ends after 40 batches, as a killed job
+    python examples/balanced_classes.py             # goes on with batch 41, to the same result
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import cseq
+
+SAMPLES, WIDTH = 4000, 20
+
+
+class Points(Dataset):
+    """Points of two classes, which overlap; few are of the second."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.labels = (rng.random(SAMPLES) < 0.01).astype(np.int64)
+        noise = rng.normal(size=(SAMPLES, WIDTH))
+        self.points = (noise + 0.6 * self.labels[:, None]).astype("float32")
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.points[index], self.labels[index]
+
+
+@torch.no_grad()
+def found(data: Points) -> str:
+    """Say how many of each class the model finds."""
+    told = model(torch.from_numpy(data.points)).argmax(1).numpy()
+    shares = [(told[data.labels == label] == label).mean() for label in (0, 1)]
+    return f"finds {shares[0]:.0%} of the common class, {shares[1]:.0%} of the rare one"
+
+
+def save() -> None:
+    """Write all that going on needs, under another name first."""
+    state = {"data": loader.state_dict(), "sums": sums, "epoch": epoch}
+    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, checkpoint.with_suffix(".part"))
+    checkpoint.with_suffix(".part").replace(checkpoint)
+
+
+parser = argparse.ArgumentParser(description="balanced classes in a DataLoader")
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--workers", type=int, default=2)
+parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--out", type=Path, default=Path("build/balanced"))
+args = parser.parse_args()
+
+torch.manual_seed(7)
+torch.set_num_threads(1)
+train, held_out = Points(0), Points(1)
+order = cseq.Weighted.balanced(train.labels)
+print(order.describe())
+loader = cseq.DataLoader(train, batch_size=50, sampler=order, num_workers=args.workers)
+model = nn.Linear(WIDTH, 2)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+sums = [0.0, 0]  # of this epoch: loss, batches
+first = 0
+args.out.mkdir(parents=True, exist_ok=True)
+checkpoint = args.out / "checkpoint.pt"
+if checkpoint.exists():
+    saved = torch.load(checkpoint)
+    loader.load_state_dict(saved["data"])
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    sums, first = saved["sums"], saved["epoch"]
+    print(f"goes on in epoch {first + 1}")
+
+taken = 0
+for epoch in range(first, args.epochs):
+    for points, labels in loader:
+        loss = nn.functional.cross_entropy(model(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sums = [sums[0] + loss.item(), sums[1] + 1]
+        taken += 1
+        if taken == args.stop:
+            break
+    if taken == args.stop:
+        save()
+        print(f"stopped in epoch {epoch + 1}, after {taken} batches")
+        break
+    print(f"epoch {epoch + 1}: loss {sums[0] / sums[1]:.4f}")
+    sums = [0.0, 0]
+else:
+    print(found(held_out))

@@ -1,0 +1,131 @@
+"""Images in Parquet, read by row groups: each is decoded once an epoch, by one worker for all.
+
+A row group is the least that Parquet decodes, so a shuffled batch would decode one for nearly each
+image. `cseq.Blocks` shuffles row groups, and images within windows of them; `cseq.ChunkCache` keeps
+the row groups of a window in memory that all workers share. Training ends anywhere and goes on
+there.
+
+The images are made up: stripes of ten directions, as PNG-like bytes in a column.
+
+    python examples/blocks_parquet.py [--epochs 3] [--workers 2] [--out build/parquet]
+    python examples/blocks_parquet.py --stop 40     # ends after 40 batches, as a killed job
+    python examples/blocks_parquet.py               # goes on with batch 41, to the same result
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+
+import cseq
+
+SIZE, ROWS, WINDOW = 16, 50, 8  # of an image; images of a row group; row groups of a window
+
+
+class RowGroups:
+    """Decodes a row group: what a `ChunkCache` reads chunks with."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = pq.ParquetFile(path)
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        table = self.file.read_row_group(number)
+        images = [
+            np.frombuffer(zlib.decompress(value.as_py()), np.uint8).reshape(SIZE, SIZE)
+            for value in table["image"]
+        ]
+        return {"image": np.stack(images), "label": table["label"].to_numpy()}
+
+
+def write_images(path: Path, count: int) -> None:
+    """Write images and their labels."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:SIZE, :SIZE]
+    labels = rng.integers(10, size=count)
+    images = []
+    for label in labels:
+        angle = np.pi * label / 10
+        wave = np.sin(x * np.cos(angle) + y * np.sin(angle) + rng.uniform(0, 6))
+        image = 128 + 50 * wave + rng.normal(0, 40, (SIZE, SIZE))
+        images.append(zlib.compress(image.clip(0, 255).astype(np.uint8).tobytes()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"image": images, "label": labels}), path, row_group_size=ROWS)
+
+
+def save() -> None:
+    """Write all that going on needs, under another name first."""
+    state = {"data": manager.state_dict(), "sums": sums}
+    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, checkpoint.with_suffix(".part"))
+    checkpoint.with_suffix(".part").replace(checkpoint)
+
+
+parser = argparse.ArgumentParser(description="images in Parquet, read by row groups")
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--workers", type=int, default=2)
+parser.add_argument("--images", type=int, default=3000)
+parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--out", type=Path, default=Path("build/parquet"))
+args = parser.parse_args()
+
+path, checkpoint = args.out / "images.parquet", args.out / "checkpoint.pt"
+if not path.exists():
+    write_images(path, args.images)
+images = pq.read_metadata(path).num_rows
+
+cache = cseq.ChunkCache(
+    functools.partial(RowGroups, path), images, ROWS, keep=3 * WINDOW
+)  # two windows, and what the batches that are made ahead reach beyond
+order = cseq.Blocks(ROWS, WINDOW)
+print(order.over(images).describe())
+manager = cseq.MPSequence(
+    cache, num_workers=args.workers, order=order, batch_size=32, out_type="cpu", dtype=None,
+    seed=7,
+)  # fmt: skip
+
+torch.manual_seed(7)
+torch.set_num_threads(1)
+model = nn.Sequential(
+    nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU(),
+    nn.Flatten(), nn.Linear(64, 10),
+)  # fmt: skip
+optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+sums = [0.0, 0]  # of this epoch: loss, batches
+if checkpoint.exists():
+    saved = torch.load(checkpoint)
+    manager.load_state_dict(saved["data"])
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    sums = saved["sums"]
+    print(f"goes on in epoch {manager.epoch + 1}")
+
+taken = 0
+with manager.start() as batches:
+    for epoch in range(manager.epoch, args.epochs):
+        for batch in batches:
+            loss = nn.functional.cross_entropy(model(batch["image"][:, None] / 255), batch["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            sums = [sums[0] + loss.item(), sums[1] + 1]
+            taken += 1
+            if taken == args.stop:
+                break
+        if taken == args.stop:
+            save()
+            print(f"stopped in epoch {epoch + 1}, after {taken} batches")
+            break
+        print(f"epoch {epoch + 1}: loss {sums[0] / sums[1]:.4f}")
+        sums = [0.0, 0]
+        save()
+    else:
+        most = args.epochs * -(-images // ROWS)
+        print(f"row groups were read once an epoch, or less: {cache.reads <= most}")
