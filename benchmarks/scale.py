@@ -83,7 +83,7 @@ class Costs(NamedTuple):
         small, large = (costs[f"{size} MB, pipelined"]["wall_us"] for size in (1, 32))
         transfer = small + (large - small) * (BATCH_BYTES / 1e6 - 1) / 31
         call = costs["null call, one at a time"]["wall_us"]
-        death = costs["the same, with max_restarts=-1"]["wall_us"]
+        death = costs["an actor killed, until its call fails"]["wall_us"]
         return cls(call / 1e6, transfer / 1e6, death / 1e6)
 
 
@@ -403,7 +403,7 @@ ABOUT = """\
 
 By `benchmarks/scale.py` at commit {commit}: a model, no measurement. Real are the ledger, and the
 costs from ray_costs.md: {call:.2f} ms a call, {transfer:.1f} ms for the transfer of a batch of
-{size:.1f} MB, {death:.2f} s until Ray tells of a death.
+{size:.1f} MB, {death:.3f} s until Ray tells of a death.
 
 All ranks train in step, {step:.0f} ms of computing each. An agent has {cores} cores and takes
 {batch:.0f} ms of one for a batch; a rank has {of_a_rank} agents and {buffer} batches ahead. Three
