@@ -270,14 +270,14 @@ static inline uint64_t cseq_recipes_turned(const cseq_recipes *r, uint64_t group
     return group < r->groups ? group : group - r->groups;
 }
 
-static inline void cseq_recipes_begin(cseq_recipes *r, uint64_t epoch)
+static inline void cseq_recipes_begin(cseq_recipes *r, uint64_t epoch, uint64_t groups)
 {
-    uint64_t units = (uint64_t)r->starts[r->recipes], word, low;
+    uint64_t word, low;
     int64_t drawn;
     r->generation++;
     r->epoch = epoch;
-    r->groups = units / r->together;
-    r->rest = units % r->together;
+    r->groups = groups;
+    r->rest = (uint64_t)r->starts[r->recipes] - groups * r->together;
     r->turn = 0;
     if (r->groups)
         cseq_permutation_init(&r->order, r->groups, r->seed, epoch, CSEQ_PURPOSE_UNITS, 0, r->table);
@@ -315,8 +315,13 @@ static inline uint64_t cseq_recipes_read(cseq_recipes *r, uint64_t epoch, uint64
 {
     int64_t drawn[CSEQ_LANES];
     uint64_t ahead = 0, known = 0, done = 0, taken = 0;
-    if (!r->generation || epoch != r->epoch)
-        cseq_recipes_begin(r, epoch);
+    if (!r->generation || epoch != r->epoch) {
+        uint64_t groups = (uint64_t)r->starts[r->recipes] / r->together;
+        taken = cseq_permutation_entries(groups);
+        if (taken > steps)
+            return 0;
+        cseq_recipes_begin(r, epoch, groups);
+    }
     uint64_t grouped = r->groups * r->together;
     for (; done < count && taken < steps; done++) {
         uint64_t t = start + done, x = r->at * r->together + (t - grouped);

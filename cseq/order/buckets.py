@@ -10,7 +10,7 @@ import numpy as np
 
 from cseq._orders import fingerprint
 from cseq.check import count, flag
-from cseq.order.classes import Labels, Lengths
+from cseq.order.classes import MOST_BUDGET, MOST_SAMPLES, Labels, Lengths
 from cseq.order.recipes import Recipes
 
 if TYPE_CHECKING:
@@ -76,17 +76,17 @@ class Buckets(Recipes):
         too_long: str = "error",
         longest_first: bool = False,
     ) -> None:
-        budget = count("budget", budget)
+        budget = count("budget", budget, 1, MOST_BUDGET)
         checked = Lengths(lengths, budget, too_long)
         if boundaries is None:
             self.bounds = _growing(checked.shortest, checked.longest, ratio)
         else:
             self.bounds = _given(boundaries, checked.longest, budget)
         most = None if most is None else count("most", most)
-        sizes = np.minimum(budget // self.bounds, budget if most is None else most)
+        sizes = np.minimum(budget // self.bounds, min(budget, most or budget))
         classes = checked.classes(self.bounds)
         self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
-        padded = int((classes.sizes * self.bounds).sum())
+        padded = float(classes.sizes.astype(np.float64) @ self.bounds)
         self._used = f", {checked.total / padded:.1%} of tokens used".replace("%", " %")
         self._left_out = f"; {checked.dropped:,} samples are too long" if checked.dropped else ""
         self._facts = {
@@ -156,11 +156,6 @@ class Buckets(Recipes):
         )
         self._buckets = int((classes.sizes > 0).sum())
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
-        ours = {"name": self.name, "samples": self.samples, "together": self.together}
-        return ours | self._facts
-
     def describe(self) -> str:
         """Say what an epoch consists of."""
         return (
@@ -200,7 +195,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
 def _size(sizes: int | Mapping[Any, int], label: Any) -> int:
     """Return the samples of a batch of a label."""
     if not isinstance(sizes, Mapping):
-        return count("sizes", sizes)
+        return count("sizes", sizes, 1, MOST_SAMPLES)
     if label not in sizes:
         raise ValueError(f"sizes has no {label!r}, which is a label; give one for each label")
-    return count(f"sizes[{label!r}]", sizes[label])
+    return count(f"sizes[{label!r}]", sizes[label], 1, MOST_SAMPLES)

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Classes", "Labels", "Lengths"]
+__all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths"]
 
 MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
+MOST_BUDGET = 2**62
 DENSE = (
     2**16
 )  # a range of values that is this much longer than their number is looked up in a table
@@ -71,7 +72,7 @@ class Lengths:
     ----------
     count, dropped : int
         Samples, and how many of them are left out.
-    shortest, longest, total : int
+    shortest, longest, total : int, int, float
         The least, the greatest and the sum of the others' lengths.
     fingerprint : int
         Of all lengths.
@@ -86,7 +87,7 @@ class Lengths:
                 f"lengths has values of type {self.values.dtype}, such as {self.values[0]!r}; give "
                 "integers of at least 1, such as numpy.ceil(lengths).astype(int)"
             )
-        self.shortest, self.longest, self.total, self.dropped = budget, 0, 0, 0
+        self.shortest, self.longest, self.total, self.dropped = budget, 0, 0.0, 0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
             if low < 1:
@@ -105,7 +106,7 @@ class Lengths:
                 self.dropped += len(chunk) - len(kept)
                 high = int(kept.max(initial=0))
             self.shortest, self.longest = min(self.shortest, low), max(self.longest, high)
-            self.total += int(kept.sum(dtype=np.int64))
+            self.total += float(kept.sum(dtype=np.float64))
         if self.dropped == self.count:
             raise ValueError(f"all {self.count} lengths exceed budget={budget}; give a larger one")
         self.fingerprint = fingerprint(self.values)
@@ -200,9 +201,9 @@ def _search(
     found = np.empty(len(values), np.uint32)
     if not _is_dense(values, low, high):
         for start, chunk in _chunks(values):
-            found[start : start + CHUNK] = np.where(
-                chunk <= high, np.searchsorted(bounds, chunk), len(bounds)
-            )
+            inside = chunk <= high
+            places = np.searchsorted(bounds, np.where(inside, chunk, low).astype(np.int64))
+            found[start : start + CHUNK] = np.where(inside, places, len(bounds))
         return found
     table = np.append(np.searchsorted(bounds, np.arange(low, high + 1)), len(bounds))
     table = table.astype(np.uint32)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Groups"]
 
+MOST_ROOM = 2**31  # samples of a batch
+
 
 class Groups(Order):
     """Batches of `classes` distinct classes with `samples` samples of each.
@@ -58,12 +60,13 @@ class Groups(Order):
     ) -> None:
         checked = Labels(labels)
         self.classes = checked.classes
-        self.chosen, self.each = count("classes", classes), count("samples", samples)
+        self.chosen = count("classes", classes)
         if self.chosen > self.classes.count:
             raise ValueError(
                 f"classes={self.chosen} exceeds the {self.classes.count} classes that labels has; "
                 "give at most as many"
             )
+        self.each = count("samples", samples, 1, MOST_ROOM // self.chosen)
         smallest = int(self.classes.sizes.argmin())
         repeat_small = flag("repeat_small", repeat_small)
         if self.classes.sizes[smallest] < self.each and not repeat_small:

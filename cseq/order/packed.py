@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cseq._recipes import best_fit
 from cseq.check import count
-from cseq.order.classes import Lengths
+from cseq.order.classes import MOST_BUDGET, Lengths
 from cseq.order.recipes import Recipes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Packed(Recipes):
     def __init__(
         self, lengths: ArrayLike, budget: int, *, quantum: int = 1, too_long: str = "error"
     ) -> None:
-        budget = count("budget", budget)
+        budget = count("budget", budget, 1, MOST_BUDGET)
         quantum = count("quantum", quantum, 1, budget)
         rooms = budget // quantum
         if rooms > MOST_ROOMS:
@@ -76,10 +76,6 @@ class Packed(Recipes):
             "quantum": quantum,
             "too_long": too_long,
         }
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
-        return {"name": self.name, "samples": self.samples} | self._facts
 
     def describe(self) -> str:
         """Say what an epoch consists of."""

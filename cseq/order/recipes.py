@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cseq._recipes import RecipesReader
 from cseq.check import count
 from cseq.order.base import Order
+from cseq.order.classes import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,6 +41,8 @@ class Recipes(Order):
         The unit whose group comes first.
     """
 
+    _facts: dict[str, Any]  # beside those of all recipes
+
     def __init__(
         self,
         samples: int,
@@ -55,12 +58,17 @@ class Recipes(Order):
         self.classes = classes
         self.starts = np.append(0, np.cumsum(copies))
         self.first, self.parts = first, parts
-        self.together = count("together", together)
+        self.together = count("together", together, 1, MOST_SAMPLES)
         self.longest = longest
         sizes = np.add.reduceat(parts[:, 1], first[:-1])
         self.units, self.fewest, self.room = int(copies.sum()), int(sizes.min()), int(sizes.max())
         for array in (self.starts, first, parts):
             array.flags.writeable = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        ours = {"name": self.name, "samples": self.samples, "together": self.together}
+        return ours | self._facts
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""

@@ -184,6 +184,16 @@ def test_equal_lengths_one_sample_and_many_lengths() -> None:
     assert cseq.Buckets(sparse, 10**16).units < 10**6
 
 
+def test_huge_lengths() -> None:
+    """They are told apart beyond the integers of a double, in any type; so is what is too long."""
+    lengths = np.array([2**61, 2**61 + 1, 5, 2**62 - 1, 2**62 + 7], np.uint64)
+    for values in (lengths, lengths.astype(np.int64)):
+        order = cseq.Buckets(values, 2**62, boundaries=[5, 2**61], most=10**30, too_long="drop")
+        assert sorted(map(sorted, epoch(order))) == [[0], [1], [2], [3]]
+        order = cseq.Buckets(values, 2**62, ratio=2, too_long="drop")
+        assert sorted(np.concatenate(epoch(order))) == [0, 1, 2, 3]
+
+
 # ── what is refused ───────────────────────────────────────────────────────────────────────────
 
 
@@ -216,6 +226,8 @@ def test_bad_lengths(kind: Any, lengths: Any, error: type[Exception], said: str)
     ("options", "error", "said"),
     [
         ({"budget": 0}, ValueError, "budget=0"),
+        ({"budget": 2**70}, ValueError, "budget=1180591620717411303424 is above"),
+        ({"together": 2**70}, ValueError, "together=1180591620717411303424 is above"),
         ({"budget": 1.5}, TypeError, "budget=1.5"),
         ({"ratio": 0.9}, ValueError, "ratio=0.9"),
         ({"ratio": float("nan")}, ValueError, "ratio=nan"),
@@ -252,6 +264,7 @@ def test_all_too_long() -> None:
         ([0, 1], {0: 3, 1: 0}, ValueError, r"sizes\[1\]=0"),
         (["a"], {"a": 1.5}, TypeError, r"sizes\['a'\]=1.5"),
         ([0, 1], 0, ValueError, "sizes=0"),
+        ([0, 1], 2**70, ValueError, "sizes=1180591620717411303424 is above"),
         ([0, 1], [3, 4], TypeError, r"sizes=\[3, 4\]"),
     ],
 )

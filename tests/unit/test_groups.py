@@ -75,6 +75,7 @@ def test_an_epoch_is_as_long_as_the_data() -> None:
         ({"classes": 0}, ValueError, "classes=0"),
         ({"samples": 3}, ValueError, "labels has 2 samples of class 'b', fewer than samples=3"),
         ({"samples": 1.5}, TypeError, "samples=1.5"),
+        ({"samples": 2**32}, ValueError, "samples=4294967296 is above"),
         ({"epoch_size": 0}, ValueError, "epoch_size=0"),
         ({"repeat_small": 1}, TypeError, "repeat_small=1"),
     ],
