@@ -248,9 +248,11 @@ def dtype_of(worker: Any, dtype: Any) -> Any:
     return None if isinstance(worker, DatasetIndexer) else "float32"
 
 
-def samples_of(worker: Any) -> int:
+def samples_of(worker: Any, order: Order) -> int:
     """Return the number of samples where `dset_size` is left out."""
     length = indexer.length_of(worker)
+    if length is None:
+        length = order.samples
     if length is None:
         raise TypeError(
             f"dset_size is missing, and worker={worker!r} has no length; give the number of "

@@ -71,7 +71,7 @@ class MSequence(Manager, Generic[B_co]):
         the processes. If the indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional
         Number of samples, or the samples' indices themselves (never written to). None: the
-        ``len`` of `worker`, which must be an object that has one (`from_dataset`, an array).
+        ``len`` of `worker`, an object that has one (`from_dataset`, an array), or what `order` says.
     num_workers : int
         Worker processes or threads. 0: none, `start` then does what `start_test` does.
     num_converters : int, optional
@@ -245,7 +245,7 @@ class MSequence(Manager, Generic[B_co]):
         rank, world_size, _ = self._shard or shards.ALONE
         chosen = arguments.order_of(order, shuffle)
         sampler = Sampler(
-            arguments.samples_of(worker) if dset_size is None else dset_size,
+            arguments.samples_of(worker, chosen) if dset_size is None else dset_size,
             chosen,
             batch_size=arguments.batch_size_of(batch_size, chosen),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,

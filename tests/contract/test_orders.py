@@ -226,3 +226,12 @@ def test_a_state_of_another_order_is_refused(name: str, other: str) -> None:
     assert f"{key}={theirs.get(key)!r}" in str(error.value)
     assert f"{key}={ours.get(key)!r}" in str(error.value)
     assert units_in(epoch_of(manager)) == in_order(name)
+
+
+def test_the_order_says_how_many_samples_there_are() -> None:
+    """Where the worker has no length, and none is given."""
+    order = cseq.Buckets([3, 5, 4, 9, 10, 3], 12, together=1)
+    with cseq.MTSequence(lambda: np.arange(6), order=order, out_type="null", seed=1).start() as got:
+        assert [batch.tolist() for batch in got] == order.batches(seed=1)
+    with pytest.raises(TypeError, match="dset_size is missing"):
+        cseq.MTSequence(lambda: np.arange(6), order=cseq.Shuffled(), seed=1)
