@@ -71,7 +71,7 @@ class MSequence(Manager, Generic[B_co]):
         the processes. If the indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional
         Number of samples, or the samples' indices themselves (never written to). None: the
-        ``len`` of `worker`, an object that has one (`from_dataset`, an array), or what `order` says.
+        ``len`` of `worker` if it has one (`from_dataset`, an array), or what `order` says.
     num_workers : int
         Worker processes or threads. 0: none, `start` then does what `start_test` does.
     num_converters : int, optional
