@@ -10,6 +10,7 @@ import pytest
 
 import cseq
 from cseq import arguments
+from cseq.order.shuffled import Shuffled
 
 FOLDER = Path(cseq.__file__).parent
 SHOWN = {
@@ -88,7 +89,8 @@ def test_the_number_of_converters() -> None:
 
 
 def test_the_number_of_samples_of_a_worker() -> None:
-    """The length of an object that has one; a class has none."""
-    assert arguments.samples_of(range(7)) == 7
+    """The length of an object that has one; a class has none, and then the order may know."""
+    assert arguments.samples_of(range(7), Shuffled(9)) == 7
+    assert arguments.samples_of(dict, Shuffled(9)) == 9
     with pytest.raises(TypeError, match="dset_size is missing"):
-        arguments.samples_of(dict)
+        arguments.samples_of(dict, Shuffled())

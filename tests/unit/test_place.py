@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cseq.order.place import Last, Place
+from cseq.order.place import Last, Now, Place
+from cseq.order.sampler import Sampler
+from cseq.order.shuffled import Sequential
 
 END = 10
+SAMPLER = Sampler(END, Sequential(), batch_size=3, seed=0, drop_last=False)
 
 
 def at(begun: bool, ended: bool, position: int, *, again: bool = False) -> Place:
@@ -33,11 +36,37 @@ def test_the_next_place(
     place: Place, position: int, over: bool, following: tuple[int, int]
 ) -> None:
     """An epoch that the loop has had something of is followed by the next, else by itself."""
-    assert place.position == position
-    assert place.is_over(END) is over
-    after = place.next(END)
-    assert (after.epoch, after.consumed) == following
+    assert place.now(SAMPLER) == Now(3, position, over)
+    after = place.next(SAMPLER)
+    assert (after.first, after.consumed) == following
     assert (after.begun, after.again) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("position", "now"),
+    [
+        (END, Now(3, END, True)),
+        (END + 1, Now(4, 1, False)),
+        (2 * END, Now(4, END, True)),
+        (2 * END + 3, Now(5, 3, False)),
+    ],
+)
+def test_a_place_in_a_later_epoch(position: int, now: Now) -> None:
+    """Of an iterator over several: units are counted from the first one's beginning."""
+    place = at(True, False, position)
+    assert place.now(SAMPLER) == now
+    assert place.next(SAMPLER).first == now.epoch + 1
+    place.again = True
+    assert place.next(SAMPLER).first == now.epoch + now.is_over
+
+
+def test_epochs_whose_tail_is_left_out() -> None:
+    """An epoch that was resumed has another tail than whole ones."""
+    short = Sampler(END, Sequential(), batch_size=3, seed=0, drop_last=True)
+    assert (short.end(4), short.end()) == (10, 9)
+    assert at(True, False, 10).now(short) == Now(3, 10, True)
+    assert at(True, False, 19).now(short) == Now(4, 9, True)
+    assert at(True, False, 20).now(short) == Now(5, 1, False)
 
 
 def test_what_a_pool_told_is_kept() -> None:
@@ -52,5 +81,4 @@ def test_what_a_pool_told_is_kept() -> None:
     Feed.position = 9
     place.keep()
     assert place.begun
-    assert place.position == 6
-    assert not place.is_over(END)
+    assert place.now(SAMPLER) == Now(3, 6, False)

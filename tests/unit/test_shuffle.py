@@ -57,7 +57,7 @@ def begun(n: int, seed: int, epoch: int = 0, *, wide: bool = False) -> Epoch:
 
 def computed(n: int, seed: int, epoch: int = 0) -> Epoch:
     """Return an epoch of feistel-v1."""
-    order = Shuffled().of(n)
+    order = Shuffled().over(n)
     return Epoch(order.reader(seed), epoch)
 
 
