@@ -74,8 +74,6 @@ class LocalFleet:
 
     waits_for = "a test"
     over = ""
-    exported: dict[str, float]  # of the sequence that was the last one
-
     def __init__(
         self,
         worker: Any,
@@ -92,6 +90,7 @@ class LocalFleet:
         self._seed_globals = seed_globals
         self._numbers = itertools.count(1)
         self.agents: dict[int, LocalAgent] = {}
+        self.exported: dict[str, float] = {}  # of the sequence that was the last one
         self._watchers: list[Callable[[], None]] = []
         for _ in range(nodes):
             self.add()
@@ -128,8 +127,10 @@ class LocalFleet:
     def meter(self) -> Callable[[dict[str, float], int], None]:
         """Keep the counts that come last."""
 
+        exported = self.exported  # a pool that is finished refers to what this returns
+
         def keep(counts: dict[str, float], agents: int) -> None:
-            self.exported = counts | {"agents": agents}
+            exported.update(counts, agents=agents)
 
         return keep
 
