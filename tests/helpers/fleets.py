@@ -126,7 +126,6 @@ class LocalFleet:
 
     def meter(self) -> Callable[[dict[str, float], int], None]:
         """Keep the counts that come last."""
-
         exported = self.exported  # a pool that is finished refers to what this returns
 
         def keep(counts: dict[str, float], agents: int) -> None:
