@@ -74,6 +74,7 @@ class LocalFleet:
 
     waits_for = "a test"
     over = ""
+
     def __init__(
         self,
         worker: Any,
