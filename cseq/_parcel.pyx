@@ -350,7 +350,7 @@ cdef class Parcel(Memory):
         words_of(request, size)
         for k in range(self.count):
             head = words + 1 + ASKED * k
-            if not (0 <= head[4] <= most and 0 <= head[5] <= most - head[4]):
+            if not 0 <= head[5] <= head[4] <= most:
                 raise ValueError(f"a batch of {head[4]} samples exceeds batch_size={most} of "
                                  "the fleet that is to make it: make the fleet with a larger batch_size")
             size += head[4] + head[5]

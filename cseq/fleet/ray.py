@@ -217,7 +217,7 @@ class RayFleet:
     ) -> None:
         check_worker(worker)
         self.worker = worker
-        self.batch_size = check.count("batch_size", batch_size, most=MOST_BATCH)
+        self.batch_size = check.count("batch_size", batch_size, most=MOST_BATCH // 2)
         own = {
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,

@@ -89,7 +89,7 @@ class TicketServer:
         self._seed_globals = seed_globals
         self._shared = Shared(
             CELLS,
-            batch_size,
+            2 * batch_size,  # and the size of each unit, which has one sample at least
             num_workers,
             owners=num_workers,
             memory_limit=options.memory_limit,

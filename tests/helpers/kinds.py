@@ -50,7 +50,7 @@ class Kind:
         fleet = OwnFleet(
             worker,
             options["num_workers"],
-            batch_size=options.get("batch_size", 32),
+            batch_size=max(64, options.get("batch_size", 32)),
             start_method=self.start_method,
             seed_globals=options.pop("seed_globals", True),
             **passed,
