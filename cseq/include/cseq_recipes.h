@@ -26,13 +26,13 @@ static inline void cseq_sort_classes(const uint32_t *classes, uint64_t start, ui
 /* Rows that are filled alike: `count` rows have what `parent` has, and `many` samples of a class. */
 typedef struct {
     int64_t count, many;
-    uint32_t parent; /* CSEQ_NONE: they were empty */
+    uint32_t parent; /* CSEQ_NO_KIND: they were empty */
     uint32_t class_;
     uint32_t next; /* the kind with as much room that was made after it */
     uint32_t depth;
 } cseq_kind;
 
-#define CSEQ_NONE 0 /* no kind; those that there are begin with 1 */
+#define CSEQ_NO_KIND 0 /* no kind; those that there are begin with 1 */
 
 enum { CSEQ_FIT_LEVELS = 6 }; /* 64^6 rooms */
 
@@ -95,10 +95,10 @@ static inline void cseq_fit_add(cseq_fit *f, uint64_t room, uint32_t parent, int
                                 int64_t many, int64_t count)
 {
     uint32_t k = f->made++;
-    uint32_t depth = parent == CSEQ_NONE ? 1 : f->kinds[parent].depth + 1;
-    cseq_kind kind = {count, many, parent, (uint32_t)class_, CSEQ_NONE, depth};
+    uint32_t depth = parent == CSEQ_NO_KIND ? 1 : f->kinds[parent].depth + 1;
+    cseq_kind kind = {count, many, parent, (uint32_t)class_, CSEQ_NO_KIND, depth};
     f->kinds[k] = kind;
-    if (f->head[room] == CSEQ_NONE) {
+    if (f->head[room] == CSEQ_NO_KIND) {
         f->head[room] = k;
         cseq_fit_mark(f, room, 1);
     } else {
@@ -121,10 +121,10 @@ static inline void cseq_fit_advance(cseq_fit *f, uint64_t steps)
         if (room > f->budget) { /* new rows */
             int64_t many = (int64_t)(f->budget / length), full = f->left / many;
             if (full)
-                cseq_fit_add(f, f->budget - (uint64_t)many * length, CSEQ_NONE, f->class_, many, full);
+                cseq_fit_add(f, f->budget - (uint64_t)many * length, CSEQ_NO_KIND, f->class_, many, full);
             many = f->left % many;
             if (many)
-                cseq_fit_add(f, f->budget - (uint64_t)many * length, CSEQ_NONE, f->class_, many, 1);
+                cseq_fit_add(f, f->budget - (uint64_t)many * length, CSEQ_NO_KIND, f->class_, many, 1);
             f->left = 0;
             continue;
         }
@@ -137,7 +137,7 @@ static inline void cseq_fit_advance(cseq_fit *f, uint64_t steps)
         kind->count -= rows;
         if (!kind->count) {
             f->head[room] = kind->next;
-            if (kind->next == CSEQ_NONE)
+            if (kind->next == CSEQ_NO_KIND)
                 cseq_fit_mark(f, room, 0);
         }
         f->left -= rows * many;
@@ -171,12 +171,12 @@ static inline void cseq_fit_write(const cseq_fit *f, int64_t *copies, int64_t *f
 {
     int64_t written = 0;
     for (uint64_t room = cseq_fit_find(f, 0); room <= f->budget; room = cseq_fit_find(f, room + 1)) {
-        for (uint32_t k = f->head[room]; k != CSEQ_NONE; k = f->kinds[k].next) {
+        for (uint32_t k = f->head[room]; k != CSEQ_NO_KIND; k = f->kinds[k].next) {
             int64_t count = f->kinds[k].count;
             *copies++ = count;
             *first++ = written;
             written += f->kinds[k].depth;
-            for (uint32_t p = k, d = 0; p != CSEQ_NONE; p = f->kinds[p].parent) {
+            for (uint32_t p = k, d = 0; p != CSEQ_NO_KIND; p = f->kinds[p].parent) {
                 cseq_part part = {f->kinds[p].class_, f->kinds[p].many, next[f->kinds[p].class_]};
                 next[part.class_] += count * part.many;
                 parts[written - ++d] = part;
