@@ -11,6 +11,11 @@ from cseq._headers cimport (
 from cseq._memory cimport Memory
 
 
+cdef enum:
+    BRIEF = 4096     # steps of a shuffle that are too few to release the GIL for
+    SLICE = 1 << 20  # steps between two checks for signals
+
+
 cdef class Reader:
     cdef readonly uint64_t units, seed
     cdef readonly uint32_t room

@@ -25,11 +25,6 @@ FIELDS = CSEQ_FIELDS
 cseq_wait_choose()
 
 
-cdef enum:
-    BRIEF = 4096       # steps of the shuffle that are too few to release the GIL for
-    SLICE = 1 << 20    # steps between two checks for signals
-
-
 ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48

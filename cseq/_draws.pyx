@@ -3,15 +3,16 @@
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Reader
+from cseq._core cimport SLICE, Reader
 from cseq._headers cimport *
+from cseq._memory cimport zeroed
 
 import math
 
@@ -53,18 +54,11 @@ cdef extern from "cseq_weights.h" nogil:
                            uint64_t count) noexcept
 
 
+cdef str READER = "the reader of an order"
+
 cdef enum:
-    SLICE = 1 << 20   # samples between two checks for signals
     BRIEF = 1 << 16   # samples that are too few to release the GIL for
     SCRATCH = 1 << 16 # samples of sources that a mixture reads together, unless a unit has more
-
-
-cdef void* memory_for(uint64_t count, size_t each) except NULL:
-    """Zeroed memory for `count` >= 0 things."""
-    cdef void* memory = PyMem_RawCalloc(<size_t>count + 1, each)
-    if memory == NULL:
-        raise MemoryError(f"no memory for {count} times {each} bytes of an order's reader")
-    return memory
 
 
 def integers_of(double[::1] weights not None):
@@ -169,7 +163,7 @@ cdef class WeightedReader(Reader):
             self.z = cseq_weights_stream(self.seed, epoch)
         else:
             if self.table == NULL:
-                self.table = <uint32_t*>memory_for(cseq_permutation_entries(self.units), 4)
+                self.table = <uint32_t*>zeroed(cseq_permutation_entries(self.units), 4, READER)
             cseq_permutation_init(&self.places, self.units, self.seed, epoch, CSEQ_PURPOSE_WEIGHTS,
                                   CSEQ_NO_KEY, self.table)
             cseq_derive_keyed(self.seed, epoch, CSEQ_PURPOSE_WEIGHTS, CSEQ_NO_KEY, words, 17)
@@ -195,6 +189,19 @@ cdef class WeightedReader(Reader):
         return count
 
 
+cdef int64_t read_passes(Reader reader, uint64_t unit, uint64_t count, int64_t* out,
+                         int64_t* sizes) except -1:
+    """`Reader.read`, of units of the endless sequence of a reader's epochs."""
+    cdef uint64_t some, done = 0
+    cdef int64_t written = 0
+    while done < count:
+        some = min(count - done, reader.units - (unit + done) % reader.units)
+        written += reader.read((unit + done) // reader.units, (unit + done) % reader.units, some,
+                               out + written, NULL if sizes == NULL else sizes + done)
+        done += some
+    return written
+
+
 # ---- mixtures --------------------------------------------------------------------------------------
 
 
@@ -210,11 +217,15 @@ def seed_of(seed, str name not None):
 
 def block_order(uint32_t length, uint64_t seed, uint64_t block):
     """The order of a mixture's block: a permutation of 0 … length-1."""
-    cdef uint64_t words[4]
     order = numpy.empty(length, numpy.uint32)
-    cseq_derive_keyed(seed, 0, CSEQ_PURPOSE_MIXTURE, block, words, 4)
-    cseq_permute(cnp.PyArray_DATA(order), 4, length, 0, length, words)
+    shuffle_block(length, seed, block, <uint32_t*>cnp.PyArray_DATA(order))
     return order
+
+
+cdef void shuffle_block(uint64_t length, uint64_t seed, uint64_t block, uint32_t* out) noexcept:
+    cdef uint64_t words[4]
+    cseq_derive_keyed(seed, 0, CSEQ_PURPOSE_MIXTURE, block, words, 4)
+    cseq_permute(out, 4, length, 0, length, words)
 
 
 cdef struct Share:  # of a source, in what is read together
@@ -282,15 +293,15 @@ cdef class MixtureReader(Reader):
         for reader in sources:
             self.room = max(self.room, reader.room)
         self.most = max(<uint64_t>1, min(block, <uint64_t>SCRATCH // self.room))
-        self.owners = <uint16_t*>memory_for(block, 2)
-        self.order = <uint16_t*>memory_for(block, 2)
-        self.table = <uint32_t*>memory_for(block, 4)
-        self.seen = <uint32_t*>memory_for(self.count, 4)
-        self.slots = <uint32_t*>memory_for(self.count, 4)
-        self.shares = <Share*>memory_for(self.count, sizeof(Share))
-        self.values = <int64_t*>memory_for(self.most * self.room, 8)
-        self.lengths = <int64_t*>memory_for(self.most, 8)
-        self.ahead = <int64_t*>memory_for(self.most if self.room == 1 else 0, 8)
+        self.owners = <uint16_t*>zeroed(block, 2, READER)
+        self.order = <uint16_t*>zeroed(block, 2, READER)
+        self.table = <uint32_t*>zeroed(block, 4, READER)
+        self.seen = <uint32_t*>zeroed(self.count, 4, READER)
+        self.slots = <uint32_t*>zeroed(self.count, 4, READER)
+        self.shares = <Share*>zeroed(self.count, sizeof(Share), READER)
+        self.values = <int64_t*>zeroed(self.most * self.room, 8, READER)
+        self.lengths = <int64_t*>zeroed(self.most, 8, READER)
+        self.ahead = <int64_t*>zeroed(self.most if self.room == 1 else 0, 8, READER)
 
     def __dealloc__(self):
         PyMem_RawFree(self.owners)
@@ -305,7 +316,6 @@ cdef class MixtureReader(Reader):
 
     cdef void seek(self, uint64_t block, uint32_t at) noexcept:
         """Shuffle a block, and count the units of each source in it before `at`."""
-        cdef uint64_t words[4]
         cdef uint64_t k, i, s
         cdef uint64_t phase = self.phases - 1
         if block != self.block:
@@ -317,8 +327,7 @@ cdef class MixtureReader(Reader):
                     for k in range(self.quotas[phase * self.count + s]):
                         self.owners[i] = <uint16_t>s
                         i += 1
-            cseq_derive_keyed(self.seed, 0, CSEQ_PURPOSE_MIXTURE, block, words, 4)
-            cseq_permute(self.table, 4, self.length, 0, self.length, words)
+            shuffle_block(self.length, self.seed, block, self.table)
             for i in range(self.length):
                 self.order[i] = self.owners[self.table[i]]
             self.block, self.phase = block, phase
@@ -341,17 +350,11 @@ cdef class MixtureReader(Reader):
                       int64_t* sizes) except -1:
         """Write the samples of draws [draw, draw + count) of a source, pass by pass."""
         cdef Reader reader = <Reader>PyList_GET_ITEM(self.sources, <Py_ssize_t>source)
-        cdef uint64_t done = 0, some, k
-        cdef int64_t written = 0
-        while done < count:
-            some = min(count - done, reader.units - (draw + done) % reader.units)
-            if sizes != NULL and reader.room == 1:
-                for k in range(done, done + some):
-                    sizes[k] = 1
-            written += reader.read((draw + done) // reader.units, (draw + done) % reader.units, some,
-                                   out + written, NULL if sizes == NULL else sizes + done)
-            done += some
-        return written
+        cdef uint64_t k
+        if sizes != NULL and reader.room == 1:
+            for k in range(count):
+                sizes[k] = 1
+        return read_passes(reader, draw, count, out, sizes)
 
     cdef bint gather(self, uint64_t block, uint32_t at, uint32_t count) except -1:
         """Read units [at, at + count) of a block, source by source; False: begin again."""
@@ -448,16 +451,7 @@ cdef class ResizedReader(Reader):
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
-        cdef uint64_t unit = epoch * self.units + start
-        cdef uint64_t some, done = 0
-        cdef int64_t written = 0
-        while done < count:
-            some = min(count - done, self.reader.units - unit % self.reader.units)
-            written += self.reader.read(unit // self.reader.units, unit % self.reader.units, some,
-                                        out + written, NULL if sizes == NULL else sizes + done)
-            done += some
-            unit += some
-        return written
+        return read_passes(self.reader, epoch * self.units + start, count, out, sizes)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------
@@ -503,8 +497,8 @@ cdef class BlocksReader(Reader):
         self.short_by = self.blocks * rows - n
         self.by_rows = <uint64_t>-1 // rows + 1
         self.width = cseq_table_width(n)
-        self.lane = <Lane*>memory_for(lanes, sizeof(Lane))
-        self.order = <uint32_t*>memory_for(cseq_permutation_entries(self.blocks), 4)
+        self.lane = <Lane*>zeroed(lanes, sizeof(Lane), READER)
+        self.order = <uint32_t*>zeroed(cseq_permutation_entries(self.blocks), 4, READER)
 
     def __dealloc__(self):
         cdef uint64_t k
@@ -561,9 +555,9 @@ cdef class BlocksReader(Reader):
             short_end = (self.short_place % self.window + 1) * self.rows - self.short_by
         lane.size = 0
         if lane.table == NULL:
-            lane.table = memory_for(min(self.window, self.blocks_of(number)) * self.rows, self.width)
+            lane.table = zeroed(min(self.window, self.blocks_of(number)) * self.rows, self.width, READER)
         if lane.blocks == NULL:
-            lane.blocks = <int64_t*>memory_for(self.window, 8)
+            lane.blocks = <int64_t*>zeroed(self.window, 8, READER)
         for k in range(count):
             cseq_permutation_read(&self.places, number + self.lanes * (window * self.window + k), 1,
                                   lane.blocks + k)

@@ -342,9 +342,8 @@ cdef class Feed(Line):
 
     cdef bint is_settled(self, Py_ssize_t k, uint64_t generation) except -1:
         """Prepare what the commit of a decoded ticket needs; return whether it is still there."""
-        cdef int is_last = 0
-        while not (is_last or self.source.is_ready(self.taken_count + 1)):
-            is_last = self.source.prepare(self.taken_count + 1)
+        while not self.source.is_ready(self.taken_count + 1):
+            self.source.prepare(self.taken_count + 1)
             if not self.run.is_at(generation):
                 return False
         if self.abandoned_count:

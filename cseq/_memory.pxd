@@ -24,6 +24,7 @@ cdef void give_freed_back() noexcept
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran)
+cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL
 cdef int fork_keeping(cseq_kept* kept) except -1
 
 

@@ -305,6 +305,14 @@ cdef class Block(Memory):
         PyMem_RawFree(self.raw)
 
 
+cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL:
+    """Zeroed memory for `count` >= 0 things of `size` bytes, for `PyMem_RawFree`."""
+    cdef void* memory = PyMem_RawCalloc(<size_t>(count if count else 1), <size_t>size)
+    if memory == NULL:
+        raise MemoryError(f"no memory for {what} ({count * size} bytes)")
+    return memory
+
+
 def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
     """The bytes [offset, offset + nbytes) of a memory as a `Block` of their own."""
     cdef Block block = Block(nbytes)

@@ -2,14 +2,15 @@
 """Samples sorted by class, and the readers of orders that are made of classes."""
 
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
+from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Reader
+from cseq._core cimport BRIEF, SLICE, Reader
 from cseq._headers cimport *
+from cseq._memory cimport zeroed
 
 import numpy
 
@@ -81,25 +82,12 @@ cdef extern from "cseq_recipes.h" nogil:
                               uint64_t steps) noexcept
 
 
-cdef enum:
-    BRIEF = 4096       # steps that are too few to release the GIL for
-    SLICE = 1 << 20    # steps between two checks for signals
-
-
 cdef void* data_of(object array, str name, int kind) except NULL:
     """Where the values of a C-contiguous array are."""
     if not (isinstance(array, numpy.ndarray) and cnp.PyArray_TYPE(array) == kind
             and cnp.PyArray_ISCARRAY_RO(array)):
         raise TypeError(f"{name}={array!r} is not an array of the type that the core reads")
     return cnp.PyArray_DATA(array)
-
-
-cdef void* allocated(uint64_t count, uint64_t size, str what) except NULL:
-    """Zeroed memory for `count` things of `size` bytes."""
-    cdef void* memory = PyMem_RawCalloc(<size_t>(count if count else 1), <size_t>size)
-    if memory == NULL:
-        raise MemoryError(f"no memory for {what} ({count * size} bytes)")
-    return memory
 
 
 def sort_classes(classes not None, uint64_t count):
@@ -173,10 +161,10 @@ def best_fit(lengths not None, counts not None, uint64_t budget):
     for l in range(CSEQ_FIT_LEVELS):
         f.level[l] = NULL
     try:
-        f.head = <uint32_t*>allocated(budget + 1, 4, "the rooms of rows")
-        f.tail = <uint32_t*>allocated(budget + 1, 4, "the rooms of rows")
+        f.head = <uint32_t*>zeroed(budget + 1, 4, "the rooms of rows")
+        f.tail = <uint32_t*>zeroed(budget + 1, 4, "the rooms of rows")
         for l in range(CSEQ_FIT_LEVELS):
-            f.level[l] = <uint64_t*>allocated(cseq_fit_words(budget, l), 8, "the rooms of rows")
+            f.level[l] = <uint64_t*>zeroed(cseq_fit_words(budget, l), 8, "the rooms of rows")
         while f.class_ >= 0:
             if f.most < f.made + 2:
                 if f.most >> 31:
@@ -211,10 +199,10 @@ cdef tuple members_init(cseq_members* m, object classes):
     m.table = <uint32_t*>data_of(table, "table", cnp.NPY_UINT32)
     m.offsets = <int64_t*>data_of(offsets, "offsets", cnp.NPY_INT64)
     m.places = <int64_t*>data_of(places, "places", cnp.NPY_INT64)
-    m.made = <uint64_t*>allocated(classes.count, 8, "the classes")
-    m.ranks = <uint16_t*>allocated(classes.tabled, 2, "the order of classes")
-    m.networks = <cseq_feistel*>allocated(classes.computed, sizeof(cseq_feistel), "the order of classes")
-    m.scratch = <uint32_t*>allocated(CSEQ_FEISTEL_LEAST, 4, "the order of a class")
+    m.made = <uint64_t*>zeroed(classes.count, 8, "the classes")
+    m.ranks = <uint16_t*>zeroed(classes.tabled, 2, "the order of classes")
+    m.networks = <cseq_feistel*>zeroed(classes.computed, sizeof(cseq_feistel), "the order of classes")
+    m.scratch = <uint32_t*>zeroed(CSEQ_FEISTEL_LEAST, 4, "the order of a class")
     return arrays
 
 
@@ -242,7 +230,7 @@ cdef class RecipesReader(Reader):
         self.r.recipes, self.r.together = starts.size - 1, order.together
         self.r.longest = -1 if order.longest is None else order.longest
         self.r.seed = seed
-        self.r.table = <uint32_t*>allocated(
+        self.r.table = <uint32_t*>zeroed(
             cseq_permutation_entries(self.units // self.r.together), 4, "the order of units")
 
     def __dealloc__(self):
@@ -273,7 +261,7 @@ cdef class GroupsReader(Reader):
         self.arrays = members_init(&self.g.members, order.classes)
         self.g.total, self.g.classes, self.g.each = order.classes.count, order.chosen, order.each
         self.g.units, self.g.seed = order.units, seed
-        self.g.table = <uint32_t*>allocated(cseq_permutation_entries(self.g.total), 4,
+        self.g.table = <uint32_t*>zeroed(cseq_permutation_entries(self.g.total), 4,
                                             "the order of classes")
 
     def __dealloc__(self):

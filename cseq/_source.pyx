@@ -44,8 +44,7 @@ cdef class Source:
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do a step of what is left to do: 1 if it is known to be the last. May run any code; an
-        interrupted step is done again."""
+        """Do a step of what is left to do. May run any code; an interrupted step is done again."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
@@ -110,8 +109,6 @@ cdef class OrderSource(Source):
         cdef uint64_t start = self.at(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
-        if batch < self.full and self.stride == self.size:  # of one rank
-            return self.reader.read(self.epoch, start, self.size, out, sizes)
         if batch < self.full:
             return self.reader.read_batch(self.epoch, self.consumed + batch * self.stride, self.stride,
                                           start, self.size, out, sizes)
@@ -149,7 +146,7 @@ cdef class OrderSource(Source):
             self.sizes = <int64_t*>self.data.data + room if self.reader.room > 1 else NULL
         self.count = <uint32_t>self.read(self.posted, <int64_t*>self.data.data, self.sizes)
         self.is_filled = True
-        return 1
+        return 0
 
     cdef Py_ssize_t target(self) noexcept:
         return 0 if self.is_filled else -1

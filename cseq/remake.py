@@ -92,8 +92,7 @@ def remake(job: Job, epoch: int, batch: int, consumed: int, *, samples: bool) ->
     """Make a batch of a manager's job, in this thread; see `MSequence.remake`."""
     sampler = job.sampler.changed()  # with a reader of its own
     source, before = locate(sampler, epoch, batch, consumed)
-    worker = job.fleet.worker if job.worker is None else job.worker
-    timed = None
+    worker, timed = job.worker, None
     if samples:
         if not isinstance(worker, DatasetIndexer) or hasattr(worker.dataset, "__getitems__"):
             raise ValueError(

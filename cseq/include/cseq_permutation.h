@@ -31,11 +31,8 @@ typedef struct {
 static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key,
                                      uint64_t *words, size_t count)
 {
-    uint64_t z = cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
-    if (key != CSEQ_NO_KEY)
-        z = cseq_mix(z ^ key);
-    for (size_t k = 0; k < count; k++)
-        words[k] = cseq_mix(z + (uint64_t)k * CSEQ_GOLDEN);
+    uint64_t z = cseq_stream(seed, epoch, purpose);
+    cseq_words(key == CSEQ_NO_KEY ? z : cseq_mix(z ^ key), words, count);
 }
 
 /* Entries of the table that a permutation of n needs. */

@@ -79,13 +79,23 @@ CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
     return v ^ (v >> 31);
 }
 
-/* The first `count` words of the stream that belongs to (seed, epoch, purpose). */
+/* Where the stream of words begins that belongs to (seed, epoch, purpose). */
+static inline uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose)
+{
+    return cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
+}
+
+/* The first `count` words of the stream that begins at `z`. */
+static inline void cseq_words(uint64_t z, uint64_t *words, size_t count)
+{
+    for (size_t k = 0; k < count; k++)
+        words[k] = cseq_mix(z + (uint64_t)k * CSEQ_GOLDEN);
+}
+
 static inline void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose,
                                uint64_t *words, size_t count)
 {
-    uint64_t z = cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
-    for (size_t k = 0; k < count; k++)
-        words[k] = cseq_mix(z + (uint64_t)k * CSEQ_GOLDEN);
+    cseq_words(cseq_stream(seed, epoch, purpose), words, count);
 }
 
 CSEQ_FORCE_INLINE uint64_t cseq_rotate(uint64_t v, int bits)

@@ -193,8 +193,7 @@ CSEQ_FORCE_INLINE void cseq_weights_spread(uint64_t total, cseq_divisor size, ui
 /* Where the words of (seed, epoch, CSEQ_PURPOSE_WEIGHTS) with key 1 begin. */
 static inline uint64_t cseq_weights_stream(uint64_t seed, uint64_t epoch)
 {
-    uint64_t z = cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch);
-    return cseq_mix(cseq_mix(z ^ CSEQ_PURPOSE_WEIGHTS) ^ 1);
+    return cseq_mix(cseq_stream(seed, epoch, CSEQ_PURPOSE_WEIGHTS) ^ 1);
 }
 
 /* Independent numbers below the total: words start .. start+count-1 of the stream at `z`. */

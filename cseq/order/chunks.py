@@ -7,8 +7,8 @@ All worker processes have one anonymous file of memory in common. It begins with
 
 A process *owns* a slot while it writes to it: it has a lock on that byte of the file, which the
 system takes back from a process that dies, so the next one that wants the chunk reads it again.
-Nobody waits for readers: a reader copies rows out of a slot, and copies again if the slot's word
-says that another chunk was put there meanwhile. The chunk that was read first makes room.
+A writer waits for no reader: a reader copies rows out of a slot, and copies again if the slot's
+word says that another chunk was put there meanwhile. The chunk that was read first makes room.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import numpy as np
 from cseq._memory import Block, Descriptor, Mapping
 from cseq._orders import EMPTY, LOADING, READY, ChunkTable
 from cseq.check import count
+from cseq.encoding.codec import map_leaves
 from cseq.indexing.context import empty
+from cseq.indexing.indexer import is_indexer
 from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -100,7 +102,7 @@ class ChunkCache:
             raise ValueError(
                 f"samples={samples} of rows={rows} are too many chunks; give more rows"
             )
-        if not hasattr(type(chunks), "__getitem__") and not callable(chunks):
+        if not is_indexer(chunks) and not callable(chunks):
             raise TypeError(
                 f"chunks={chunks!r} can neither be called nor indexed; give a class that makes an "
                 "object with __getitem__(number of the chunk)"
@@ -110,9 +112,14 @@ class ChunkCache:
         first = self._read_chunk(0, None)
         self._shape = Shape(first, self._rows)
         self._shape.check(first, 0, min(self._rows, self._samples))
+        self._create()
+
+    def _create(self) -> None:
+        """Make the memory, for this process and those that get a copy from it."""
         self._file = Segment.create(self._nbytes) if SHARED else None
-        self._open(-1 if self._file is None else self._file.fd)
-        self._home = os.getpid(), -1 if self._file is None else self._file.fd
+        fd = -1 if self._file is None else self._file.fd
+        self._open(fd)
+        self._home = os.getpid(), fd
 
     def _reset(self) -> None:
         """Have nothing that belongs to one process."""
@@ -151,9 +158,7 @@ class ChunkCache:
             found = _opened(f"/proc/{pid}/fd/{fd}") if SHARED else None
             self._open(-1 if found is None else found.fd)
         except (OSError, ValueError, MemoryError):  # on another machine, or its owner is gone
-            self._file = Segment.create(self._nbytes) if SHARED else None
-            self._open(-1 if self._file is None else self._file.fd)
-            self._home = os.getpid(), -1 if self._file is None else self._file.fd
+            self._create()
 
     def __len__(self) -> int:
         """Samples there are."""
@@ -248,8 +253,7 @@ class ChunkCache:
         if self._made is None:
             with self._mutex:
                 if self._made is None:
-                    is_object = hasattr(type(self._chunks), "__getitem__")
-                    self._made = self._chunks if is_object else self._chunks()
+                    self._made = self._chunks if is_indexer(self._chunks) else self._chunks()
         value = self._made[chunk]
         if shape is not None:
             shape.check(value, chunk, min(self._rows, self._samples - chunk * self._rows))
@@ -317,8 +321,7 @@ class Shape:
     """
 
     def __init__(self, first: Any, rows: int) -> None:
-        self.tree = _mapped(first, _checked)
-        self.rows = rows
+        self.tree = map_leaves(_checked, first)
         arrays = self.arrays(first)
         if not arrays:
             raise ValueError(f"chunk 0 is {first!r}, which has no arrays")
@@ -334,7 +337,7 @@ class Shape:
     def arrays(self, value: Any) -> list[NDArray[Any]]:
         """Return the arrays of a chunk."""
         found: list[NDArray[Any]] = []
-        _mapped(value, lambda leaf: found.append(np.asarray(leaf)))
+        map_leaves(lambda leaf: found.append(np.asarray(leaf)), value)
         return found
 
     def check(self, value: Any, chunk: int, rows: int) -> None:
@@ -348,18 +351,7 @@ class Shape:
     def rebuild(self, arrays: list[NDArray[Any]]) -> Any:
         """Return arrays in the structure of a chunk."""
         left = iter(arrays)
-        return _mapped(self.tree, lambda _: next(left))
-
-
-def _mapped(value: Any, do: Callable[[Any], Any]) -> Any:
-    """Call a function for each array of a structure."""
-    if isinstance(value, dict):
-        return {name: _mapped(part, do) for name, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_mapped(part, do) for part in value]
-        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-        return type(value)(*parts) if is_named else type(value)(parts)
-    return do(value)
+        return map_leaves(lambda _: next(left), self.tree)
 
 
 def _checked(leaf: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chunks: read once for all processes, whoever dies, and never mixed up."""
+"""Chunks: read once for all processes, also if readers die, and never mixed up."""
 
 from __future__ import annotations
 
