@@ -72,8 +72,9 @@ cdef class Ring:
                     uint32_t count, uint64_t start, uint64_t seed) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
-    cdef inline void count(self, cseq_cell* c) noexcept:
-        """Count a batch that is taken."""
+    cdef inline void retired(self, cseq_cell* c, uint64_t now) noexcept:
+        """A ticket was taken out at this time: every reader of its stamps reads them here, before the
+        next post in its cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.batch_count, 1)

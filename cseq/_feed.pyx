@@ -391,7 +391,8 @@ cdef class Feed(Line):
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
         left = self.drop(k, ring)  # its destructor may run code: after all else is done
-        ring.count(self.cell(&t))
+        self.now = cseq_now_ns()
+        ring.retired(self.cell(&t), self.now)
         self.units += t.units
         cseq_count_u64(&self.taken_count, 1)
         if done:

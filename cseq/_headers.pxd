@@ -75,6 +75,10 @@ cdef extern from "cseq_ring.h" nogil:
         uint64_t batches
         uint64_t idle_ns
 
+    ctypedef struct cseq_stint:
+        uint64_t started_ns    # when it was claimed; 0 before
+        uint64_t published_ns
+
     ctypedef struct cseq_cell:
         uint64_t word
         uint64_t epoch
@@ -85,11 +89,13 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t parts       # sizes of units after the indices; 0: each is a sample
         uint32_t slot
         uint64_t capacity    # bytes of the slot that are committed
-        uint64_t started_ns  # when it was claimed; 0 before
         uint32_t stage       # which record was written last
         uint32_t status
         uint64_t* record
         uint64_t* converted
+        uint64_t posted_ns
+        cseq_stint indexing
+        cseq_stint converting
 
     ctypedef struct cseq_ring:
         uint32_t capacity    # cells
@@ -108,6 +114,7 @@ cdef extern from "cseq_ring.h" nogil:
     uint32_t cseq_ring_round(const cseq_ring* r) noexcept
     int cseq_ring_fits(const cseq_ring* r, uint64_t nbytes) noexcept
     cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
+    cseq_stint* cseq_cell_stint(cseq_cell* c, uint32_t stage) noexcept
     cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
     int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_gate_enter(cseq_gate* g) noexcept

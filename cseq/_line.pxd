@@ -21,6 +21,7 @@ cdef class Line:
     cdef readonly Source source
     cdef readonly uint64_t ticket
     cdef uint64_t taken_count  # tickets of this epoch, which any thread reads: see `cseq_count_u64`
+    cdef uint64_t now          # ns, of the present step: when a ticket was taken, and the next one posted
     cdef list rings
     cdef cseq_ring** r         # of these
     cdef Decoder decoder

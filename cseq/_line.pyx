@@ -77,6 +77,7 @@ cdef class Line:
             return False
         t = self.at(self.length)
         t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
+        self.cell(t).posted_ns = self.now
         t.units = self.source.write(number, ring, t.cell, self.ticket)
         self.length += 1
         self.ticket += 1
@@ -90,6 +91,7 @@ cdef class Line:
             ready = self.source.is_ready(self.taken_count)
             if not ready:
                 self.source.prepare(self.taken_count)
+            self.now = cseq_now_ns()
             if not self.post() and ready:
                 break
         return 0
@@ -197,6 +199,7 @@ cdef class Line:
             if cell == ring.r.capacity:
                 raise RuntimeError("a worker is busy with two calls, which it never should be")
         refer(ring, cell, request, assignment, name)
+        cseq_ring_cell(ring.r, cell).posted_ns = cseq_now_ns()
         ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0, 0)
         ring.calling = <int>cell
         ring.wake()

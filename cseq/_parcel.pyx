@@ -128,9 +128,10 @@ cdef class Carrier:
         cdef list tickets = []
         cdef uint32_t cell
         cdef uint64_t word
+        cdef uint64_t now = cseq_now_ns()
         self.lock.enter()
         try:
-            while most and self.runner.claim_at_once():
+            while most and self.runner.claim_at_once(now):
                 cell = <uint32_t>self.runner.cell
                 word = cseq_load_acq_u64(&self.runner.c.word)
                 if self.is_given_up(word):
@@ -504,13 +505,14 @@ cdef class ParcelFeed:
         memcpy(cseq_ring_indices(self.ring.r, cell), parcel.indices, 8 * (<size_t>count + c.parts))
         self.number[cell] = <uint32_t>parcel.posted
         self.by_cell[cell] = parcel
+        c.posted_ns = cseq_now_ns()
         self.ring.offer(cell, self.ticket, <uint64_t>head[1], <uint64_t>head[2], count, <uint64_t>head[3],
                         <uint64_t>head[0])
         self.ticket += 1
         self.line[self.length] = cell
         self.length += 1
         if not parcel.begun:
-            parcel.begun = cseq_now_ns()
+            parcel.begun = c.posted_ns
         parcel.posted += 1
         parcel.indices += count + c.parts
         parcel.head += ASKED

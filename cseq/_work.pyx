@@ -117,25 +117,25 @@ cdef class Runner:
         if cell < 0:
             self.since, self.claimed = cseq_now_ns(), WINDOW  # idle: a good time to give memory back
             return False
-        self.hold(cell)
+        self.hold(cell, cseq_now_ns())
         return True
 
-    cdef void hold(self, int cell) noexcept:
+    cdef void hold(self, int cell, uint64_t now) noexcept:
         """Begin with the ticket in a cell that was claimed."""
         self.cell = cell
         self.claimed += 1
         self.c = cseq_ring_cell(self.r, cell)
-        self.since = cseq_now_ns()
-        cseq_store_rlx_u64(&self.c.started_ns, self.since)
+        self.since = now
+        cseq_store_rlx_u64(&cseq_cell_stint(self.c, self.stage).started_ns, now)
 
-    cdef bint claim_at_once(self) noexcept:
-        """Claim a ticket, if there is one; none is in hand."""
+    cdef bint claim_at_once(self, uint64_t now) noexcept:
+        """Claim a ticket at this time, if there is one; none is in hand."""
         cdef int cell = CSEQ_NONE
         if not cseq_ring_closed(self.r):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
         if cell < 0:
             return False
-        self.hold(cell)
+        self.hold(cell, now)
         return True
 
     cdef void give_back(self) noexcept:
@@ -238,9 +238,10 @@ cdef class Runner:
 
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
         """`publish`, with slot and record written."""
+        cdef uint32_t cell = <uint32_t>self.cell
         c.status = status
         c.stage = self.stage
-        cdef uint32_t cell = <uint32_t>self.cell
+        self.since = cseq_cell_stint(c, self.stage).published_ns = cseq_now_ns()
         self.cell = -1
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
 
@@ -605,12 +606,12 @@ cdef class Work:
         """Work on the present ticket, then on those that can be claimed at once.
 
         Not on many slow ones: between two calls, the interpreter lets other threads run, collects
-        garbage, and frees what other threads have dropped. So `SERVE_NS` after the first claim, only
-        the ticket in hand is worked on.
+        garbage, and frees what other threads have dropped. So `SERVE_NS` after the first claim, no
+        other is claimed.
         """
         cdef uint64_t begun = runner.since
         self.work(runner)
-        while runner.since - begun < SERVE_NS and runner.claim_at_once():
+        while runner.since - begun < SERVE_NS and runner.claim_at_once(runner.since):
             self.work(runner)
 
 
@@ -681,7 +682,7 @@ cdef class BatchMaker(Work):
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
                                "its middle, cannot take batches from the same manager")
-        if not runner.claim_at_once():
+        if not runner.claim_at_once(cseq_now_ns()):
             return
         left = here.batch_context
         try:

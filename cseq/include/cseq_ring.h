@@ -42,7 +42,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 7u
+#define CSEQ_LAYOUT 8u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
@@ -96,6 +96,12 @@ typedef struct {
     char pad[CSEQ_LINE - 16];
 } cseq_runner;
 
+/* The time that a stage has a ticket, on the clock of `cseq_now_ns`; written by its owner. */
+typedef struct {
+    uint64_t started_ns;   /* when it was claimed; 0 before */
+    uint64_t published_ns; /* valid once it is */
+} cseq_stint;
+
 typedef struct {
     uint64_t word;
     /* written by the trainer before the post */
@@ -106,16 +112,18 @@ typedef struct {
     /* written by the owner */
     uint32_t slot;       /* where the batch lies; CSEQ_NO_SLOT at the post */
     uint64_t capacity;   /* bytes of the slot that are committed */
-    uint64_t started_ns; /* when it was claimed; 0 before */
     uint32_t stage;      /* which record is the last one written */
     uint32_t status;     /* 0: a batch; else see stage.py */
     uint64_t record[CSEQ_FIELDS];
     uint64_t seed; /* of the epoch's order and generators; written before the post */
     uint32_t parts; /* sizes of units after the indices, written before the post; 0: each is a sample */
-    char pad[CSEQ_LINE - 76 - 8 * CSEQ_FIELDS];
+    uint32_t pad;
+    uint64_t posted_ns; /* written before the post */
+    cseq_stint indexing;
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
-    char pad2[CSEQ_LINE - 8 * CSEQ_FIELDS];
+    cseq_stint converting;
+    char pad2[CSEQ_LINE - 16 - 8 * CSEQ_FIELDS];
 } cseq_cell;
 
 typedef struct {
@@ -148,6 +156,9 @@ typedef char cseq_check_ring[sizeof(cseq_ring) == 7 * CSEQ_LINE ? 1 : -1];
 
 CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
     return (cseq_cell *)((char *)r + sizeof(cseq_ring)) + cell;
+}
+CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
+    return stage ? &c->converting : &c->indexing;
 }
 /* Owners count from 1; 0 means none. */
 CSEQ_INLINE cseq_runner *cseq_ring_runner(const cseq_ring *r, uint32_t owner) {
@@ -365,8 +376,6 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     uint64_t w = cseq_load_rlx_u64(&c->word);
     cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
     cseq_count_u64(&me->batches, 1);
-    /* The next owner has not begun yet. SYNC: start visible with owner (the swap) */
-    cseq_store_rlx_u64(&c->started_ns, 0);
     CSEQ_POINT("publish");
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
     CSEQ_POINT("published");
@@ -381,9 +390,12 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
 /* Offer a FREE cell, all its fields written; in a queue, the one after the last one posted.
- * Does not wake: see cseq_gate_notify(&r->gate[0]). SYNC: ticket visible to runner */
+ * Does not wake: see cseq_gate_notify(&r->gate[0]).
+ * SYNC: ticket visible to runner; SYNC: start visible with owner (the swap) */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
+    for (uint32_t stage = 0; stage < 2; stage++)
+        cseq_store_rlx_u64(&cseq_cell_stint(c, stage)->started_ns, 0);
     cseq_store_rlx_u32(&c->slot, CSEQ_NO_SLOT);
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
@@ -454,7 +466,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         int state = CSEQ_STATE(w);
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
         uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, state - 1);
-        cseq_store_rlx_u64(&cell->started_ns, 0);
+        cseq_store_rlx_u64(&cseq_cell_stint(cell, state == CSEQ_CONVERTING)->started_ns, 0);
         if (state == CSEQ_INDEXING) /* it may have died just before it published a slot */
             cseq_store_rlx_u32(&cell->slot, CSEQ_NO_SLOT);
         if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */

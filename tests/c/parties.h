@@ -63,7 +63,7 @@ static int runner_claim(const seat *s, uint64_t ns) {
         cell = s->turn ? cseq_gil_await(s->turn, s->ring, s->stage, s->owner, ns)
                        : cseq_ring_await(s->ring, s->stage, s->owner, ns);
     if (cell >= 0)
-        (cseq_store_rlx_u64)(&cseq_ring_cell(s->ring, (uint32_t)cell)->started_ns, 1);
+        (cseq_store_rlx_u64)(&cseq_cell_stint(cseq_ring_cell(s->ring, (uint32_t)cell), s->stage)->started_ns, 1);
     return cell;
 }
 
@@ -151,7 +151,6 @@ static void trainer_post(trainer *t, uint32_t cell) {
     c->batch = ticket;
     c->count = (uint32_t)(1 + ticket % BATCH);
     for (uint64_t k = 0; k < c->count; k++) indices[k] = (int64_t)index_of(ticket, k);
-    (cseq_store_rlx_u64)(&c->started_ns, 0);
     c->stage = c->status = 0;
     if (!t->outstanding && !t->ring->calls) cseq_ring_begin(t->ring, cell);
     t->order[(t->first + t->outstanding) % t->ring->capacity] = cell;

@@ -24,7 +24,7 @@ from ringing import claim, make_ring
 from slots import PAGE, file_of
 
 from cseq import _core
-from cseq._core import FIELDS, PARK_NS, Ring, ring_bytes
+from cseq._core import FIELDS, PARK_NS, Ring, now_ns, ring_bytes
 from cseq._memory import Block, Mapping, address_of
 from cseq._slots import TRAINER, Slots
 from cseq._work import Runner
@@ -78,6 +78,33 @@ def test_a_tickets_journey() -> None:
     assert ringing.take(ring) == (cell, 0, 6, 8192, record)
     assert ring.ticket(cell) == (2**63, 2**50, 2)
     assert ringing.take(ring) is None
+
+
+def test_the_stamps_of_a_ticket() -> None:
+    """Posted, and claimed and published by each stage; what a stage has not begun is 0."""
+    ring = make_ring()
+    begun = now_ns()
+    (cell,) = post(ring, 1)
+    indexer, converter = Runner(ring, 0, 1, last=False), Runner(ring, 1, 2, last=True)
+    assert (ring.stamps(cell)[1][0], ring.holder(cell)) == (0, (0, 0))
+    assert indexer.claim()
+    assert ring.holder(cell) == (1, ring.stamps(cell)[1][0])
+    indexer.publish()
+    assert ring.stamps(cell)[2][0] == 0
+    assert converter.claim()
+    assert ring.holder(cell) == (2, ring.stamps(cell)[2][0])
+    assert ring.repost(2) == [cell]
+    assert ring.stamps(cell)[2][0] == 0  # its stage begins anew, and the one before does not
+    converter = Runner(ring, 1, 2, last=True)
+    assert converter.claim()
+    converter.publish()
+    posted, indexed, converted = ring.stamps(cell)
+    times = [begun, posted, *indexed, *converted, now_ns()]
+    assert times == sorted(times)
+    ringing.take(ring)
+    assert ring.stamps(cell) == (posted, indexed, converted)
+    ring.post(cell, 2, 9, 2, 1)
+    assert [ring.stamps(cell)[stage][0] for stage in (1, 2)] == [0, 0]
 
 
 def runner_of(count: int) -> Runner:
