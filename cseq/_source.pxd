@@ -45,11 +45,12 @@ cdef class OrderSource(Source):
     cdef object later     # how the epochs after this one are cut
     cdef uint64_t more    # how many there are
     cdef uint64_t most    # units of a batch
-    # The samples of the ticket to be posted next, if `is_filled`.
+    # What was read of batches `posted` to `known`.
+    cdef uint64_t known
     cdef Block data
-    cdef bint is_filled
-    cdef uint32_t count
-    cdef int64_t* sizes  # of its units; NULL: each is one sample
+    cdef int64_t* samples_read
+    cdef int64_t* sizes_read  # of their units; NULL: each is one sample
+    cdef int64_t* sizes       # where those of all that was read are
     cdef int divide(self, cut) except -1
     cdef uint64_t at(self, uint64_t batch) noexcept
     cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1

@@ -27,6 +27,7 @@ CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WOR
 KEY, KEYS, NO_KEY, IN_REQUEST = KEY_LENGTH, KEY_INTS, WITHOUT_KEY, KEY_IN_REQUEST
 
 cdef uint64_t ENDED = <uint64_t>-1
+cdef uint64_t READ_AHEAD = 128  # samples: tickets that have fewer are read together
 cdef uint64_t MOST_AHEAD = <uint64_t>1 << 40
 cdef object NOTHING = object()
 
@@ -93,7 +94,7 @@ cdef class OrderSource(Source):
         (self.first, self.batches, self.full, self.start, self.stride, self.size, self.part_start,
          self.part, consumed) = cut
         self.rest = self.reader.units - min(self.reader.units, consumed + self.full * self.stride)
-        self.posted = 0
+        self.posted = self.known = 0
         return 0
 
     def __len__(self):
@@ -131,38 +132,55 @@ cdef class OrderSource(Source):
         return out[:written], sizes
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        return self.is_filled or self.is_over(-1)
+        return self.posted < self.known or self.is_over(-1)
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Read the samples of the next ticket, the first of another epoch maybe."""
-        cdef uint64_t room
+        """Read the samples of the next ticket, and of those after it while they are few."""
+        cdef uint64_t room = self.reader.room
+        cdef uint64_t count = 1, read, words
+        cdef int64_t* out
         if self.posted >= self.batches:
             self.divide(self.later)
             self.epoch += 1
             self.more -= 1
+        words = READ_AHEAD + self.most * room  # one ticket more than are enough
         if self.data is None:
-            room = self.most * self.reader.room
-            self.data = Block(8 * <Py_ssize_t>(room + self.most))
-            self.sizes = <int64_t*>self.data.data + room if self.reader.room > 1 else NULL
-        self.count = <uint32_t>self.read(self.posted, <int64_t*>self.data.data, self.sizes)
-        self.is_filled = True
+            self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
+        out = self.samples_read = <int64_t*>self.data.data
+        self.sizes = self.sizes_read = out + words if room > 1 else NULL
+        if self.posted < self.full and room == 1 and self.stride == self.size:  # of one rank
+            count = min(self.full - self.posted, max(<uint64_t>1, READ_AHEAD // self.size))
+            self.reader.read(self.epoch, self.at(self.posted), count * self.size, out, NULL)
+        else:
+            read = self.read(self.posted, out, self.sizes)
+            while (self.posted + count < self.full and read < READ_AHEAD
+                   and count * self.size < READ_AHEAD):
+                read += self.read(self.posted + count, out + read,
+                                  NULL if room == 1 else self.sizes + count * self.size)
+                count += 1
+        self.known = self.posted + count
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        return 0 if self.is_filled else -1
+        return 0 if self.posted < self.known else -1
 
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
         cdef bint is_full = self.posted < self.full
-        cdef uint32_t parts = self.size if is_full else self.part
-        memcpy(words, self.data.data, 8 * <size_t>self.count)
-        cseq_ring_cell(ring.r, cell).parts = 0 if self.sizes == NULL else parts
+        cdef uint32_t k, parts = self.size if is_full else self.part
+        cdef uint32_t count = parts
         if self.sizes != NULL:
-            memcpy(words + self.count, self.sizes, 8 * <size_t>parts)
-        ring.offer(cell, ticket, self.epoch, self.first + self.posted, self.count,
-                   self.at(self.posted), self.reader.seed)
+            count = 0
+            for k in range(parts):
+                count += <uint32_t>self.sizes_read[k]
+            memcpy(words + count, self.sizes_read, 8 * <size_t>parts)
+            self.sizes_read += parts
+        memcpy(words, self.samples_read, 8 * <size_t>count)
+        self.samples_read += count
+        cseq_ring_cell(ring.r, cell).parts = 0 if self.sizes == NULL else parts
+        ring.offer(cell, ticket, self.epoch, self.first + self.posted, count, self.at(self.posted),
+                   self.reader.seed)
         self.posted += 1
-        self.is_filled = False
         return self.stride if is_full else self.rest
 
     cdef bint is_over(self, Py_ssize_t number) noexcept:

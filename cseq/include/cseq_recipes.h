@@ -261,6 +261,9 @@ typedef struct {
     uint64_t groups, rest;  /* of `together` units; units of the short group */
     uint64_t at;            /* the groups before the short one */
     uint64_t turn;          /* added to the group, modulo `groups` */
+    int64_t drawn[CSEQ_LANES]; /* of `order`, at places from `ahead` on: `known` of them */
+    uint64_t ahead, known;
+    uint64_t latest;        /* the recipe that was found last */
 } cseq_recipes;
 
 /* The group of a permutation's value. */
@@ -278,7 +281,7 @@ static inline void cseq_recipes_begin(cseq_recipes *r, uint64_t epoch, uint64_t 
     r->epoch = epoch;
     r->groups = groups;
     r->rest = (uint64_t)r->starts[r->recipes] - groups * r->together;
-    r->turn = 0;
+    r->turn = r->known = 0;
     if (r->groups)
         cseq_permutation_init(&r->order, r->groups, r->seed, epoch, CSEQ_PURPOSE_UNITS, 0, r->table);
     if (r->longest < 0 || !r->groups) {
@@ -293,10 +296,25 @@ static inline void cseq_recipes_begin(cseq_recipes *r, uint64_t epoch, uint64_t 
     r->turn = (wanted + r->groups - (uint64_t)drawn) % r->groups;
 }
 
-/* The recipe that a unit, by its number in the list of recipes, is a copy of. */
-static inline uint64_t cseq_recipes_find(const cseq_recipes *r, int64_t unit)
+/* The group at a place of the order. */
+static inline uint64_t cseq_recipes_group(cseq_recipes *r, uint64_t place)
+{
+    if (place - r->ahead >= r->known) { /* also if it is before them */
+        uint64_t left = r->groups - place;
+        r->ahead = place;
+        r->known = left < CSEQ_LANES ? left : CSEQ_LANES;
+        cseq_permutation_read(&r->order, place, r->known, r->drawn);
+    }
+    return cseq_recipes_turned(r, (uint64_t)r->drawn[place - r->ahead]);
+}
+
+/* The recipe that a unit, by its number in the list of recipes, is a copy of: often that of the unit
+ * before, since groups are of neighbours. */
+static inline uint64_t cseq_recipes_find(cseq_recipes *r, int64_t unit)
 {
     uint64_t low = 0, high = r->recipes;
+    if (r->starts[r->latest] <= unit && unit < r->starts[r->latest + 1])
+        return r->latest;
     while (high - low > 1) {
         uint64_t middle = low + (high - low) / 2;
         if (r->starts[middle] <= unit)
@@ -304,7 +322,7 @@ static inline uint64_t cseq_recipes_find(const cseq_recipes *r, int64_t unit)
         else
             high = middle;
     }
-    return low;
+    return r->latest = low;
 }
 
 /* Write the samples of units start .. start+count-1 of an epoch from out[*written] on, and the size of
@@ -313,8 +331,7 @@ static inline uint64_t cseq_recipes_find(const cseq_recipes *r, int64_t unit)
 static inline uint64_t cseq_recipes_read(cseq_recipes *r, uint64_t epoch, uint64_t start, uint64_t count,
                                          int64_t *out, int64_t *sizes, uint64_t *written, uint64_t steps)
 {
-    int64_t drawn[CSEQ_LANES];
-    uint64_t ahead = 0, known = 0, done = 0, taken = 0;
+    uint64_t done = 0, taken = 0;
     if (!r->generation || epoch != r->epoch) {
         uint64_t groups = (uint64_t)r->starts[r->recipes] / r->together;
         taken = cseq_permutation_entries(groups);
@@ -326,15 +343,7 @@ static inline uint64_t cseq_recipes_read(cseq_recipes *r, uint64_t epoch, uint64
     for (; done < count && taken < steps; done++) {
         uint64_t t = start + done, x = r->at * r->together + (t - grouped);
         if (t < grouped) {
-            uint64_t place = t / r->together;
-            if (place - ahead >= known) { /* also if it is the first one */
-                uint64_t last = (start + count - 1) / r->together;
-                known = (last < r->groups ? last + 1 : r->groups) - place;
-                known = known < CSEQ_LANES ? known : CSEQ_LANES;
-                ahead = place;
-                cseq_permutation_read(&r->order, place, known, drawn);
-            }
-            uint64_t group = cseq_recipes_turned(r, (uint64_t)drawn[place - ahead]);
+            uint64_t group = cseq_recipes_group(r, t / r->together);
             x = group * r->together + t % r->together + (group >= r->at ? r->rest : 0);
         }
         uint64_t recipe = cseq_recipes_find(r, (int64_t)x);

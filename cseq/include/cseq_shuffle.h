@@ -297,8 +297,8 @@ static inline void cseq_order_read(const cseq_order *order, uint64_t start, uint
                                    int64_t *out)
 {
     if (order->width == 4)
-        for (uint64_t k = 0; k < count; k++)
-            out[k] = (int64_t)(cseq_entry(order->table, 4, start + k) ^ (start + k));
+        for (uint64_t k = 0; k < count; k++) /* in 32 bits, which a compiler makes fewer steps of */
+            out[k] = (uint32_t)cseq_entry(order->table, 4, start + k) ^ (uint32_t)(start + k);
     else
         for (uint64_t k = 0; k < count; k++)
             out[k] = (int64_t)(cseq_entry(order->table, 8, start + k) ^ (start + k));

@@ -537,8 +537,13 @@ def test_processes_wait_for_each_other_awake() -> None:
             alternate(ring, 50)
             awake = ring.idle_ns() == [0] and ring.notices() == 0 and ring.wake_ns == (0, 0)
             assert awake or spin != LONG
-            if not spin:
-                assert min(ring.wake_ns) > 0
+            for _ in range(
+                100
+            ):  # a busy machine may have each ticket ready before it is waited for
+                if spin or min(ring.wake_ns):
+                    break
+                alternate(ring, 50)
+            assert spin or min(ring.wake_ns) > 0
 
 
 def test_a_turn_begins_when_the_other_one_waits() -> None:
