@@ -38,8 +38,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
     ├── _line.pyx       ★ the tickets that are outstanding: posted, given up
-    ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
     ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
+    ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
     ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
     ├── _work.pyx       ★ runners, and their work: batches made, published
     ├── _recipes.pyx    samples by class: readers of buckets, packed rows and groups

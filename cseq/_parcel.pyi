@@ -1,3 +1,4 @@
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import numpy as np
@@ -7,10 +8,29 @@ from typing_extensions import Self
 from cseq._codec import SlotEncoder
 from cseq._core import Ring
 from cseq._memory import Memory
+from cseq._source import KeySource
 from cseq._work import Runner
 from cseq.memory.arena import Arena
 
 def outline(tickets: list[int], answer: list[NDArray[Any]]) -> tuple[int, float, list[int]]: ...
+
+@final
+class ParcelSource(KeySource):
+    def __new__(
+        cls,
+        rings: list[Ring],
+        epoch: int,
+        assignments: list[Any],
+        keys: Iterator[Any],
+        pickle: Callable[[Any, int], NDArray[np.int64]],
+        *,
+        depth: int,
+        prefetch: int,
+        in_order: bool,
+        free: bool,
+        seed: int,
+        number: int,
+    ) -> Self: ...
 
 @final
 class Carrier:

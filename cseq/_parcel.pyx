@@ -24,9 +24,10 @@ from cseq._codec cimport SlotEncoder
 from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._lock cimport Lock
-from cseq._memory cimport LARGE, MOST_KEPT, Mapping, Memory
+from cseq._memory cimport LARGE, MOST_KEPT, Block, Mapping, Memory
 from cseq._plan cimport aligned
 from cseq._slots cimport Slots
+from cseq._source cimport KeySource
 from cseq._work cimport Runner
 
 from collections import deque
@@ -77,6 +78,43 @@ cdef int64_t* head_of(list answer, Py_ssize_t count) except NULL:
     if head[0] != count:
         raise ValueError(f"an answer for {head[0]} tickets, not {count}")
     return head
+
+
+@cython.final
+cdef class ParcelSource(KeySource):
+    """Batches that keys name, for a ring whose tickets travel: they have all that an agent has to know.
+
+    A list of ints is a ticket's indices. Any other key is what `pickle` returns for it: an array of indices,
+    and one size.
+
+    Parameters
+    ----------
+    seed, number : int
+        The seed of all tickets, and the number of the first one. Their epoch is 0, their place their number.
+    others
+        See `KeySource`.
+    """
+
+    cdef uint64_t seed, number
+
+    def __cinit__(self, *_, uint64_t seed, uint64_t number, **__):
+        self.seed, self.number = seed, number
+
+    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
+        cdef int64_t* words = cseq_ring_indices(ring.r, cell)
+        cdef uint32_t count, parts = 0
+        key = self.drawn.pop(0)
+        if type(key) is Block:
+            count = <uint32_t>((<Block>key).size // 8)
+            memcpy(words, (<Block>key).data, 8 * <size_t>count)
+        else:
+            count, parts = <uint32_t>(cnp.PyArray_SIZE(key) - 1), 1
+            memcpy(words, cnp.PyArray_DATA(key), 8 * (<size_t>count + 1))
+        cseq_ring_cell(ring.r, cell).parts = parts
+        ring.offer(cell, ticket, 0, self.number, count, self.number, self.seed)
+        self.number += 1
+        self.posted += 1
+        return 1
 
 
 @cython.final

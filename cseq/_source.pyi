@@ -60,7 +60,7 @@ class ItemSource(StreamSource):
     ) -> Self: ...
     def open(self) -> None: ...
 
-@final
+@disjoint_base
 class KeySource(StreamSource):
     def __new__(
         cls,

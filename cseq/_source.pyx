@@ -315,7 +315,7 @@ cdef class ItemSource(StreamSource):
 
 
 cdef Block ints_of(key, Py_ssize_t most):
-    """The numbers of a list of at most `most` ints within int64 (no subclasses); else None."""
+    """The numbers of a list of 1 to `most` ints within int64 (no subclasses); else None."""
     cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
@@ -324,7 +324,7 @@ cdef Block ints_of(key, Py_ssize_t most):
     if type(key) is not list:
         return None
     numbers = tuple(key)
-    if PyTuple_GET_SIZE(numbers) > most:
+    if not 0 < PyTuple_GET_SIZE(numbers) <= most:
         return None
     block = Block(8 * PyTuple_GET_SIZE(numbers))
     words = <int64_t*>block.data
@@ -337,7 +337,6 @@ cdef Block ints_of(key, Py_ssize_t most):
     return block
 
 
-@cython.final
 cdef class KeySource(StreamSource):
     """Items that are named by keys, which an iterator gives: so many ahead, then one for each item taken.
 
@@ -361,7 +360,7 @@ cdef class KeySource(StreamSource):
     """
 
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, keys, pickle, *,
-                  uint32_t depth, Py_ssize_t first, uint64_t prefetch, bint in_order, bint free):
+                  uint32_t depth, uint64_t prefetch, bint in_order, bint free, **__):
         self.keys, self.pickle, self.keyed = keys, pickle, True
         self.in_order, self.in_turn, self.free = in_order, True, free
         self.ahead = min(prefetch, MOST_AHEAD) * <uint64_t>PyList_GET_SIZE(rings)
@@ -411,7 +410,7 @@ cdef class KeySource(StreamSource):
         if written is None:
             try:
                 written = self.pickle(self.key, self.posted + <uint64_t>len(self.drawn))
-            except TypeError as error:  # it cannot be pickled
+            except (TypeError, ValueError) as error:  # it cannot be pickled, or is too long
                 self.keys, self.error, self.key = None, error, NOTHING
                 return 0
         self.drawn.append(written)

@@ -170,6 +170,8 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
         return worker, None
     if thread_type != "ray":
         raise TypeError(f"worker={worker!r} is a fleet: give it to a RaySequence")
+    if worker.worker is None and not worker.over:
+        raise TypeError(f"worker={worker!r} has no worker: make it as RayFleet(worker, …)")
     return worker.worker, worker
 
 

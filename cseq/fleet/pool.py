@@ -10,16 +10,22 @@
 from __future__ import annotations
 
 import time
+import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cseq._core import Ring, ring_bytes
+from cseq._core import Ring, now_ns, ring_bytes
 from cseq._memory import Block
-from cseq._parcel import Carrier
+from cseq._parcel import Carrier, ParcelSource
 from cseq._slots import Slots
+from cseq._source import KEYS
 from cseq._work import Runner
+from cseq.arguments import Job, WorkerOptions
+from cseq.converter.output import Output
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects, SlotReader
+from cseq.errors import WorkerTimeout
+from cseq.fleet import keys as tickets
 from cseq.fleet.dispatch import Dispatcher
 from cseq.memory.arena import Arena
 from cseq.memory.writer import Writer
@@ -29,18 +35,21 @@ from cseq.pools.thread import ThreadGroup, add_converters
 from cseq.stage import INDEXER
 
 if TYPE_CHECKING:
-    from cseq.arguments import Job
+    from collections.abc import Iterator
+
     from cseq.fleet.agent import Fleet
     from cseq.fleet.ray import RayFleet
     from cseq.order.place import Place
     from cseq.pools.base import Awaited
     from cseq.stats import Stats
 
-__all__ = ["FleetPool"]
+__all__ = ["AHEAD", "FleetPool", "KeyPool"]
 
 ROOM = 64 << 20  # bytes of indices that the ring has room for, if that is `FEWEST` batches or more
 FEWEST = 64
 CLOSE_SECONDS = 2.0
+AHEAD = 2048  # keys that are drawn ahead of the batches taken: several parcels for each agent
+PATIENCE = 10  # times `timeout`, for the first batch: agents, and their workers, have to get ready
 
 
 class FleetPool(BatchPool):
@@ -50,7 +59,7 @@ class FleetPool(BatchPool):
 
     def __init__(self, job: Job) -> None:
         fleet: Fleet = job.fleet or self._own_fleet(job)
-        words = job.sampler.words
+        words = self._words(job)
         cells = min(job.buffer, max(FEWEST, ROOM // (8 * words)))
         runners = 1 + job.num_converters
         ring = Ring(Block(ring_bytes(cells, words, runners), zero=True), cells, words, runners)
@@ -79,6 +88,10 @@ class FleetPool(BatchPool):
             num_workers=1,
             num_converters=job.num_converters,
         )
+
+    def _words(self, job: Job) -> int:
+        """Return the most words of a ticket."""
+        return job.sampler.words
 
     def _own_fleet(self, job: Job) -> Fleet:
         """Make a fleet that ends with this pool."""
@@ -133,3 +146,93 @@ class FleetPool(BatchPool):
         if self._own is not None:
             self._own.close()
         self._job = self._job.without_worker()
+
+
+class KeyPool(FleetPool):
+    """A fleet's pool for the batches that keys of any kind name.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        Its indexers take what `keys.read` reads.
+    ordered : bool
+        False: batches come as they get ready.
+    timeout : float, optional
+        Seconds that a call may wait for a batch, and `PATIENCE` times as long for the first one.
+    """
+
+    _begun = 0  # when the present wait began (ns)
+
+    def __init__(self, fleet: Any, *, ordered: bool, timeout: float | None) -> None:
+        none: Any = None
+        super().__init__(
+            Job(
+                worker=None,
+                sampler=none,
+                output=Output("null"),
+                num_workers=1,
+                num_converters=0,
+                buffer=AHEAD,
+                ordered=ordered,
+                compat=None,
+                on_error="return",
+                seed_globals=True,
+                options=WorkerOptions(None, 0, timeout, "raise", None, 1, None),
+                fleet=fleet,
+            )
+        )
+
+    def _words(self, job: Job) -> int:
+        """Return the most words of a ticket."""
+        most: int = job.fleet.batch_size
+        return most + KEYS
+
+    def give_feed(self) -> Any:
+        """Return the feed, to which this pool then refers weakly; see `StreamPool.give_feed`."""
+        feed = self.feed
+        self.feed = weakref.proxy(feed)
+        return feed
+
+    def begin_keys(self, keys: Iterator[Any], *, seed: int, first: int) -> None:
+        """Begin the epoch; `first` is the number of its first batch here, `seed` that of all."""
+        feed, cells = self.feed, self._ring.capacity
+        source = ParcelSource(
+            self.rings,
+            0,
+            [None],
+            keys,
+            partial(tickets.write, most=self._job.fleet.batch_size),
+            depth=cells,
+            prefetch=cells,
+            in_order=True,
+            free=False,
+            seed=seed,
+            number=first,
+        )
+        feed.begin(source, ordered=self._job.ordered)
+        feed.generation = self.run.generation
+        feed.refill()
+        source.open()
+        self._ring.wake()
+        self.clock.run()
+
+    def _await(self, *args: Any) -> Any:
+        """Sleep until something is found; times are measured from here on."""
+        self._begun = now_ns()
+        return super()._await(*args)
+
+    def _check(self, awaited: Awaited | None) -> None:
+        """Raise errors, also for a batch that was waited for too long."""
+        super()._check(awaited)
+        limit = self._options.timeout
+        if limit is not None:
+            limit *= PATIENCE if self.clock.starting else 1
+            if now_ns() - self._begun > limit * 1e9:
+                self._complain(limit)
+
+    def _complain(self, limit: float) -> None:
+        """Raise for the batch that is waited for, if there is one."""
+        for number, cell in self.feed.awaited()[:1]:
+            place = named(self.rings[number], cell)[3]
+            waits_for = f"; {self._job.fleet.waits_for}" if self.clock.starting else ""
+            raise WorkerTimeout(f"{place} has not come within {limit:g} s{waits_for}")

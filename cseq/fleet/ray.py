@@ -165,8 +165,9 @@ class RayFleet:
 
     Parameters
     ----------
-    worker : object
-        As in `MSequence`. Made once in each worker process.
+    worker : object, optional
+        As in `MSequence`. Made once in each worker process. None: the fleet is for one
+        `DataLoader`, which gives it what makes its batches.
     nodes : int or (int, int), optional
         Agents. None: one on every node that has CPUs when the fleet starts. (least, most): it
         starts with the least; one is added when all were busy for the last ten seconds, and one
@@ -186,6 +187,7 @@ class RayFleet:
     ----------
     worker : object
         In the process that has made the fleet, until it is closed; elsewhere what has its length.
+        None: a `DataLoader` may set it.
     placement : Placement
         Where its agents are, and what each has.
     over : str
@@ -194,7 +196,7 @@ class RayFleet:
 
     def __init__(
         self,
-        worker: Any,
+        worker: Any = None,
         nodes: int | tuple[int, int] | None = None,
         num_workers: int | None = None,
         *,
@@ -215,7 +217,8 @@ class RayFleet:
         preload: Any = None,
         seed_globals: bool = True,
     ) -> None:
-        check_worker(worker)
+        if worker is not None:
+            check_worker(worker)
         self.worker = worker
         self.batch_size = check.count("batch_size", batch_size, most=MOST_BATCH // 2)
         own = {
@@ -296,6 +299,8 @@ class RayFleet:
 
         Raises
         ------
+        RuntimeError
+            There is no worker, or the fleet was closed.
         TypeError
             The worker cannot be pickled.
         ValueError
@@ -306,6 +311,11 @@ class RayFleet:
                 raise RuntimeError(f"this fleet is over: {self.over}")
             if self._made is not None or self._roster is not None:
                 return self
+            if self.worker is None:
+                raise RuntimeError(
+                    "this fleet has no worker: make it with one, or give it to a cseq.DataLoader, "
+                    "whose first iter() starts it"
+                )
             connect()
             pickled = dump(self.worker, elsewhere=True)
             buffers = [np.frombuffer(view, np.uint8) for view in pickled.buffers]
@@ -520,7 +530,8 @@ class RayFleet:
             ray.kill(roster)
 
     def __enter__(self) -> Self:
-        return self.start()
+        """Start it; a fleet without a worker is started by its loader."""
+        return self if self.worker is None and not self.over else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()

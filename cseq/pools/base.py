@@ -253,7 +253,7 @@ class BatchPool(Pool):
             [ring],
             batch_reader,
             options=job.options,
-            errors="skip" if job.on_error == "skip" else "raise",
+            errors=job.on_error,  # type: ignore[arg-type]
             interrupted="this iterator was interrupted: the manager was started or finished, or a "
             "newer iterator began; call iter() on the manager again",
             **options,

@@ -110,7 +110,11 @@ class LocalFleet:
             self._options,
             seed_globals=self._seed_globals,
         )
-        server.start()
+        try:
+            server.start()
+        except BaseException:
+            server.close()
+            raise
         number = next(self._numbers)
         agent = self.agents[number] = LocalAgent(f"agent {number}", server)
         self._tell()
@@ -140,8 +144,9 @@ class LocalFleet:
         return self.agents
 
     def detach(self, notify: Callable[[], None]) -> None:
-        """Do not call `notify` any more."""
-        self._watchers.remove(notify)
+        """Do not call `notify` any more, if it was attached."""
+        if notify in self._watchers:
+            self._watchers.remove(notify)
 
     def close(self) -> None:
         """End all agents."""
@@ -173,3 +178,23 @@ class OwnFleet(LocalFleet):
         """End the agents."""
         super().detach(notify)
         self.close()
+
+
+class LateFleet(LocalFleet):
+    """A fleet without a worker, until a loader gives it one; its agents start with the first epoch.
+
+    They may be stopped from their first moment on.
+    """
+
+    def __init__(self, nodes: int = 2, *, is_stopped: bool = False, **options: Any) -> None:
+        super().__init__(None, 0, **options)
+        self._nodes, self._is_stopped = nodes, is_stopped
+
+    def attach(self, notify: Callable[[], None]) -> dict[int, LocalAgent]:
+        """Start the agents."""
+        while len(self.agents) < self._nodes:
+            agent = self.add()
+            if self._is_stopped:
+                agent.stop()
+        self._nodes = 0
+        return super().attach(notify)

@@ -128,13 +128,26 @@ def make_iterator(
         A state was loaded, which torch's own iterator cannot use.
     """
     fall_back = partial(_fall_back, loader, otherwise, resume, rng=rng, on_error=on_error)
+    options: dict[str, Any] = {
+        "rng": rng,
+        "on_error": on_error,
+        "resume": resume,
+        "snapshot_every": snapshot_every,
+    }
     reason = _reason_against(loader)
+    fleet = getattr(loader, "fleet", None)
+    if fleet is not None:
+        if reason is not None:
+            raise RuntimeError(f"fleet={fleet!r} cannot make the batches, since {reason}")
+        from cseq.adapters.torch.fleet import FleetIterator
+
+        from_fleet = FleetIterator(loader, **options, max_restarts=max_restarts)
+        _note(loader, None)
+        return from_fleet
     if reason is not None:
         return fall_back(reason)
     if loader.num_workers == 0:
-        inline = InlineIterator(
-            loader, rng=rng, on_error=on_error, resume=resume, snapshot_every=snapshot_every
-        )
+        inline = InlineIterator(loader, **options)
         _note(loader, None)
         return inline
     loader.check_worker_number_rationality()
@@ -142,14 +155,7 @@ def make_iterator(
     chosen = loader.generator or torch.default_generator
     before = None if is_forked else (look(), chosen.get_state())
     try:
-        iterator = WorkersIterator(
-            loader,
-            rng=rng,
-            on_error=on_error,
-            resume=resume,
-            snapshot_every=snapshot_every,
-            max_restarts=max_restarts,
-        )
+        iterator = WorkersIterator(loader, **options, max_restarts=max_restarts)
     except UnpicklableError as error:  # torch's own way may know what to do with it
         if before is None:
             raise

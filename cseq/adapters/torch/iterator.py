@@ -23,7 +23,6 @@ from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torch.state import Resume
-    from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
 
@@ -85,8 +84,24 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             self, loader, names.Workers, rng=rng, on_error=on_error, keeps_state=keeps_state
         )
         self._pinner = Pinner(self._pin_memory_device)
-        self._prefetch_factor = loader.prefetch_factor
         self._in_order = bool(getattr(loader, "in_order", True))  # before torch 2.6 there is none
+        every = snapshot_every or 0
+        # Batches of keys are not made again for a state: it has to be that of the last one.
+        self._snapshot_every = every if self._is_iterable else min(1, every)
+        self.progress.iterator = weakref.ref(self)
+        self._streams = self._open(loader, max_restarts)
+        self._shutdown = False
+        self._items: Any
+        self._ended = False
+        try:
+            self._reset(loader, first_iter=True, resume=resume)
+        except BaseException:
+            self._shutdown_workers()
+            raise
+
+    def _open(self, loader: Any, max_restarts: int) -> Any:
+        """Start the worker processes."""
+        self._prefetch_factor = loader.prefetch_factor
         if self._num_workers <= 0:
             raise AssertionError(
                 "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
@@ -95,12 +110,9 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        every = snapshot_every or 0
-        # Batches of keys are not made again for a state: it has to be that of the last one.
-        self._snapshot_every = every if self._is_iterable else min(1, every)
-        self.progress.iterator = weakref.ref(self)
         method = start_method_of(loader)
         is_forked = method == "fork"
+        rng = self._rng
         producer: Any = worker.Worker(
             worker.Fetching.of(self),
             loader.worker_init_fn,
@@ -108,7 +120,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             worker.Modes.here() if is_forked else None,
         )
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
-        self._streams = Streams(
+        streams = Streams(
             producer,
             self._num_workers,
             prefetch=self._prefetch_factor,
@@ -123,15 +135,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             lost="" if rng == "batch" else DRAWN_AGAIN,
             launch="begin" if keys_first else "now",
         )
-        self._shutdown = False
-        self._workers = [WorkerProcess(self._streams, n) for n in range(self._num_workers)]
-        self._items: Any
-        self._ended = False
-        try:
-            self._reset(loader, first_iter=True, resume=resume)
-        except BaseException:
-            self._shutdown_workers()
-            raise
+        self._workers = [WorkerProcess(streams, n) for n in range(self._num_workers)]
+        return streams
 
     def _reset(
         self,
@@ -158,12 +163,16 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._received.clear()
         self._error = None
         self._begin(resume)
-        epochs = self._epochs()
         if self._is_iterable:
-            self._streams.begin(epochs, ordered=self._in_order)
+            self._streams.begin(self._epochs(), ordered=self._in_order)
             if not self._in_order:
                 self._items = iter(self._streams)
             return
+        self._begin_keys(resume)
+        self._items = iter(self._streams)
+
+    def _begin_keys(self, resume: Resume | None) -> None:
+        """Begin an epoch of map-style data."""
         progress = self.progress
         keys = self._keys(self._prefetch_factor * self._num_workers, resume)
         if self._rng == "batch":
@@ -171,13 +180,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         free = self._rng == "batch" and not is_stateful(self._dataset)
         first = progress.yielded % self._num_workers  # batch k is made by worker k mod N
         self._streams.begin(
-            epochs,
+            self._epochs(),
             keys,
             ordered=self._in_order,
             assign="free" if free else "turn",
             first=first,
         )
-        self._items = iter(self._streams)
 
     def _epochs(self) -> list[worker.Epoch]:
         """Tell each worker what it has to know of the epoch."""
@@ -207,6 +215,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             self._end()
             raise
         except WorkerTimeout as late:
+            if not self._timeout:  # that of a fleet
+                raise
             raise LoaderTimeout(
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
@@ -301,6 +311,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
 
     def _told(self, died: WorkerDied) -> str:
         """Return what to say of a death: in torch's words, which people search for, and in ours."""
+        if died.pid is None:  # agents of a fleet were lost
+            return str(died)
         text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly"
         if died.exitcode is not None and died.exitcode < 0:
             killed = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
@@ -324,10 +336,12 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         """Do nothing: `Streams` end when they are dropped, and nothing waits for that."""
 
     @property
-    def _run(self) -> Run[StreamPool]:
+    def _run(self) -> Run[Any]:
         """For `cseq.testing`."""
-        return self._streams._run
+        run: Run[Any] = self._streams._run
+        return run
 
     def stats(self) -> Stats:
         """Count what was done so far, and where time went; see `cseq.Stats`."""
-        return self._streams.stats()
+        stats: Stats = self._streams.stats()
+        return stats

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from cseq.pools.stream import StreamPool
+    from cseq.fleet.ray import RayFleet
     from cseq.run import Run
     from cseq.stats import Stats
 
@@ -88,6 +88,11 @@ class DataLoader(Torchs[T_co]):
         Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
         generators of a replacement begin from its seed, so numbers are drawn again, which the log
         says; with 0, `WorkerDied` is raised in the loop.
+    fleet : RayFleet, optional
+        One without a worker, whose agents make the batches of a map-style data set, as with
+        ``rng='batch'`` and any `num_workers`, which is left out. The first `iter` starts it: the
+        data set, `collate_fn` and `worker_init_fn` are sent once. The fleet is the caller's to
+        close.
 
     Raises
     ------
@@ -115,6 +120,7 @@ class DataLoader(Torchs[T_co]):
     on_error: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
+    fleet: Any = None
     _wants_states = False  # `state_dict` or `load_state_dict` was called
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
@@ -145,6 +151,7 @@ class DataLoader(Torchs[T_co]):
             on_error: Literal["raise", "skip"] | None = None,
             snapshot_every_n_steps: int | None = None,
             max_restarts: int = MAX_RESTARTS,
+            fleet: RayFleet | None = None,
         ) -> None: ...
 
     else:
@@ -156,6 +163,7 @@ class DataLoader(Torchs[T_co]):
             on_error: str | None = None,
             snapshot_every_n_steps: int | None = None,
             max_restarts: int = MAX_RESTARTS,
+            fleet: Any = None,
             **kwargs: Any,
         ) -> None:
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
@@ -170,6 +178,11 @@ class DataLoader(Torchs[T_co]):
                 every = count("snapshot_every_n_steps", every, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
+            if fleet is not None:
+                from cseq.adapters.torch.fleet import check
+
+                check(self, fleet, rng)
+                self.fleet, self.rng = fleet, "batch"
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
@@ -247,7 +260,7 @@ class DataLoader(Torchs[T_co]):
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
-    def _run(self) -> Run[StreamPool] | None:
+    def _run(self) -> Run[Any] | None:
         """The run of the latest iterator, for `cseq.testing`."""
         iterator = None if self._progress is None else self._progress.iterator()
         return None if iterator is None else iterator._run
