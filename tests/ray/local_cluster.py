@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.2"
 STORE = 200 << 20  # bytes, of each node
-GRACE = 20.0  # seconds in which what is about to happen has to happen
+GRACE = 60.0  # seconds in which what is about to happen has to happen
 
 # A node that is gone is noticed within a second.
 QUICK_DEATHS = {

@@ -42,12 +42,13 @@ class Rank:
         with sequence(fleet, **options).start() as batches:
             return list(batches)
 
-    def halting(self, fleet, seconds, **options):
-        """Take a batch, sleep, and take the rest."""
+    def halting(self, fleet, path, **options):
+        """Take a batch; once a file is there, take the rest."""
         with sequence(fleet, **options).start() as batches:
             iterator = iter(batches)
             first = next(iterator)
-            time.sleep(seconds)
+            while not os.path.exists(path):
+                time.sleep(0.01)
             return [first, *iterator]
 
     def make(self, **options):
@@ -139,15 +140,15 @@ def test_a_copy_knows_how_many_samples_there_are_and_of_which_type():
     assert "has a copy of a fleet, and not its worker" in text
 
 
-def test_a_rank_that_sleeps_holds_no_other_up():
-    """Two ranks on a fleet: together, they have each sample once."""
+def test_a_rank_that_sleeps_holds_no_other_up(tmp_path):
+    """Two ranks on a fleet, one of which waits for the other's end: together, all samples once."""
     with cseq.RayFleet(Draws, 2, 1) as fleet:
         await_agents(fleet)
         sleeper = Rank.remote()
-        asleep = sleeper.halting.remote(fleet, 5.0, shard=(1, 2))
+        asleep = sleeper.halting.remote(fleet, str(tmp_path / "go on"), shard=(1, 2))
         with sequence(fleet, shard=(0, 2)).start() as batches:
             mine = list(batches)
-        assert ray.wait([asleep], timeout=0)[0] == []
+        (tmp_path / "go on").touch()
         theirs = ray.get(asleep)
     seen = sorted(int(index) for batch in mine + theirs for index in batch[0])
     assert seen == list(range(SAMPLES))
@@ -265,13 +266,16 @@ def test_an_elastic_fleet_grows_while_its_agents_are_busy(monkeypatch):
     monkeypatch.setattr(actors, "BUSY", 0.8)  # of an agent that shares two cores with others
     with cseq.RayFleet(DrawsSlowly, (1, 3), 1, num_cpus=0.5) as fleet:
         await_agents(fleet, 1)
-        with sequence(fleet).start() as batches:
-            deadline, epoch = time.monotonic() + 60, 0
-            while fleet.workers < 3:
-                assert_is_test_mode(list(batches), epoch=epoch)
-                epoch += 1
-                assert time.monotonic() < deadline, fleet.agents
-            assert_is_test_mode(list(batches), epoch=epoch)
+        got = []
+        with sequence(fleet, repeat=100).start() as batches:
+            for batch in batches:
+                got.append(batch)
+                if len(got) == BATCHES:
+                    assert_is_test_mode(got, epoch=batches.epoch)
+                    got = []
+                    if fleet.workers == 3:
+                        break
+            assert fleet.workers == 3
             until(lambda: fleet.workers == 1, "no agent ends")
         assert len(fleet.agents) == 1
 
