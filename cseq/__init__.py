@@ -14,7 +14,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, count what is held
-    ├── __main__.py     python -m cseq run: a script, with cseq's DataLoader in torch's place
+    ├── __main__.py     python -m cseq: run a script with cseq's DataLoader in torch's place
+    ├── observe/        python -m cseq doctor: what is wrong with a machine
     ├── adapters/       other libraries' interfaces: torch's, RETURNN's, torchdata's
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
@@ -34,6 +35,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── memory/         the shared memory that batches lie in
     ├── stats.py        counts, waiting times, and the bottleneck
     ├── stage.py        the loop of every runner: claim, work, publish
+    ├── cgroup.py       what the control groups of a container say
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break

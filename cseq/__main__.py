@@ -1,4 +1,4 @@
-"""``python -m cseq run``: a script whose DataLoaders have cseq's workers."""
+"""``python -m cseq``: a script with cseq's DataLoader, or a look at the machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument(
         "script", nargs=argparse.PARSER, metavar="script", help="and the arguments of the script"
     )
+    doctor = commands.add_parser(
+        "doctor", help="say what is wrong with this machine or container", allow_abbrev=False
+    )
+    doctor.add_argument("modules", nargs="*", metavar="MODULE", help="whose import is timed")
+    doctor.add_argument("--data", metavar="PATH", help="a file or folder that is read from")
+    doctor.add_argument("--json", action="store_true", help="a list of objects, not lines")
     given = parser.parse_args(arguments)
+    if not hasattr(given, "script"):
+        from cseq.observe.doctor import report
+
+        sys.exit(report(given.modules, given.data, as_json=given.json))
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
 

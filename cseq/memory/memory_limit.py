@@ -6,20 +6,18 @@ import operator
 import os
 import re
 from os.path import join  # pathlib is slow to import, and every start waits for it
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cseq._memory import ram
+from cseq.cgroup import ROOT, Folder, fields, groups, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-Folder: TypeAlias = "str | os.PathLike[str]"
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-ROOT = "/"  # where ``proc`` and ``sys`` are
 # Files of a control group: the limit of its memory, and the memory that it uses.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 # And the number of its processes that were killed for lack of memory.
@@ -71,19 +69,19 @@ def _parse_size(text: str) -> int:
             f"memory_limit={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
             "such as '2GiB'"
         )
-    number = float(match[1]) if "." in match[1] else int(match[1])
-    return int(number * _UNITS[match[2]])
+    count = float(match[1]) if "." in match[1] else int(match[1])
+    return int(count * _UNITS[match[2]])
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
     """Return a quarter of the memory that this process may use, in bytes."""
-    groups = [_number(join(group, limit)) for group, limit in _groups(root)]
-    return min([_ram(), *(limit for limit in groups if limit is not None)]) // 4
+    limits = [number(join(group, limit)) for group, limit in _groups(root)]
+    return min([_ram(), *(limit for limit in limits if limit is not None)]) // 4
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
     """Return how many bytes this process may still use; None where the system does not say."""
-    machine = _fields(join(root, "proc/meminfo"))
+    machine = fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
     free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
@@ -93,7 +91,7 @@ def available_memory(root: Folder = ROOT) -> int | None:
 def oom_kills(root: Folder = ROOT) -> int | None:
     """Return how many processes of this control group were killed for lack of memory, or None."""
     # No generator is left in its middle: what a signal handler raises while it is closed is lost.
-    counts = [_fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
+    counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None
 
@@ -124,46 +122,12 @@ def _ram() -> int:
 def _free_of_groups(root: Folder) -> Iterator[int]:
     """Bytes that are left in this process's control groups and all above them."""
     for group, name in _groups(root):
-        limit = _number(join(group, name))
-        taken = _number(join(group, USAGE[name]))
+        limit = number(join(group, name))
+        taken = number(join(group, USAGE[name]))
         if limit is not None and taken is not None:
-            cache = _fields(join(group, "memory.stat"))  # files' pages can be dropped
+            cache = fields(join(group, "memory.stat"))  # files' pages can be dropped
             yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
 
 
 def _groups(root: Folder) -> Iterator[tuple[str, str]]:
-    """List this process's control groups and all above them, each with its limit's file."""
-    for line in _lines(join(root, "proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _upwards(join(root, "sys/fs/cgroup"), path, "memory.max")
-        elif "memory" in controllers.split(","):
-            yield from _upwards(join(root, "sys/fs/cgroup/memory"), path, "memory.limit_in_bytes")
-
-
-def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
-    """List a control group and all above it; in a container, only some may exist."""
-    parts = [part for part in path.split("/") if part]
-    for depth in range(len(parts), -1, -1):
-        yield join(top, *parts[:depth]), name
-
-
-def _lines(path: str) -> list[str]:
-    """Read a file's lines; none if there is no such file."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: str) -> int | None:
-    """Read a file with a number in it; None if there is none, or another word ('max')."""
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _fields(path: str) -> dict[str, int]:
-    """Read a file of lines with a name and a number."""
-    words = [line.split() for line in _lines(path)]
-    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
+    return groups(root, "memory", "memory.max", "memory.limit_in_bytes")

@@ -1,0 +1,1 @@
+"""Programs for people who look at a loader; `import cseq` imports none of them."""
