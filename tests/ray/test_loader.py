@@ -94,7 +94,12 @@ def test_an_exception_has_torchs_form_and_ctrl_c_leaves_the_loader_usable():
         next(iterator)
     with pytest.raises(RuntimeError, match="the fleet is over"):
         list(iterator)
-    del iterator
+
+
+def test_a_fleet_ends_with_the_loader_that_alone_has_it():
+    """In the middle of an epoch; the fixture looks at what is left."""
+    loader = cseq.DataLoader(Slow(400), fleet=cseq.RayFleet(nodes=2, num_workers=1), **OPTIONS)
+    assert next(iter(loader))["index"].shape == (4,)
 
 
 def test_a_fleet_without_a_worker_is_no_sequences():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray.train", reason="pip install 'ray[train]'", exc_type=ImportError)
+train = pytest.importorskip("ray.train", reason="pip install 'ray[train]'", exc_type=ImportError)
 
 # In a cluster of their own: Ray keeps actors of Train and Tune for later runs.
 COMMON = """
@@ -217,6 +217,8 @@ def test_ranks_that_ray_train_starts_again_go_on(run_script, tmp_path):
 def test_more_ranks_go_on_where_there_is_room_for_them(run_script, tmp_path):
     """Ray Train starts two in place of one, in mid-epoch: together, each sample once."""
     pytest.importorskip("torch")
+    if not hasattr(train.ScalingConfig, "elastic_resize_monitor_interval_s"):
+        pytest.skip("this Ray Train has no elastic ranks")
     run(run_script, RESIZED, tmp_path)
 
 

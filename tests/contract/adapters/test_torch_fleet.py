@@ -24,7 +24,7 @@ from torch_data import (  # noqa: E402
 )
 
 import cseq  # noqa: E402
-from cseq.adapters.torch import LoaderTimeout  # noqa: E402
+from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,6 +243,23 @@ def test_a_timeout_leaves_the_batch_where_it_is() -> None:
             except LoaderTimeout:
                 continue
     assert made == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_batches_are_pinned_beside_the_loop(
+    fleet: LateFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, by torch's function, also where there is no accelerator."""
+    pinned: list[Any] = []
+
+    def pin(batch: Any, _: Any) -> Any:
+        pinned.append(batch.tolist())
+        return batch
+
+    monkeypatch.setattr(names, "pin", pin)
+    iterator: Any = iter(cseq.DataLoader(Plain(12), batch_size=2, fleet=fleet))
+    iterator._pin_memory = True
+    assert [batch.tolist() for batch in iterator] == pinned
+    assert pinned == [[k, k + 1] for k in range(0, 12, 2)]
 
 
 class Opened(Plain):
