@@ -33,7 +33,9 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── processes/      worker processes: started, replaced when they die, ended
     ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
     ├── memory/         the shared memory that batches lie in
-    ├── stats.py        counts, waiting times, and the bottleneck
+    ├── stats.py        counts and times of a run, or of a part of it
+    ├── advice.py       why a loop waits, and what helps: one table of rules
+    ├── meters.py       what each party of a ring has measured
     ├── stage.py        the loop of every runner: claim, work, publish
     ├── cgroup.py       what the control groups of a container say
     ├── compute.py      cores, and the threads that libraries of a worker process compute with

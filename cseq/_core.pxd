@@ -6,7 +6,8 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport (
-    cseq_cell, cseq_count_u64, cseq_feistel, cseq_gil, cseq_order, cseq_ring, cseq_ring_retire,
+    cseq_cell, cseq_count_u64, cseq_feistel, cseq_gil, cseq_histogram_add, cseq_meter,
+    cseq_meter_slept, cseq_now_ns, cseq_order, cseq_ring, cseq_ring_retire, cseq_store_rlx_u64,
 )
 from cseq._memory cimport Memory
 
@@ -61,11 +62,7 @@ cdef class Ring:
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
-    # Counters that any thread reads: see `cseq_count_u64`.
-    cdef uint64_t waited        # ns that the trainer has slept
-    cdef uint64_t batch_count   # taken since the beginning, without errors
-    cdef uint64_t sample_count
-    cdef uint64_t byte_count
+    cdef cseq_meter* meter      # the trainer's: that of the ring at 0
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
@@ -77,9 +74,9 @@ cdef class Ring:
         next post in its cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
-            cseq_count_u64(&self.batch_count, 1)
-            cseq_count_u64(&self.sample_count, c.count)
-            cseq_count_u64(&self.byte_count, f[0] + f[1] + f[2] + f[3])
+            cseq_count_u64(&self.meter.batches, 1)
+            cseq_count_u64(&self.meter.samples, c.count)
+            cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
         """Free a cell that is the trainer's; an outstanding ticket there is subtracted already."""
         if self.kept is None:
@@ -87,5 +84,15 @@ cdef class Ring:
         else:
             self.kept[cell] = None
         cseq_ring_retire(self.r, cell)
+    cdef inline uint64_t sleep(self) noexcept:
+        """A sleep of the trainer begins now."""
+        cdef uint64_t now = cseq_now_ns()
+        cseq_store_rlx_u64(&self.meter.asleep_ns, now)
+        return now
+    cdef inline void slept(self, uint64_t before, uint64_t awake) noexcept:
+        """It is over, and so is the wait for the GIL after it."""
+        cdef uint64_t now = cseq_now_ns()
+        cseq_histogram_add(&self.meter.gil, now - awake)
+        cseq_meter_slept(self.meter, before, now)
     cdef bint retract(self, uint32_t cell) noexcept
     cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept

@@ -5,6 +5,7 @@ The algorithms are in ``include/cseq_*.h``, as C that knows no Python. The class
 arguments, release the GIL where something can take long, and turn status codes into exceptions.
 """
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -279,7 +280,7 @@ def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=
     cdef uint32_t count = <uint32_t>len(rings)
     cdef uint32_t k
     cdef Ring ring
-    cdef uint64_t before
+    cdef uint64_t before, awake
     cdef uint64_t park = PARK_NS
     cdef cseq_ring** r
     cdef uint32_t* at
@@ -295,11 +296,12 @@ def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=
             ring = rings[k]
             ring.at(cells[k])
             r[k], at[k] = ring.r, cells[k]
-        before = cseq_now_ns()
+        before = ring.sleep()
         with nogil:
             if spun or not cseq_ring_expect(r, at, count, at[0], seen):
                 cseq_ring_wait_any(r, at, count, seen, park)
-        cseq_count_u64(&ring.waited, cseq_now_ns() - before)
+            awake = cseq_now_ns()
+        ring.slept(before, awake)
     finally:
         PyMem_RawFree(r)
     PyErr_CheckSignals()
@@ -363,6 +365,7 @@ cdef class Ring:
             self.r.output -= at
         elif not cseq_ring_fits(self.r, nbytes):
             raise ValueError("there is no ring of this version of cseq in this memory")
+        self.meter = cseq_ring_meter(<cseq_ring*>memory.data, 0)
         self.kept = [None] * self.r.capacity if self.r.calls else None
         self.calling = -1
         self.wake_at = 1
@@ -380,24 +383,25 @@ cdef class Ring:
         return self.r.capacity
 
     @property
-    def waited_ns(self):
-        """Nanoseconds that the trainer has slept; on any thread."""
-        return cseq_load_rlx_u64(&self.waited)
+    def runners(self):
+        """Owners are numbered from 1 to this."""
+        return self.r.runners
 
-    @property
-    def taken_batches(self):
-        """Batches taken since the beginning, without errors; on any thread."""
-        return cseq_load_rlx_u64(&self.batch_count)
+    def published(self, uint32_t owner):
+        """Tickets that a runner has published, of those that ask for something."""
+        if not 1 <= owner <= self.r.runners:
+            raise IndexError(f"owner {owner} is not in [1, {self.r.runners}]")
+        return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
 
-    @property
-    def taken_samples(self):
-        """Samples of these batches; on any thread."""
-        return cseq_load_rlx_u64(&self.sample_count)
-
-    @property
-    def taken_bytes(self):
-        """Bytes that these batches took of their slots; on any thread."""
-        return cseq_load_rlx_u64(&self.byte_count)
+    def meters(self):
+        """What `meters.METER` says of the trainer, then of each runner: bytes; on any thread."""
+        cdef Py_ssize_t k, count = (self.r.runners + 1) * <Py_ssize_t>sizeof(cseq_meter) // 8
+        cdef uint64_t* words = <uint64_t*>cseq_ring_meter(self.r, 0)
+        copied = PyBytes_FromStringAndSize(NULL, 8 * count)
+        cdef uint64_t* out = <uint64_t*><char*>copied
+        for k in range(count):
+            out[k] = cseq_load_rlx_u64(words + k)
+        return copied
 
     @property
     def closed(self):
@@ -463,14 +467,6 @@ cdef class Ring:
             elif state == CSEQ_READY:
                 depth[2] += 1
         return depth[0], depth[1], depth[2]
-
-    def idle_ns(self):
-        """Nanoseconds that each runner has slept without a ticket to claim, by owner from 1."""
-        return [cseq_load_rlx_u64(&cseq_ring_runner(self.r, o + 1).idle_ns) for o in range(self.r.runners)]
-
-    def batches(self):
-        """Tickets that each runner has published, by owner from 1."""
-        return [cseq_load_rlx_u64(&cseq_ring_runner(self.r, o + 1).batches) for o in range(self.r.runners)]
 
     def holder(self, uint32_t cell):
         """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
@@ -604,19 +600,22 @@ cdef class Ring:
         ns : int
             Nanoseconds.
         """
-        cdef uint64_t before = cseq_now_ns()
+        cdef uint64_t before = self.sleep()
+        cdef uint64_t awake
         if cell >= 0:
             self.at(<uint32_t>cell)
         if self.unwoken:  # written with the run's lock held
             self.wake()
         with nogil:
             cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns)
-        cseq_count_u64(&self.waited, cseq_now_ns() - before)
+            awake = cseq_now_ns()
+        self.slept(before, awake)
         PyErr_CheckSignals()
 
     cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept:
         """Wait for a ticket, but do not sleep: whether it is ready. `last`: see `cseq_ring_expect`."""
         cdef uint64_t before = cseq_now_ns()
+        cdef uint64_t awake
         cdef int ready
         if self.unwoken and not cseq_gil_is_served(&self.gil, self.r):
             self.wake()
@@ -625,7 +624,8 @@ cdef class Ring:
                 ready = cseq_ring_expect(&self.r, &cell, 1, last, seen)
             else:
                 ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen)
-        cseq_count_u64(&self.waited, cseq_now_ns() - before)
+            awake = cseq_now_ns()
+        self.slept(before, awake)
         return ready
 
     def ticket(self, uint32_t cell):

@@ -23,7 +23,8 @@ from cseq._core import wait_any
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 
 cdef enum:
-    ENDED = 2  # a bit of a ticket's status: see stage.py
+    ENDED = 2        # a bit of a ticket's status: see stage.py
+    MOST_LOOKS = 64  # at tickets, when the loop has waited
 
 cdef uint64_t NONE = <uint64_t>-1
 
@@ -150,6 +151,13 @@ cdef class Feed(Line):
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
+    def run_clock(self):
+        """From here on, time is the epoch's; a pause after the last batch is of none."""
+        cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
+        cseq_meter_begin(m, cseq_now_ns())
+        if m.first_ns:
+            cseq_meter_poll(m, cseq_now_ns(), False)
+
     def end(self):
         """Give up the epoch; nothing is under way then."""
         self.generation = NONE
@@ -247,6 +255,7 @@ cdef class Feed(Line):
         BaseException
             What the source raises after the last ticket.
         """
+        cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         self.refill()
         if self.find() >= 0:
             return True
@@ -255,6 +264,9 @@ cdef class Feed(Line):
         if not self.length and self.source.is_over(-1):
             self.source.finish()
             self.ended = True
+            if m.first_ns:
+                cseq_meter_step(m, cseq_now_ns(), False)
+            cseq_store_rlx_u64(&m.since_ns, 0)
         return None
 
     def notices(self):
@@ -391,7 +403,7 @@ cdef class Feed(Line):
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
         left = self.drop(k, ring)  # its destructor may run code: after all else is done
-        self.now = cseq_now_ns()
+        self.note_step()
         ring.retired(self.cell(&t), self.now)
         self.units += t.units
         cseq_count_u64(&self.taken_count, 1)
@@ -404,6 +416,43 @@ cdef class Feed(Line):
         while self.post() and self.source.keyed:  # keys may have waited for room
             pass
         return 0
+
+    cdef void note_step(self) noexcept:
+        """The loop has waited, or not, for the ticket that is taken out now, and before that gone on after
+        the last one."""
+        cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
+        cdef Py_ssize_t k, ready = 0, most = min(self.length, MOST_LOOKS)
+        cdef uint64_t waited, now = cseq_now_ns()
+        self.now = now
+        if not m.first_ns:
+            self.note_first(m)
+            return
+        waited = cseq_meter_step(m, now, not self.taken_count)
+        cseq_store_rlx_u64(&m.since_ns, now)
+        if now - m.polled_ns > CSEQ_POLL:
+            cseq_meter_poll(m, now, False)
+        if waited:
+            for k in range(most):
+                ready += self.is_ready(k)
+            if 2 * ready >= most:
+                cseq_count_u64(&m.behind_ns, waited)
+            if self.taken_count < self.runners:
+                cseq_count_u64(&m.early_ns, waited)
+
+    cdef void note_first(self, cseq_meter* m) noexcept:
+        """The first batch of all: what was waited until now is the start."""
+        cdef Py_ssize_t k
+        cdef uint32_t owner
+        cdef cseq_meter* runner
+        cseq_store_rlx_u64(&m.start_ns, m.waited_ns)
+        cseq_store_rlx_u64(&m.waited_ns, 0)
+        cseq_store_rlx_u64(&m.since_ns, self.now)
+        for k in range(PyList_GET_SIZE(self.rings)):
+            for owner in range(1, self.r[k].runners + 1):
+                runner = cseq_ring_meter(self.r[k], owner)
+                cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
+        cseq_meter_poll(m, self.now, False)
+        cseq_store_rlx_u64(&m.first_ns, self.now)
 
     cdef PyObject* take(self, uint64_t generation) except NULL:
         """Take the next batch: the caller, who has the lock, has the reference.

@@ -52,6 +52,37 @@ cdef extern from "cseq_fault.h" nogil:
     void CSEQ_POINT(const char* name) noexcept
 
 
+cdef extern from "cseq_meter.h" nogil:
+    enum:
+        CSEQ_POLL
+
+    ctypedef struct cseq_histogram:
+        uint64_t sum
+
+    ctypedef struct cseq_meter:
+        uint64_t batches
+        uint64_t samples
+        uint64_t nbytes
+        uint64_t since_ns   # when the present step, or ticket, began
+        uint64_t waited_ns  # of the present step
+        uint64_t asleep_ns  # when the present sleep began
+        uint64_t start_ns
+        uint64_t first_ns
+        uint64_t behind_ns
+        uint64_t early_ns
+        uint64_t polled_ns
+        cseq_histogram work
+        cseq_histogram wait
+        cseq_histogram gil
+
+    void cseq_histogram_add(cseq_histogram* h, uint64_t ns) noexcept
+    void cseq_meter_renew(cseq_meter* m) noexcept
+    void cseq_meter_begin(cseq_meter* m, uint64_t now) noexcept
+    void cseq_meter_slept(cseq_meter* m, uint64_t before, uint64_t now) noexcept
+    uint64_t cseq_meter_step(cseq_meter* m, uint64_t now, int first) noexcept
+    void cseq_meter_poll(cseq_meter* m, uint64_t now, int whole) noexcept
+
+
 cdef extern from "cseq_ring.h" nogil:
     enum:
         CSEQ_FIELDS
@@ -70,10 +101,6 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t shared
         uint64_t call_ns
         uint64_t wake_ns
-
-    ctypedef struct cseq_runner:
-        uint64_t batches
-        uint64_t idle_ns
 
     ctypedef struct cseq_stint:
         uint64_t started_ns    # when it was claimed; 0 before
@@ -115,7 +142,7 @@ cdef extern from "cseq_ring.h" nogil:
     int cseq_ring_fits(const cseq_ring* r, uint64_t nbytes) noexcept
     cseq_cell* cseq_ring_cell(const cseq_ring* r, uint32_t cell) noexcept
     cseq_stint* cseq_cell_stint(cseq_cell* c, uint32_t stage) noexcept
-    cseq_runner* cseq_ring_runner(const cseq_ring* r, uint32_t owner) noexcept
+    cseq_meter* cseq_ring_meter(const cseq_ring* r, uint32_t owner) noexcept
     int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_gate_enter(cseq_gate* g) noexcept
     void cseq_gate_sleep(cseq_gate* g, uint32_t seen, uint64_t ns) noexcept

@@ -27,6 +27,7 @@ cdef class Line:
     cdef Decoder decoder
     cdef object discard
     cdef bint queues           # each worker has a ring of its own
+    cdef uint64_t runners      # of all rings
     cdef Ticket* buffer        # circular
     cdef Py_ssize_t room, first, length
     cdef Ticket* abandoned     # given up, and still in their cells

@@ -46,6 +46,7 @@ cdef class Line:
             raise MemoryError(f"no memory for {self.room} cells")
         for ring in rings:
             self.r[k] = ring.r
+            self.runners += ring.r.runners
             k += 1
         self.abandoned = self.buffer + self.room
         self.rings, self.decoder, self.discard = rings, decoder, discard

@@ -354,7 +354,7 @@ cdef class Carrier:
         if not claims or cseq_ring_find_open(r, 0, &word) < 0:
             with nogil:
                 cseq_gate_sleep(gate, seen, ns)
-            cseq_count_u64(&cseq_ring_runner(r, self.runner.owner).idle_ns, cseq_now_ns() - before)
+            cseq_histogram_add(&self.runner.meter.wait, cseq_now_ns() - before)
         return not cseq_ring_closed(r)
 
 

@@ -6,7 +6,11 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._core cimport Ring
-from cseq._headers cimport cseq_cell, cseq_ring
+from cseq._headers cimport *
+
+
+cdef enum:
+    PROBE_NS = 50000  # that a thread sleeps before it asks for the GIL: else it would have it again at once
 
 
 cdef class BatchState:
@@ -21,6 +25,7 @@ cdef class Runner:
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
     cdef cseq_cell* c
+    cdef cseq_meter* meter
     cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
@@ -29,7 +34,22 @@ cdef class Runner:
     cdef cnp.ndarray room      # for the indices of a ticket
     cdef void hold(self, int cell, uint64_t now) noexcept
     cdef bint claim_at_once(self, uint64_t now) noexcept
-    cdef void give_back(self) noexcept
+    cdef inline void give_back(self) noexcept:
+        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
+        cdef uint32_t cell
+        self.cell = -1
+        cseq_ring_repost(self.r, self.owner, &cell)
+    cdef inline void poll(self) noexcept:
+        """Count what the system knows; between threads, how long this one waits if it asks for the GIL."""
+        cdef uint32_t word = 0
+        cdef uint64_t awake
+        cdef bint shared = self.r.gate[0].shared
+        if not shared and self.meter.polled_ns:
+            with nogil:
+                cseq_wait(&word, 0, PROBE_NS, 0)
+                awake = cseq_now_ns()
+            cseq_histogram_add(&self.meter.gil, cseq_now_ns() - awake)
+        cseq_meter_poll(self.meter, cseq_now_ns(), shared)
     cdef cseq_cell* held(self) except NULL
     cpdef object indices(self)
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept

@@ -1,5 +1,4 @@
-"""The work of a runner: making batches, publishing them; the global generators."""
-"""Runners, and their work: batches made, and published; the global generators for that."""
+"""Runners, and their work: batches made, and published; the global generators."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_Contains, PyDict_Size
@@ -97,26 +96,32 @@ cdef class Runner:
         self.cell = -1
         self.park = PARK_NS
         self.room = NOTHING
+        self.meter = cseq_ring_meter(ring.r, owner)
+        cseq_meter_renew(self.meter)
 
     def claim(self):
         """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
         closed."""
         cdef int cell = CSEQ_CLOSED
+        cdef uint64_t awake
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
         if self.claimed >= WINDOW and self.since >= freed_due[0]:
             self.claimed = 0
             give_freed_back()
+        if self.since - self.meter.polled_ns >= CSEQ_POLL:
+            self.poll()
         if not cseq_ring_closed(self.r):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
                     cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
-        if cell == CSEQ_CLOSED:
-            return None
+                    awake = cseq_now_ns()
+                self.since = cseq_now_ns()
+                cseq_histogram_add(&self.meter.gil, self.since - awake)
         if cell < 0:
-            self.since, self.claimed = cseq_now_ns(), WINDOW  # idle: a good time to give memory back
-            return False
+            self.claimed = WINDOW  # idle: a good time to give memory back
+            return None if cell == CSEQ_CLOSED else False
         self.hold(cell, cseq_now_ns())
         return True
 
@@ -127,6 +132,7 @@ cdef class Runner:
         self.c = cseq_ring_cell(self.r, cell)
         self.since = now
         cseq_store_rlx_u64(&cseq_cell_stint(self.c, self.stage).started_ns, now)
+        cseq_store_rlx_u64(&self.meter.since_ns, now)
 
     cdef bint claim_at_once(self, uint64_t now) noexcept:
         """Claim a ticket at this time, if there is one; none is in hand."""
@@ -137,12 +143,6 @@ cdef class Runner:
             return False
         self.hold(cell, now)
         return True
-
-    cdef void give_back(self) noexcept:
-        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
-        cdef uint32_t cell
-        self.cell = -1
-        cseq_ring_repost(self.r, self.owner, &cell)
 
     cdef cseq_cell* held(self) except NULL:
         if self.cell < 0:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq.advice import Advice
     from cseq.pools.base import BatchPool
 
 __all__ = ["Manager"]
@@ -174,6 +175,30 @@ class Manager:
         """
         with self._lock.hold():
             return self._stats if self._run is None else self._run.pool.stats()
+
+    def advice(self, since: Stats | None = None) -> Advice:
+        """Return why the loop waits, measured since the last start, and what to do.
+
+        Parameters
+        ----------
+        since : Stats, optional
+            What `stats` returned earlier in this run: only what came after it counts.
+
+        Returns
+        -------
+        Advice
+            ``print`` it; or look at its cause, a word, and at its change, as arguments.
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null")
+        >>> with manager.start_test() as batches:
+        ...     count = sum(1 for _ in batches)
+        ...     print(manager.advice())
+        unknown: fewer than 8 batches were measured
+        """
+        now = self.stats()
+        return (now if since is None else now.since(since)).advice()
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cseq._core import now_ns
+from cseq.advice import Advice, Window, advise
 from cseq.compute import cores
+from cseq.meters import Histogram
 
 if TYPE_CHECKING:
-    from cseq._core import Ring
+    from typing import Any
 
-__all__ = ["Clock", "Stats"]
+    from cseq.meters import Meters
 
-# `Stats.bottleneck`; all parts are of the time that `elapsed` says
-ENOUGH_BATCHES = 8  # for any other answer than 'unknown'
-LITTLE = 0.1  # part of the time; if the loop waits less, the loop is the bottleneck
-BOTH = 0.25  # part of the time; if both sides wait as much or more, batches are uneven
-SHORT = 50e-6  # seconds a batch; if the loop waits less, nothing is the bottleneck
-ONE_CORE = (0.4, 1.3)  # cores that busy threads use if only one of them runs at a time
+__all__ = ["SlowBatch", "Stats", "WorkerStats"]
+
+ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
+ADDED += ("loop_waited", "elapsed", "start_waited", "parcels", "lost", "hedged", "received")
+NOTHING = Histogram([0], 0.0)
+
+
+class WorkerStats(NamedTuple):
+    """What one worker has done.
+
+    Attributes
+    ----------
+    number : int
+        From 0.
+    pid : int
+        Of its process, or its thread's number in the system; 0: not known.
+    batches : int
+    busy : float
+        Part of the time that it worked.
+    cpu : float or None
+        Part of that in which it computed, more than 1 with several threads; None: not known.
+    p50, p99 : float
+        Seconds that half of its batches, and 99 in 100, took at most.
+    """
+
+    number: int
+    pid: int
+    batches: int
+    busy: float
+    cpu: float | None
+    p50: float
+    p99: float
+
+
+class SlowBatch(NamedTuple):
+    """A batch that took long: `manager.remake(epoch, batch)` makes it again.
+
+    Attributes
+    ----------
+    epoch, batch : int
+        Of a stream, the number of the item.
+    seconds : float
+    worker : int
+    """
+
+    epoch: int
+    batch: int
+    seconds: float
+    worker: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +70,8 @@ class Stats:
     """Counts and times of a manager since its start, over all epochs.
 
     Times are of the epochs alone, from the first batch of the first one on: neither the start nor
-    a pause between two epochs is in them.
+    a pause between two epochs is in them. Processes, threads and streams are measured alike; what
+    is asked for rarely is worked out when it is asked for.
 
     Attributes
     ----------
@@ -47,17 +91,13 @@ class Stats:
         Tickets waiting at this moment for an indexer, for a converter, for the loop.
     loop_waited : float
         Seconds that the loop waited for batches.
-    workers_waited, converters_waited : float
-        Seconds that indexers waited for tickets, summed over all indexers, and converters for
-        batches, summed over all converters.
     elapsed : float
         Seconds that epochs took: what `loop_waited` is a part of.
     start_waited : float
         Seconds that the loop waited for its first batch: start, imports, constructors.
     num_workers, num_converters : int
-    computed : float or None
-        Seconds that all threads of this process together computed, where workers are threads that
-        share a GIL.
+    buffer : int
+        Batches ahead of the loop, at most; 0 of streams.
     agents : int
         Of a fleet: those that can be sent something at this moment.
     parcels, lost, hedged : int
@@ -76,18 +116,19 @@ class Stats:
     copies: int = 0
     depths: tuple[int, int, int] = (0, 0, 0)
     loop_waited: float = 0.0
-    workers_waited: float = 0.0
-    converters_waited: float = 0.0
     elapsed: float = 0.0
     start_waited: float = 0.0
     num_workers: int = 0
     num_converters: int = 0
-    computed: float | None = None
+    buffer: int = 0
     agents: int = 0
     parcels: int = 0
     lost: int = 0
     hedged: int = 0
     received: int = 0
+    threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
+    streams: bool = field(default=False, repr=False)
+    meters: Meters | None = field(default=None, repr=False, compare=False)
 
     @property
     def loop_waiting(self) -> float:
@@ -100,43 +141,193 @@ class Stats:
         return _part(self.workers_waited, self.elapsed * self.num_workers)
 
     @property
+    def workers_waited(self) -> float:
+        """Seconds that indexers waited for tickets, summed over all indexers."""
+        return self._idle(self._indexers, self.num_workers)
+
+    @property
+    def converters_waited(self) -> float:
+        """Seconds that converters waited for batches, summed over all converters."""
+        return self._idle(self._converters, self.num_converters)
+
+    @property
+    def computed(self) -> float | None:
+        """Seconds that the loop and its worker threads computed together; None: of processes."""
+        if not self.threads or self.meters is None:
+            return None
+        return (int(self.meters.runners["cpu"].sum()) + int(self.meters.loop["cpu"])) / 1e9
+
+    @property
+    def index_seconds(self) -> Histogram:
+        """What batches took their workers, from claim to delivery."""
+        if self.meters is None:
+            return NOTHING
+        return self.meters.histogram("work", self.meters.runners[self._indexers])
+
+    @property
+    def step_seconds(self) -> Histogram:
+        """What the loop took for a batch of its own time, without waiting."""
+        return NOTHING if self.meters is None else self.meters.histogram("work", self.meters.loop)
+
+    @property
+    def wait_seconds(self) -> Histogram:
+        """What the loop waited for a batch, each time that one was not ready."""
+        return NOTHING if self.meters is None else self.meters.histogram("wait", self.meters.loop)
+
+    @property
+    def workers(self) -> tuple[WorkerStats, ...]:
+        """Each worker's part; of a fleet, all its agents are one."""
+        if self.meters is None:
+            return ()
+        found = []
+        for number, record in enumerate(self.meters.runners[self._indexers]):
+            work = self.meters.histogram("work", record)
+            busy, cpu = float(self.meters.busy[number]), float(record["cpu"]) / 1e9
+            found.append(
+                WorkerStats(
+                    number,
+                    int(record["thread"]),
+                    int(record["batches"]),
+                    _part(busy, self.elapsed),
+                    _cpu(cpu, work.total),
+                    work.quantile(0.5),
+                    work.quantile(0.99),
+                )
+            )
+        return tuple(found)
+
+    @property
+    def slowest(self) -> tuple[SlowBatch, ...]:
+        """The eight slowest batches of each worker, the slowest first."""
+        if self.meters is None:
+            return ()
+        found = [
+            SlowBatch(epoch - self.streams, batch, ns / 1e9, k)
+            for k, record in enumerate(self.meters.runners[self._indexers])
+            for ns, epoch, batch in record["slowest"].tolist()
+            if ns
+        ]
+        return tuple(sorted(found, key=lambda slow: -slow.seconds))
+
+    @property
     def bottleneck(self) -> str:
-        """What limits the rate of batches.
+        """What limits the rate of batches: the cause of `advice`, such as 'workers' or 'loop'."""
+        return self.advice().cause
 
-        Returns
-        -------
-        str
-            ``'unknown'``: fewer than 8 batches were delivered, or it is test mode.
-            ``'gil'``: worker threads are busy, but all threads of the process together compute on
-            one core: use processes. ``'loop'``: the loop itself; it waited less than a tenth of the
-            time, or a smaller part of it than the workers. ``'none'``: it waited more, but less
-            than 50 µs for a batch, which is what handing it over takes. ``'workers'``: more
-            workers, or a faster indexer, give more batches. ``'converters'``: indexers wait for
-            them. ``'stragglers'``: the loop and the workers both wait, since single batches take
-            much longer than others: a larger `buffer`, or ``ordered=False``, helps.
+    def advice(self) -> Advice:
+        """Return why the loop waits, and what to do: see docs/how-to/slow.md."""
+        return advise(self.window())
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return what was counted after `earlier`, which is of the same run.
+
+        Examples
+        --------
+        >>> before = manager.stats()  # doctest: +SKIP
+        >>> manager.stats().since(before).loop_waiting  # doctest: +SKIP
+        0.07
         """
-        if self.batches < ENOUGH_BATCHES or not self.num_workers or self.elapsed <= 0:
-            return "unknown"
-        loop, workers = self.loop_waiting, self.workers_waiting
-        if workers < BOTH and self._runs_in_turns():
-            return "gil"  # whatever the loop waited: it waits for the GIL, too
-        if loop < LITTLE:
-            return "loop"
-        if self.loop_waited < SHORT * self.batches:
-            return "none"
-        converters = _part(self.converters_waited, self.elapsed * self.num_converters)
-        if self.num_converters and workers >= BOTH > converters:
-            return "converters"
-        if min(loop, workers) >= BOTH:
-            return "stragglers"
-        return "loop" if loop < workers else "workers"
+        if earlier.batches > self.batches or earlier.start_waited > self.start_waited:
+            raise ValueError("`earlier` counts more than this: give stats() of before, same run")
+        added = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
+        if self.meters is not None and earlier.meters is not None:
+            added["meters"] = self.meters.since(earlier.meters)
+        return replace(self, **added)
 
-    def _runs_in_turns(self) -> bool:
-        """Tell whether several threads that are busy compute on no more than one core."""
-        if self.computed is None or self.num_workers < 2 or cores() < 2:
-            return False
-        least, most = ONE_CORE
-        return least <= self.computed / self.elapsed <= most
+    def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
+        """Return the figures that a logger wants, flat, under names that never change."""
+        index, waits, workers = self.index_seconds, self.wait_seconds, self.num_workers
+        window = self.window()
+        elapsed = self.elapsed or 1.0
+        figures = {
+            "batches_per_s": self.batches / elapsed,
+            "samples_per_s": self.samples / elapsed,
+            "bytes_per_s": self.nbytes / elapsed,
+            "wait_fraction": self.loop_waiting,
+            "step_ms": self.step_seconds.mean * 1e3,
+            "wait_ms_p99": waits.quantile(0.99) * 1e3,
+            "index_ms_mean": index.mean * 1e3,
+            "index_ms_p50": index.quantile(0.5) * 1e3,
+            "index_ms_p99": index.quantile(0.99) * 1e3,
+            "worker_busy": 1 - self.workers_waiting if workers else 0.0,
+            "worker_cpu": 0.0 if window.cpu is None else window.cpu,
+            "ready_depth": self.depths[2],
+            "first_batch_s": self.start_waited,
+            "restarts": self.restarts,
+            "retries": self.retries,
+            "copies": self.copies,
+            "skips": self.skips,
+        }
+        return {prefix + name: float(value) for name, value in figures.items()}
+
+    def window(self) -> Window:
+        """Return what `advice` looks at."""
+        counted: dict[str, Any] = {}
+        if self.meters is not None:
+            counted = self._measured(self.meters)
+        return Window(
+            batches=self.batches,
+            elapsed=self.elapsed,
+            waited=self.loop_waited,
+            start=self.start_waited,
+            workers=self.num_workers,
+            busy=1 - self.workers_waiting,
+            cores=cores(),
+            threads=self.threads,
+            computed=_part(self.computed or 0.0, self.elapsed, most=1e9),
+            buffer=self.buffer,
+            converters=self.num_converters,
+            converting=1 - _part(self.converters_waited, self.elapsed * self.num_converters),
+            copies=self.copies,
+            **counted,
+        )
+
+    def _measured(self, meters: Meters) -> dict[str, Any]:
+        """Return the part of a window that comes from histograms and from the system."""
+        index, step = self.index_seconds, self.step_seconds
+        even = step.quantile(0.99) <= 3 * step.quantile(0.5)  # else pauses are left out
+        runners = meters.runners[self._indexers]
+        busy = float(meters.busy[self._indexers].sum())
+        gil = meters.histogram("gil", meters.loop, meters.runners)
+        ready, behind = self.depths[2], meters.behind
+        if meters.waits and ready and ready >= sum(self.depths[:2]):
+            behind += meters.waits  # the present wait, which has not ended
+        slowest = max(self.slowest, key=lambda slow: slow.seconds, default=None)
+        return {
+            "step": step.mean if even else step.mean_below(0.95),
+            "step_p50": step.quantile(0.5),
+            "step_p99": step.quantile(0.99),
+            "index": index.mean,
+            "index_p50": index.quantile(0.5),
+            "index_p99": index.quantile(0.99),
+            "cpu": _cpu(float(runners["cpu"].sum()) / 1e9, index.total),
+            "queued": _part(float(runners["queued"].sum()) / 1e9, busy),
+            "loop_queued": _part(float(meters.loop["queued"]) / 1e9, self.elapsed),
+            "gil": gil.quantile(0.5),
+            "behind": _part(behind, self.loop_waited),
+            "early": _part(meters.early, self.loop_waited),
+            "slowest": ""
+            if slowest is None
+            else f"epoch {slowest.epoch}, batch {slowest.batch}: {slowest.seconds:.2g} s",
+        }
+
+    @property
+    def _indexers(self) -> slice:
+        """Where the indexers' records are: before those of the converters."""
+        return slice(0, None if self.meters is None else self._runners - self.num_converters)
+
+    @property
+    def _converters(self) -> slice:
+        return slice(self._indexers.stop, None)
+
+    @property
+    def _runners(self) -> int:
+        return 0 if self.meters is None else len(self.meters.runners)
+
+    def _idle(self, which: slice, count: int) -> float:
+        """Return what some runners have not worked."""
+        busy = 0.0 if self.meters is None else float(self.meters.busy[which].sum())
+        return max(self.elapsed * count - busy, 0.0)
 
     def __str__(self) -> str:
         waiting, middle, ready = self.depths
@@ -151,110 +342,11 @@ class Stats:
         )
 
 
-def _part(seconds: float, of: float) -> float:
-    """Return a part in [0, 1]; 0 of nothing."""
-    return min(seconds / of, 1.0) if of > 0 else 0.0
+def _part(seconds: float, of: float, most: float = 1.0) -> float:
+    """Return a part in [0, most]; 0 of nothing."""
+    return max(0.0, min(seconds / of, most)) if of > 0 else 0.0
 
 
-class Times(NamedTuple):
-    """Seconds on the clocks of some rings."""
-
-    elapsed: float
-    waited: float  # the loop, for batches
-    idle: tuple[float, ...]  # each runner
-    computed: float  # CPU time of all threads of this process
-
-
-class Pause(NamedTuple):
-    """The pauses between epochs, summed: seconds that passed, and CPU seconds of this process."""
-
-    elapsed: float
-    computed: float
-
-
-def _longer(pauses: Pause, since: Pause, now: Pause | Times) -> Pause:
-    """Add a pause that began at `since`."""
-    return Pause(
-        pauses.elapsed + now.elapsed - since.elapsed,
-        pauses.computed + now.computed - since.computed,
-    )
-
-
-class Clock:
-    """Times of the epochs of some rings; the clock stops between two epochs.
-
-    In such a pause no ticket is posted and every runner waits. So the beginning and the end of an
-    epoch read one clock, and `read` subtracts the pauses from what all runners have waited.
-
-    Parameters
-    ----------
-    *rings : Ring
-    computing : bool
-        Read the CPU time of this process, too.
-
-    Attributes
-    ----------
-    starting : bool
-        The loop has not waited for a batch yet.
-    start_waited : float
-        Seconds that the loop waited for its first batch.
-    """
-
-    def __init__(self, *rings: Ring, computing: bool = False) -> None:
-        self._rings = rings
-        self._process_time = time.process_time if computing else float
-        self.starting = True
-        self.start_waited = 0.0
-        # Where counting began, the pauses since then, and when the present one began (None: an
-        # epoch runs). In one tuple, since `read` may be called from other threads.
-        self._state: tuple[Times, Pause, Pause | None]
-        self._state = self._now(), Pause(0.0, 0.0), self._mark()
-
-    def run(self) -> None:
-        """An epoch begins."""
-        zero, pauses, since = self._state
-        if since is not None:
-            self._state = zero, _longer(pauses, since, self._mark()), None
-
-    def started(self) -> None:
-        """The loop has waited for its first batch: the time waited until now was the start."""
-        self.starting = False
-        if sum(ring.taken_batches for ring in self._rings) > 1:
-            return  # other batches came before it, without a wait
-        now = self._now()
-        self.start_waited = now.waited
-        self._state = now, Pause(0.0, 0.0), None
-
-    def stop(self) -> None:
-        """The epoch is over."""
-        zero, pauses, since = self._state
-        if since is None:
-            self._state = zero, pauses, self._mark()
-
-    def read(self) -> Times:
-        """Return the times of all epochs, up to now or to the end of the last one."""
-        zero, pauses, since = self._state
-        now = self._now()
-        if since is not None:
-            pauses = _longer(pauses, since, now)
-        elapsed = now.elapsed - zero.elapsed - pauses.elapsed
-        return Times(
-            elapsed,
-            now.waited - zero.waited,
-            # a sleep that began before counts from there
-            tuple(
-                min(max(seconds - then - pauses.elapsed, 0.0), elapsed)
-                for seconds, then in zip(now.idle, zero.idle, strict=True)
-            ),
-            now.computed - zero.computed - pauses.computed,
-        )
-
-    def _mark(self) -> Pause:
-        """Read the clocks of a pause."""
-        return Pause(now_ns() / 1e9, self._process_time())
-
-    def _now(self) -> Times:
-        """Read all clocks."""
-        idle = tuple(ns / 1e9 for ring in self._rings for ns in ring.idle_ns())
-        waited = sum(ring.waited_ns for ring in self._rings) / 1e9
-        return Times(now_ns() / 1e9, waited, idle, self._process_time())
+def _cpu(computed: float, worked: float) -> float | None:
+    """Return the part of the work that was computed; None: nothing is known of it."""
+    return computed / worked if computed > 0 and worked > 0 else None

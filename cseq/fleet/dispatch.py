@@ -18,6 +18,7 @@ from cseq.encoding import failure
 from cseq.errors import WorkerDied
 from cseq.fleet.agent import Failed, Lost
 from cseq.fleet.ledger import Ledger, Parcel, TicketLost
+from cseq.meters import Meters
 from cseq.threads import tell
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq._parcel import Carrier
     from cseq.fleet.agent import Agent, Fleet, Outcome
-    from cseq.stats import Clock, Stats
+    from cseq.stats import Stats
 
 __all__ = ["Dispatcher"]
 
@@ -80,10 +81,10 @@ class Dispatcher:
 
     # -- on the loop's thread
 
-    def open(self, clock: Clock) -> None:
+    def open(self) -> None:
         """Get the agents; whatever this raises is for the caller."""
         assert self._fleet is not None
-        self._clock, self._meter = clock, self._fleet.meter()
+        self._meter = self._fleet.meter()
         self._agents = self._fleet.attach(self._look_soon)
         self._look_soon()
 
@@ -105,7 +106,6 @@ class Dispatcher:
         return replace(
             stats,
             num_workers=workers,
-            workers_waited=stats.workers_waited * workers,
             agents=len(self._ledger.agents),
             parcels=counts.parcels,
             lost=counts.lost,
@@ -160,9 +160,10 @@ class Dispatcher:
         """Export what was counted."""
         counts = self._ledger.counts
         self._measured = time.monotonic()
+        meters = Meters.read([self._ring])
         exported = {
-            "batches": self._ring.taken_batches,
-            "loop_waited_seconds": self._clock.read().waited,
+            "batches": meters.batches,
+            "loop_waited_seconds": meters.waited,
             "parcels": counts.parcels,
             "parcels_lost": counts.lost,
             "parcels_hedged": counts.hedged,

@@ -29,6 +29,7 @@ from cseq.fleet import keys as tickets
 from cseq.fleet.dispatch import Dispatcher
 from cseq.memory.arena import Arena
 from cseq.memory.writer import Writer
+from cseq.meters import Meters
 from cseq.pools.base import BatchPool, named
 from cseq.pools.process import slot_ends
 from cseq.pools.thread import ThreadGroup, add_converters
@@ -105,7 +106,7 @@ class FleetPool(BatchPool):
         job = self._job
         if isinstance(self._batch_reader, Objects):
             add_converters(job, self._ring, self._reader, self._batch_reader, self._group)
-        self._dispatcher.open(self.clock)
+        self._dispatcher.open()
         self._group.start()
 
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
@@ -214,7 +215,7 @@ class KeyPool(FleetPool):
         feed.refill()
         source.open()
         self._ring.wake()
-        self.clock.run()
+        feed.run_clock()
 
     def _await(self, *args: Any) -> Any:
         """Sleep until something is found; times are measured from here on."""
@@ -226,13 +227,14 @@ class KeyPool(FleetPool):
         super()._check(awaited)
         limit = self._options.timeout
         if limit is not None:
-            limit *= PATIENCE if self.clock.starting else 1
+            starting = not Meters.read(self.rings).begun
+            limit *= PATIENCE if starting else 1
             if now_ns() - self._begun > limit * 1e9:
-                self._complain(limit)
+                self._complain(limit, starting=starting)
 
-    def _complain(self, limit: float) -> None:
+    def _complain(self, limit: float, *, starting: bool) -> None:
         """Raise for the batch that is waited for, if there is one."""
         for number, cell in self.feed.awaited()[:1]:
             place = named(self.rings[number], cell)[3]
-            waits_for = f"; {self._job.fleet.waits_for}" if self.clock.starting else ""
+            waits_for = f"; {self._job.fleet.waits_for}" if starting else ""
             raise WorkerTimeout(f"{place} has not come within {limit:g} s{waits_for}")

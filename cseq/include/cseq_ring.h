@@ -6,7 +6,7 @@
  *
  * With one stage, INDEXING is published straight to READY. The same code serves memory that
  * processes share and private memory of threads: no pointers inside, fixed widths; gates, cells
- * and each runner's statistics are on cache lines of their own.
+ * and each party's meter are on cache lines of their own.
  *
  * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open
  * cell from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps
@@ -33,6 +33,7 @@
 #include <string.h>
 
 #include "cseq_atomic.h"
+#include "cseq_meter.h"
 #include "cseq_wait.h"
 
 /* A point where tests kill a process; nothing unless the including file defines it. */
@@ -89,13 +90,6 @@ typedef struct {
     char pad1[CSEQ_LINE / 2 - 24];
 } cseq_gate;
 
-/* Statistics of a runner; written by that runner alone. */
-typedef struct {
-    uint64_t batches; /* published */
-    uint64_t idle_ns; /* asleep with nothing to claim */
-    char pad[CSEQ_LINE - 16];
-} cseq_runner;
-
 /* The time that a stage has a ticket, on the clock of `cseq_now_ns`; written by its owner. */
 typedef struct {
     uint64_t started_ns;   /* when it was claimed; 0 before */
@@ -148,11 +142,10 @@ typedef struct {
 } cseq_ring;
 
 typedef char cseq_check_gate[sizeof(cseq_gate) == CSEQ_LINE ? 1 : -1];
-typedef char cseq_check_runner[sizeof(cseq_runner) == CSEQ_LINE ? 1 : -1];
 typedef char cseq_check_cell[sizeof(cseq_cell) == 2 * CSEQ_LINE ? 1 : -1];
 typedef char cseq_check_ring[sizeof(cseq_ring) == 7 * CSEQ_LINE ? 1 : -1];
 
-/* ── layout: ring | cells | runners | indices ─────────────────────────────────────────── */
+/* ── layout: ring | cells | meters | indices ──────────────────────────────────────────── */
 
 CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
     return (cseq_cell *)((char *)r + sizeof(cseq_ring)) + cell;
@@ -160,16 +153,16 @@ CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
 CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
     return stage ? &c->converting : &c->indexing;
 }
-/* Owners count from 1; 0 means none. */
-CSEQ_INLINE cseq_runner *cseq_ring_runner(const cseq_ring *r, uint32_t owner) {
-    return (cseq_runner *)(void *)cseq_ring_cell(r, r->capacity) + (owner - 1);
+/* Owners count from 1; 0 is the trainer. */
+CSEQ_INLINE cseq_meter *cseq_ring_meter(const cseq_ring *r, uint32_t owner) {
+    return (cseq_meter *)(void *)cseq_ring_cell(r, r->capacity) + owner;
 }
 CSEQ_INLINE int64_t *cseq_ring_indices(const cseq_ring *r, uint32_t cell) {
-    return (int64_t *)(void *)cseq_ring_runner(r, r->runners + 1) + (uint64_t)cell * r->batch_size;
+    return (int64_t *)(void *)cseq_ring_meter(r, r->runners + 1) + (uint64_t)cell * r->batch_size;
 }
 CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) {
     return sizeof(cseq_ring) + (uint64_t)capacity * sizeof(cseq_cell) +
-           (uint64_t)runners * sizeof(cseq_runner) + (uint64_t)capacity * batch_size * 8;
+           ((uint64_t)runners + 1) * sizeof(cseq_meter) + (uint64_t)capacity * batch_size * 8;
 }
 
 /* Fills zeroed memory; `shared`: which processes share. */
@@ -364,18 +357,21 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
     uint64_t before = cseq_now_ns();
     cseq_gate_sleep(g, seen, ns);
-    cseq_runner *me = cseq_ring_runner(r, owner);
-    cseq_count_u64(&me->idle_ns, cseq_now_ns() - before);
+    cseq_histogram_add(&cseq_ring_meter(r, owner)->wait, cseq_now_ns() - before);
     return cseq_ring_claim(r, stage, owner);
 }
 
-/* Publish a claimed cell: `next` is CSEQ_INDEXED or CSEQ_READY.
+/* Publish a claimed cell, whose stint has both times: `next` is CSEQ_INDEXED or CSEQ_READY.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
 CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_rlx_u64(&c->word);
-    cseq_runner *me = cseq_ring_runner(r, CSEQ_OWNER(w));
-    cseq_count_u64(&me->batches, 1);
+    const cseq_stint *stint = cseq_cell_stint(c, CSEQ_STATE(w) == CSEQ_CONVERTING);
+    cseq_meter *me = cseq_ring_meter(r, CSEQ_OWNER(w));
+    if (c->count) /* no call */
+        cseq_meter_worked(me, stint->published_ns - stint->started_ns, c->epoch,
+                          r->calls ? c->start : c->batch);
+    cseq_store_rlx_u64(&me->since_ns, 0);
     CSEQ_POINT("publish");
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(CSEQ_TICKET(w), 0, next));
     CSEQ_POINT("published");
@@ -460,6 +456,7 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
     uint32_t count = 0;
     uint64_t oldest = 0;
+    cseq_store_rlx_u64(&cseq_ring_meter(r, owner)->since_ns, 0);
     for (uint32_t c = 0; c < r->capacity; c++) {
         cseq_cell *cell = cseq_ring_cell(r, c);
         uint64_t w = cseq_load_sc_u64(&cell->word);

@@ -228,6 +228,6 @@ class Indexing(BatchMaker):
 
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the present ticket with an exception; that of a first batch may get advice."""
-        if not runner.ring.batches()[runner.owner - 1]:
+        if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)

@@ -7,14 +7,17 @@ often) through `_check`, which raises them in that thread, and wake it with `not
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cseq._codec import Decoder
+from cseq._core import now_ns
 from cseq._feed import Feed
 from cseq._lock import RunState
 from cseq.encoding import failure
+from cseq.meters import Meters
 from cseq.stage import RAISED
-from cseq.stats import Clock, Stats
+from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,6 +36,9 @@ __all__ = ["BatchPool", "Pool", "apart", "in_work", "named", "wake_at"]
 T = TypeVar("T")
 
 log = logging.getLogger("cseq")
+
+LONG = 20.0  # seconds that are looked at for a line in the log, at least
+TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
@@ -123,6 +129,8 @@ class Pool:
         self.num_workers, self._num_converters = num_workers, num_converters
         self._threads = threads
         self.run = RunState()
+        self._seen, self._looked = Stats(), now_ns()  # when a line was last considered
+        self._told: set[str] = set()  # causes that were logged
         self.feed = Feed(
             self.run,
             rings,
@@ -135,7 +143,6 @@ class Pool:
             discard=discard,
             interrupted=interrupted,
         )
-        self.clock = Clock(*rings, computing=threads)
 
     def notify_all(self) -> None:
         """Have a call that waits in another thread look at the run's generation."""
@@ -168,7 +175,6 @@ class Pool:
         self, _: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
     ) -> tuple[Any, BaseException | None]:
         """Decode what C does not; see `Feed`."""
-        self._note_start()
         batch_reader = self._batch_reader
         if status & RAISED:
             return None, batch_reader.error(cell, slot, capacity, record)
@@ -184,16 +190,23 @@ class Pool:
         ready = self.feed.advance()
         if ready is None:
             if self.feed.ended:
-                self.clock.stop()
+                self._advise()
             raise StopIteration
-        if ready:
-            self._note_start()
         return ready or None
 
-    def _note_start(self) -> None:
-        """The first batch is there: what was waited until now was the start."""
-        if self.clock.starting:
-            self.clock.started()
+    def _advise(self) -> None:
+        """Log at an epoch's end why the loop has waited, if it has, once for each cause."""
+        if now_ns() - self._looked < LONG * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
+            return
+        before, self._seen, self._looked = self._seen, self.stats(), now_ns()
+        seen = self._seen.since(before)
+        if seen.elapsed < LONG or seen.loop_waiting < TOLD:
+            return
+        advice = seen.advice()
+        if advice.cause not in self._told:
+            self._told.add(advice.cause)
+            level = logging.WARNING if seen.loop_waiting >= WARNED else logging.INFO
+            log.log(level, "%s (CSEQ_ADVICE=0 switches this off)", advice)
 
     def _await(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
@@ -215,11 +228,9 @@ class Pool:
 
     def stats(self) -> Stats:
         """Return counts and times of this pool so far."""
-        rings, num_workers, num_converters = self.rings, self.num_workers, self._num_converters
-        times = self.clock.read()
-        workers, converters = times.idle[:num_workers], times.idle[num_workers:]
-        posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
-        supervised = {}
+        meters, queues = Meters.read(self.rings), self.rings[0].kept is not None
+        posted, middle, ready = zip(*(ring.depths() for ring in self.rings), strict=True)
+        supervised: dict[str, Any] = {}
         if self.supervisor is not None:
             deaths, arena = self.supervisor.deaths, self.supervisor.shared.arena
             supervised = {
@@ -229,19 +240,20 @@ class Pool:
             }
         return Stats(
             **supervised,
-            batches=sum(ring.taken_batches for ring in rings),
-            samples=sum(ring.taken_samples for ring in rings),
-            nbytes=sum(ring.taken_bytes for ring in rings),
+            batches=meters.batches,
+            samples=meters.samples,
+            nbytes=meters.nbytes,
             skips=self.feed.skips,
             depths=(sum(posted), sum(middle), sum(ready)),
-            start_waited=self.clock.start_waited,
-            elapsed=times.elapsed,
-            loop_waited=times.waited,
-            workers_waited=sum(workers),
-            converters_waited=sum(converters[:num_converters]),
-            num_workers=num_workers,
-            num_converters=num_converters,
-            computed=times.computed if self._threads else None,
+            start_waited=meters.start,
+            elapsed=meters.elapsed,
+            loop_waited=meters.waited,
+            num_workers=self.num_workers,
+            num_converters=self._num_converters,
+            buffer=0 if queues else self.rings[0].capacity,
+            threads=self._threads,
+            streams=queues,
+            meters=meters,
         )
 
 
@@ -286,7 +298,7 @@ class BatchPool(Pool):
         feed.begin(job.sampler.source(epoch, consumed), ordered=job.ordered, place=place)
         self._release(feed.ticket)
         feed.refill()
-        self.clock.run()
+        feed.run_clock()
 
     def _release(self, ticket: int) -> None:
         """Have runners let go of tickets from before this one, which were given up."""

@@ -18,6 +18,7 @@ from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer
 from cseq.indexing.context import here
 from cseq.indexing.seeding import Seeds, call_here
+from cseq.meters import Meters
 from cseq.pools.base import BatchPool
 from cseq.stage import INDEXER
 from cseq.stats import Stats
@@ -83,7 +84,7 @@ class InlinePool(BatchPool):
 
     def stats(self) -> Stats:
         """Count what was delivered."""
-        return Stats(batches=self._ring.taken_batches, skips=self.feed.skips)
+        return Stats(batches=Meters.read(self.rings).batches, skips=self.feed.skips)
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""

@@ -313,7 +313,7 @@ class StreamPool(Pool):
                 feed.check(generation)
             raise
         feed.generation = generation
-        self.clock.run()
+        feed.run_clock()
         return replies
 
     def _write_all(self, assignments: Sequence[Any]) -> list[Request]:

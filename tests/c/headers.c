@@ -11,6 +11,7 @@
 #include "cseq_list.h"
 #include "cseq_lock.h"
 #include "cseq_map.h"
+#include "cseq_meter.h"
 #include "cseq_permutation.h"
 #include "cseq_place.h"
 #include "cseq_recipes.h"

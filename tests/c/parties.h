@@ -97,6 +97,7 @@ static void runner_work(const seat *s, uint32_t cell) {
     }
     c->status = 0;
     c->stage = s->stage;
+    cseq_cell_stint(c, s->stage)->published_ns = ticket << ticket % 40;
 }
 
 CSEQ_INLINE void runner_publish(const seat *s, uint32_t cell) {

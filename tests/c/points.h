@@ -149,7 +149,9 @@ CSEQ_INLINE void point_wake(const char *place, uint32_t *word, int shared) {
 }
 
 /* Only from here on, so that the functions above call the real ones. The operations on words that
- * one runner alone uses (batches, idle_ns, started_ns) are left out. */
+ * one runner alone uses (started_ns, its meter) are left out. */
+#include "cseq_meter.h"
+
 #define cseq_load_rlx_u32(p) point_load_rlx_u32(__func__, p)
 #define cseq_load_acq_u32(p) point_load_acq_u32(__func__, p)
 #define cseq_load_sc_u32(p) point_load_sc_u32(__func__, p)

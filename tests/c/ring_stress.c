@@ -202,7 +202,8 @@ static void play(void) {
     REQUIRE(pthread_create(&watcher, 0, watch, 0) == 0, "no thread");
     uint64_t since = 0;
     while (trainer_next(&boss, 0, PARK)) {
-        (void)cseq_load_rlx_u64(&cseq_ring_runner(boss.ring, 1)->batches); /* as stats() does */
+        uint64_t *words = (uint64_t *)cseq_ring_meter(boss.ring, 1); /* as stats() does */
+        for (size_t k = 0; k < sizeof(cseq_meter) / 8; k++) (void)cseq_load_rlx_u64(words + k);
         if (plan.abandon_every && ++since == plan.abandon_every) {
             trainer_abandon(&boss);
             abandons++;

@@ -29,6 +29,7 @@ from cseq._memory import Block, Mapping, address_of
 from cseq._slots import TRAINER, Slots
 from cseq._work import Runner
 from cseq.memory.arena import Arena
+from cseq.meters import Meters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -316,8 +317,8 @@ def test_nothing_to_claim() -> None:
     ring = make_ring()
     runner = Runner(ring, 0, 2, last=True)
     assert runner.claim() is False
-    assert ring.idle_ns()[1] > 0
-    assert ring.idle_ns()[0] == 0
+    assert Meters.read([ring]).runners["wait"]["sum"][1] > 0
+    assert Meters.read([ring]).runners["wait"]["sum"][0] == 0
 
 
 def test_a_closed_ring() -> None:
@@ -367,8 +368,9 @@ def test_waiting_for_a_ticket() -> None:
     for thread in threads:
         thread.join()
     assert got == list(range(total))
-    assert sum(ring.batches()) == total
-    assert ring.waited_ns > 0
+    meters = Meters.read([ring])
+    assert meters.runners["batches"].sum() == total
+    assert meters.loop["waited"] > 0
 
 
 def wait_and_take(ring: Ring) -> int | None:
@@ -523,7 +525,7 @@ def test_threads_take_turns_awake(apart: int) -> None:
     ring.apart = apart
     with serving(ring):
         alternate(ring, 50)
-        assert ring.idle_ns() == [0]
+        assert Meters.read([ring]).runners["wait"]["sum"] == 0
         assert ring.notices() == 0
 
 
@@ -535,7 +537,8 @@ def test_processes_wait_for_each_other_awake() -> None:
         ring.spin = spin, spin
         with serving(ring):
             alternate(ring, 50)
-            awake = ring.idle_ns() == [0] and ring.notices() == 0 and ring.wake_ns == (0, 0)
+            idle = Meters.read([ring]).runners["wait"]["sum"]
+            awake = idle == 0 and ring.notices() == 0 and ring.wake_ns == (0, 0)
             assert awake or spin != LONG
             for _ in range(
                 100
@@ -605,7 +608,7 @@ def test_the_trainer_goes_on_when_there_are_enough_batches() -> None:
             runner.publish()
         thread.join()
         assert waited == [0]
-        assert ring.waited_ns < LONG
+        assert Meters.read([ring]).loop["waited"] < LONG
 
 
 @pytest.mark.parametrize("apart", [0, 2])
@@ -627,7 +630,7 @@ def test_a_notification_ends_spinning() -> None:
     seen = ring.notices()
     ring.notify_all()
     ringing.wait(ring, seen)
-    assert ring.waited_ns < LONG
+    assert Meters.read([ring]).loop["waited"] < LONG
 
 
 BAD_RINGS: list[Callable[[], Any]] = [

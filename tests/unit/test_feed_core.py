@@ -25,6 +25,7 @@ from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
 from cseq.memory.segment import Segment
+from cseq.meters import Meters
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def test_a_commit() -> None:
         assert counter.ring.ticket(cell) == (7, 102 + batch, 2)
         assert counter.ring.indices(cell).tolist() == [4 + 2 * batch, 5 + 2 * batch]
         assert (feed.taken, feed.done, feed.ticket) == (batch + 1, 2 * batch + 2, batch + 3)
-    assert (counter.ring.taken_batches, counter.ring.taken_samples) == (3, 6)
+    meters = Meters.read([counter.ring])
+    assert (meters.batches, meters.samples) == (3, 6)
     for batch in range(3, 5):  # all are posted
         counter.work(batch)
         assert counter.next() == batch

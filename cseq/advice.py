@@ -1,0 +1,489 @@
+"""Why a loop waits, and what helps: one table of rules over what was measured.
+
+`advise` is a pure function of a `Window`. The rules are tried from the top; the first one that
+holds gives the cause. `docs/how-to/slow.md` has the same table, which a test compares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["RULES", "Advice", "Rule", "Window", "advise"]
+
+ENOUGH_BATCHES = 8  # for any other answer than 'unknown'
+LITTLE = 0.05  # part of the time; if the loop waits less, the loop is the bottleneck
+HANDOVER = 50e-6  # seconds a batch; if the loop waits less, nothing is the bottleneck
+BUSY = 0.8  # part of the time; workers that work as much cannot do more
+START = 2.0  # seconds until the first batch
+GIL = 1e-3  # seconds that a thread waits for the GIL
+ONE_CORE = 1.3  # cores that threads use at most if only one of them runs at a time
+NO_CORE = 0.2  # part of the time that something was ready to run
+SPARE = 1.1  # workers for one that is needed
+MOST_READERS = 4  # workers for each core, where they wait for something else than a core
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was measured, in seconds and parts of the time; 0 where nothing was.
+
+    Attributes
+    ----------
+    elapsed, waited : float
+        Of the epochs; what of it the loop waited.
+    start : float
+        Until the first batch.
+    step, step_p50, step_p99 : float
+        The loop's own time for a batch: the mean without the longest twentieth, quantiles.
+    index, index_p50, index_p99 : float
+        What a batch takes a worker: mean, quantiles.
+    busy : float
+        Part of the time that workers worked, the mean of all.
+    cpu : float or None
+        Part of that in which they computed; None: not known.
+    queued, loop_queued : float
+        Part of that in which they were ready to run, without a core; the loop's, of all time.
+    gil : float
+        Median of what a thread waits that asks for the GIL.
+    computed : float
+        Cores that all threads together used, where they share a GIL.
+    behind, early : float
+        Parts of what was waited: with most other batches ready; for the first batches of epochs.
+    converting : float
+        Part of the time that converters worked.
+    slowest : str
+        Names the slowest batch.
+    """
+
+    batches: int = 0
+    elapsed: float = 0.0
+    waited: float = 0.0
+    start: float = 0.0
+    step: float = 0.0
+    step_p50: float = 0.0
+    step_p99: float = 0.0
+    index: float = 0.0
+    index_p50: float = 0.0
+    index_p99: float = 0.0
+    workers: int = 0
+    busy: float = 0.0
+    cpu: float | None = None
+    queued: float = 0.0
+    loop_queued: float = 0.0
+    cores: int = 1
+    threads: bool = False
+    gil: float = 0.0
+    computed: float = 0.0
+    buffer: int = 0
+    behind: float = 0.0
+    early: float = 0.0
+    converters: int = 0
+    converting: float = 0.0
+    copies: int = 0
+    slowest: str = ""
+
+    @property
+    def w(self) -> float:
+        """Part of the time that the loop waited."""
+        return min(self.waited / self.elapsed, 1.0) if self.elapsed > 0 else 0.0
+
+    @property
+    def own(self) -> float:
+        """How many cores the workers computed on."""
+        return self.busy * self.workers * (1.0 if self.cpu is None else self.cpu)
+
+    @property
+    def most(self) -> float:
+        """How many times as fast the loop were if it never waited."""
+        return 1 / max(1 - self.w, 0.01)
+
+    def enough(self, most: int) -> int:
+        """How many workers would keep up with the loop; more than there are, and at most `most`."""
+        wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
+        return max(self.workers + 1, min(wanted, most))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Why a loop waits, and what to do.
+
+    Attributes
+    ----------
+    cause : str
+        A word: see docs/how-to/slow.md.
+    sentence : str
+        What was measured.
+    action : str
+        What to do; empty: nothing.
+    change : dict
+        The same as arguments of the manager, if they say it: ``{'num_workers': 4}``.
+    gain : float
+        At most so many times as fast; 1: no faster.
+    """
+
+    cause: str
+    sentence: str
+    action: str = ""
+    change: dict[str, Any] = field(default_factory=dict)
+    gain: float = 1.0
+
+    def __str__(self) -> str:
+        gained = f": at most {self.gain:.1f} times as fast" if self.gain > 1.05 else ""
+        action = f" → {self.action}{gained}." if self.action else ""
+        return f"{self.cause}: {self.sentence}{action}"
+
+
+Said = tuple[str, str, dict[str, Any], float]  # sentence, action, change, gain
+
+
+class Rule(NamedTuple):
+    """A cause, when it is the one, and what is said then."""
+
+    cause: str
+    seen: str
+    helps: str
+    test: Callable[[Window], bool]
+    say: Callable[[Window], Said]
+
+
+def advise(window: Window) -> Advice:
+    """Return the advice of the first rule that holds."""
+    for rule in RULES:
+        if rule.test(window):
+            sentence, action, change, gain = rule.say(window)
+            return Advice(rule.cause, sentence, action, change, min(gain, window.most))
+    raise AssertionError("the last rule holds for every window")
+
+
+def _time(seconds: float) -> str:
+    """Write a duration with two digits."""
+    unit, scale = ("ms", 1e3) if seconds >= 95e-6 else ("µs", 1e6)
+    if seconds >= 0.95:
+        unit, scale = "s", 1.0
+    value = seconds * scale
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
+
+
+def _waits(v: Window) -> str:
+    """Say what the loop waits, and what a batch takes both sides."""
+    said = f"the loop waits {v.w:.0%} of the time"
+    if v.index:
+        said += f"; a batch takes a worker {_time(v.index)}, the loop {_time(v.step)}"
+    return said
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _busy(v: Window) -> str:
+    are = "is" if v.workers == 1 else "are"
+    return f"{_count(v.workers, 'worker')} {are} busy {v.busy:.0%} of the time"
+
+
+def _rest(v: Window) -> str:
+    """Say what takes the time that workers and steps do not explain."""
+    expected = 1 - v.busy * v.workers * v.step / v.index if v.index > 0 else v.w
+    if abs(expected - v.w) <= LITTLE:
+        return ""
+    if expected > v.w:
+        return f"; some steps are far longer than that ({_time(v.step_p99)})"
+    return "; the rest goes with handing batches over"
+
+
+def _unknown(_: Window) -> Said:
+    return f"fewer than {ENOUGH_BATCHES} batches were measured", "", {}, 1.0
+
+
+def _start(v: Window) -> Said:
+    return (
+        f"the first batch came after {_time(v.start)}; a batch takes {_time(v.index)}",
+        (
+            "name the modules that the workers import in preload=, and see what the worker's "
+            "constructor does"
+        ),
+        {},
+        (v.elapsed + v.start) / max(v.elapsed, 1e-9),
+    )
+
+
+def _gil(v: Window) -> Said:
+    return (
+        (
+            f"a thread that asks for the GIL waits {_time(v.gil)} for it, and all threads together "
+            f"compute on {v.computed:.1f} cores of {v.cores}; {_waits(v)}"
+        ),
+        "use processes: MPSequence in place of MTSequence",
+        {},
+        max(v.most, min(v.workers + 1, v.cores) / max(v.computed, 0.5)),
+    )
+
+
+def _loop(v: Window) -> Said:
+    said = f"{_waits(v)}: the loop is the bottleneck"
+    fewer = math.ceil(1.2 * v.workers * v.busy) or 1
+    if v.loop_queued > NO_CORE and v.workers > 1 and v.own >= 0.5:
+        return (
+            f"{said}, and its thread had to wait for a core {v.loop_queued:.0%} of it",
+            f"num_workers={max(1, v.workers // 2)}",
+            {"num_workers": max(1, v.workers // 2)},
+            1 / (1 - min(v.loop_queued, 0.9)),
+        )
+    if v.busy < 0.4 and fewer < v.workers:
+        said += f"; {_count(fewer, 'worker')} would be enough, not {v.workers}"
+    return said, "", {}, 1.0
+
+
+def _none(v: Window) -> Said:
+    return f"{_waits(v)}; handing a batch over takes as long as that", "", {}, 1.0
+
+
+def _converters(v: Window) -> Said:
+    more = 2 * v.converters
+    return (
+        (
+            f"{_waits(v)}; {_count(v.converters, 'converter')} work {v.converting:.0%} of the "
+            f"time, workers {v.busy:.0%}"
+        ),
+        f"num_converters={more}",
+        {"num_converters": more},
+        v.most,
+    )
+
+
+def _memory(v: Window) -> Said:
+    return (
+        f"{_waits(v)}; {v.copies} of {v.batches} batches were copied, since too many are held",
+        "drop batches after their step, or give a larger memory_limit",
+        {},
+        v.most,
+    )
+
+
+def _larger(v: Window, least: int) -> tuple[str, dict[str, Any]]:
+    """Name a larger buffer, as far as the manager has one."""
+    if not v.buffer:
+        return "a larger prefetch", {}
+    size = min(max(least, v.buffer + 1), 16384)
+    return f"buffer={size}", {"buffer": size}
+
+
+def _buffer(v: Window) -> Said:
+    action, change = _larger(v, 2 * v.workers)
+    said = f"{_waits(v)}; {_count(v.workers, 'worker')} share a buffer of {v.buffer} batches"
+    return f"{said}, and are busy {v.busy:.0%} of the time", action, change, v.most
+
+
+def _stragglers(v: Window) -> Said:
+    ahead = math.ceil(v.index_p99 / max(v.step, v.index / max(v.workers, 1), 1e-6))
+    action, change = _larger(v, max(2 * v.buffer, ahead + v.workers))
+    slow = f" ({v.slowest})" if v.slowest else ""
+    return (
+        f"{_waits(v)}, but one in a hundred {_time(v.index_p99)}{slow}, for which the others wait",
+        action + ", or ordered=False",
+        change,
+        v.most,
+    )
+
+
+def _bursts(v: Window) -> Said:
+    # What the loop takes at once after a pause: so many batches are made meanwhile.
+    ahead = math.ceil(v.step_p99 * v.workers / max(v.index, 1e-6))
+    action, change = _larger(v, ahead + v.workers)
+    return (
+        (
+            f"{_waits(v)}; the loop pauses ({_time(v.step_p99)} at times), and takes more than "
+            f"{v.buffer or 'the'} batches at once after that"
+        ),
+        action,
+        change,
+        v.most,
+    )
+
+
+def _epochs(v: Window) -> Said:
+    return (
+        f"{_waits(v)}; {v.early:.0%} of that for the first batches of epochs",
+        "longer epochs, or fewer of them: iterate over several at a time",
+        {},
+        v.most,
+    )
+
+
+def _cores(v: Window) -> Said:
+    said = f"{_waits(v)}; {_busy(v)}"
+    computing = "" if v.cpu is None else f", compute {v.cpu:.0%} of that"
+    if v.own < 0.6 * v.cores and v.queued > NO_CORE:
+        said = f"{said}, {v.queued:.0%} of that without a core: other programs use them"
+        return said, "see what else runs here, or give this process cores of its own", {}, v.most
+    if v.queued > NO_CORE and v.workers > max(1, v.cores):
+        fewer = max(1, v.cores - 1)
+        return (
+            (
+                f"{said}{computing}, and are ready to run without a core {v.queued:.0%}: "
+                f"{_count(v.cores, 'core')} are used up"
+            ),
+            f"num_workers={fewer}, and see what costs the CPU",
+            {"num_workers": fewer},
+            v.most,
+        )
+    return (
+        f"{said}{computing}: {_count(v.cores, 'core')} are used up",
+        "see what costs the CPU: manager.remake() under a profiler",
+        {},
+        v.most,
+    )
+
+
+def _medium(v: Window) -> Said:
+    more = v.enough(max(MOST_READERS * v.cores, 2 * v.workers))
+    return (
+        (
+            f"{_waits(v)}; {_busy(v)}, and "
+            f"compute {v.cpu or 0:.0%} of that: they wait for a disk or a network{_rest(v)}"
+        ),
+        f"num_workers={more}",
+        {"num_workers": more},
+        min(v.most, more / v.workers),
+    )
+
+
+def _workers(v: Window) -> Said:
+    more = v.enough(max(v.cores - 1, 1))
+    return (
+        f"{_waits(v)}; {_busy(v)}{_rest(v)}",
+        f"num_workers={more}",
+        {"num_workers": more},
+        min(v.most, more / v.workers),
+    )
+
+
+def _mixed(v: Window) -> Said:
+    return (
+        (f"{_waits(v)}; {_busy(v)}, {v.behind:.0%} of the waiting ends with other batches ready"),
+        "look at stats().slowest, and make one of these batches again: manager.remake()",
+        {},
+        v.most,
+    )
+
+
+def _in_turns(v: Window) -> bool:
+    """Tell whether several threads compute on no more than one core."""
+    return v.threads and v.cores > 1 and v.computed <= ONE_CORE
+
+
+def _used_up(v: Window) -> bool:
+    """Tell whether more workers would have no core to compute on."""
+    return v.queued > NO_CORE or (v.workers >= v.cores and v.cpu is not None and v.cpu >= 0.5)
+
+
+def _idle(v: Window) -> bool:
+    """Tell whether the loop waits although its workers could do more."""
+    return v.busy < BUSY
+
+
+RULES = (
+    Rule(
+        "unknown",
+        "Fewer than 8 batches were taken, or it is test mode.",
+        "",
+        lambda v: v.batches < ENOUGH_BATCHES or not v.workers or v.elapsed <= 0,
+        _unknown,
+    ),
+    Rule(
+        "start",
+        "The first batch took more than 2 s, longer than all waiting since.",
+        "`preload=`, a quicker constructor",
+        lambda v: v.start > max(START, 20 * v.index, v.waited, LITTLE * v.elapsed),
+        _start,
+    ),
+    Rule(
+        "gil",
+        "Threads wait more than 1 ms for the GIL (median), and compute on one core together.",
+        "processes: `MPSequence`",
+        lambda v: v.gil > GIL and _in_turns(v),
+        _gil,
+    ),
+    Rule(
+        "loop",
+        "The loop waits less than a twentieth of the time.",
+        "a faster training step; fewer workers may be enough",
+        lambda v: v.w < LITTLE,
+        _loop,
+    ),
+    Rule(
+        "none",
+        "The loop waits less than 50 µs a batch, about what handing a batch over takes.",
+        "larger batches, if anything",
+        lambda v: v.waited < HANDOVER * v.batches,
+        _none,
+    ),
+    Rule(
+        "converters",
+        "The converters to CUDA are busy, the indexers are not.",
+        "more `num_converters`",
+        lambda v: v.converters > 0 and v.converting >= BUSY > v.busy,
+        _converters,
+    ),
+    Rule(
+        "memory",
+        "One batch in twenty or more is copied, since too many are held.",
+        "hold fewer batches, a larger `memory_limit`",
+        lambda v: v.copies >= LITTLE * v.batches and v.copies > 0,
+        _memory,
+    ),
+    Rule(
+        "buffer",
+        "The workers are not busy, and there are hardly more batches in the buffer than workers.",
+        "a larger `buffer`",
+        lambda v: _idle(v) and 0 < v.buffer < v.workers + 2,
+        _buffer,
+    ),
+    Rule(
+        "stragglers",
+        "The workers are not busy; while the loop waits, most other batches are ready.",
+        "a larger `buffer`, `ordered=False`, batches of equal cost",
+        lambda v: _idle(v) and v.behind >= 0.5,
+        _stragglers,
+    ),
+    Rule(
+        "epochs",
+        "The workers are not busy; most waiting is for the first batches of epochs.",
+        "longer epochs",
+        lambda v: _idle(v) and v.early > 0.5,
+        _epochs,
+    ),
+    Rule(
+        "bursts",
+        "The workers are not busy; the loop pauses (p99 of its steps above ten times the median).",
+        "a larger `buffer`",
+        lambda v: _idle(v) and v.step_p99 > 10 * v.step_p50,
+        _bursts,
+    ),
+    Rule(
+        "cores",
+        "The workers are busy, and compute on all cores or wait for one.",
+        "cheaper indexing, fewer workers, more cores",
+        lambda v: not _idle(v) and _used_up(v),
+        _cores,
+    ),
+    Rule(
+        "medium",
+        "The workers are busy, but compute less than half of that time: they wait for a disk, say.",
+        "more workers than cores, larger reads",
+        lambda v: not _idle(v) and v.cpu is not None and v.cpu < 0.5,
+        _medium,
+    ),
+    Rule(
+        "workers",
+        "The workers are busy, and there are cores left.",
+        "more workers, a faster indexer",
+        lambda v: not _idle(v),
+        _workers,
+    ),
+    Rule("mixed", "None of these.", "look at the slowest batches", lambda _: True, _mixed),
+)

@@ -1,0 +1,189 @@
+/* Meters: what each party of a ring has done, and what time that took.
+ *
+ * One record for the trainer and one for each runner, alike for processes, threads and streams. They lie
+ * in the ring's memory. A record has one writer, its party, which stores relaxed; readers take what they
+ * see: each number is valid alone, and none is followed as a pointer or an index. A runner that dies
+ * leaves what it has counted, and the next one with its number goes on from there.
+ *
+ *                trainer                                     runner
+ *   work         the loop's own time between two batches     claim to publish, of each ticket
+ *   wait         what the loop waited for a batch            each sleep without a ticket
+ *   gil          after a sleep: until it has the GIL again   the same, and once in CSEQ_POLL
+ */
+#ifndef CSEQ_METER_H
+#define CSEQ_METER_H
+
+#include "cseq_atomic.h"
+#include "cseq_wait.h"
+
+#if defined(_MSC_VER)
+#include <intrin.h>
+#endif
+#if defined(__linux__)
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if !defined(_WIN32)
+#include <time.h>
+#endif
+
+#define CSEQ_BUCKETS 144 /* four an octave, from 64 ns to 73 minutes */
+#define CSEQ_SLOWEST 8
+#define CSEQ_POLL 100000000u /* ns between two looks at what the system has counted */
+
+typedef struct {
+    uint64_t sum; /* ns, of all */
+    uint32_t bucket[CSEQ_BUCKETS];
+    char pad[56];
+} cseq_histogram;
+
+typedef struct {
+    uint64_t ns; /* 0: none */
+    uint64_t epoch, batch;
+} cseq_slow;
+
+typedef struct {
+    uint64_t batches; /* a runner's: published; the trainer's: taken, without errors */
+    uint64_t samples, nbytes; /* of these, the trainer's alone */
+    uint64_t since_ns;  /* when the present step, or ticket, began; 0: none is under way */
+    uint64_t waited_ns; /* of the present step, asleep: what `wait` does not have yet */
+    uint64_t asleep_ns; /* when the present sleep began; 0: awake */
+    uint64_t start_ns;  /* what the loop waited for its first batch, which is not in `wait` */
+    uint64_t first_ns;  /* when that was taken; a runner's: what `work` had then, written by the trainer */
+    uint64_t behind_ns; /* of `wait`: half of the other tickets were ready when it ended */
+    uint64_t early_ns;  /* of `wait`: for the first batches of an epoch, one for each runner */
+    uint64_t cpu_ns, queued_ns;   /* computed, and ready to run without a core */
+    uint64_t polled_ns, cpu_seen, queued_seen; /* the last poll; 0: there was none */
+    uint64_t thread; /* its number in the system; of a process, that of the process */
+    cseq_histogram work, wait, gil;
+    cseq_slow slowest[CSEQ_SLOWEST]; /* a runner's */
+    char pad[64];
+} cseq_meter;
+
+typedef char cseq_check_histogram[sizeof(cseq_histogram) == 640 ? 1 : -1];
+typedef char cseq_check_meter[sizeof(cseq_meter) == 18 * 128 ? 1 : -1];
+
+CSEQ_INLINE uint32_t cseq_bucket_of(uint64_t ns) {
+    uint32_t top, k;
+    if (ns < 64) ns = 64;
+#if defined(_MSC_VER)
+    unsigned long found;
+    _BitScanReverse64(&found, ns);
+    top = (uint32_t)found;
+#else
+    top = 63u - (uint32_t)__builtin_clzll(ns);
+#endif
+    k = ((top - 6) << 2) + (uint32_t)((ns >> (top - 2)) & 3);
+    return k < CSEQ_BUCKETS ? k : CSEQ_BUCKETS - 1;
+}
+
+CSEQ_INLINE void cseq_histogram_add(cseq_histogram *h, uint64_t ns) {
+    uint32_t *bucket = &h->bucket[cseq_bucket_of(ns)];
+    cseq_store_rlx_u32(bucket, cseq_load_rlx_u32(bucket) + 1);
+    cseq_count_u64(&h->sum, ns);
+}
+
+/* ── a runner ─────────────────────────────────────────────────────────────────────────── */
+
+/* A ticket took so long. An entry of `slowest` is 0 while its other words change. */
+CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, uint64_t batch) {
+    cseq_histogram_add(&m->work, ns);
+    cseq_count_u64(&m->batches, 1);
+    if (ns <= m->slowest[CSEQ_SLOWEST - 1].ns) return; /* they are in order */
+    int k = CSEQ_SLOWEST - 1;
+    for (; k > 0 && ns > m->slowest[k - 1].ns; k--) {
+        cseq_store_rlx_u64(&m->slowest[k].ns, 0);
+        cseq_store_rlx_u64(&m->slowest[k].epoch, m->slowest[k - 1].epoch);
+        cseq_store_rlx_u64(&m->slowest[k].batch, m->slowest[k - 1].batch);
+        cseq_store_rel_u64(&m->slowest[k].ns, m->slowest[k - 1].ns);
+    }
+    cseq_store_rlx_u64(&m->slowest[k].ns, 0);
+    cseq_store_rlx_u64(&m->slowest[k].epoch, epoch);
+    cseq_store_rlx_u64(&m->slowest[k].batch, batch);
+    cseq_store_rel_u64(&m->slowest[k].ns, ns);
+}
+
+/* Another runner goes on with the record of one that has ended. */
+CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
+    cseq_store_rlx_u64(&m->since_ns, 0);
+    cseq_store_rlx_u64(&m->polled_ns, 0);
+}
+
+/* ── the trainer ──────────────────────────────────────────────────────────────────────── */
+
+/* An epoch's clock runs from here. What was waited before the first batch of all is the start. */
+CSEQ_INLINE void cseq_meter_begin(cseq_meter *m, uint64_t now) {
+    const uint64_t since = cseq_load_rlx_u64(&m->since_ns);
+    if (cseq_load_rlx_u64(&m->first_ns)) {
+        if (since) cseq_histogram_add(&m->work, now - since - cseq_load_rlx_u64(&m->waited_ns));
+        cseq_store_rlx_u64(&m->waited_ns, 0);
+    }
+    cseq_store_rlx_u64(&m->since_ns, now);
+}
+
+/* The trainer has waited from `before` on. */
+CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) {
+    cseq_count_u64(&m->waited_ns, now - before);
+    cseq_store_rlx_u64(&m->asleep_ns, 0);
+}
+
+/* A step is over, with which the loop has gone on after a batch (`first`: none, in this epoch): what of
+ * it was waited. */
+CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
+    const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
+    const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;
+    if (first) cseq_count_u64(&m->work.sum, step);
+    else if (since) cseq_histogram_add(&m->work, step);
+    if (waited) {
+        cseq_histogram_add(&m->wait, waited);
+        cseq_store_rlx_u64(&m->waited_ns, 0);
+    }
+    return waited;
+}
+
+/* ── what the system has counted ──────────────────────────────────────────────────────── */
+
+/* Nanoseconds that the calling thread was ready to run and had no core; 0: not known. */
+CSEQ_INLINE uint64_t cseq_queued_ns(void) {
+    uint64_t queued = 0;
+#if defined(__linux__)
+    char text[96], *end = text;
+    const int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    const ssize_t size = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (size <= 0) return 0;
+    text[size] = 0;
+    (void)strtoull(text, &end, 10);
+    queued = strtoull(end, &end, 10);
+#endif
+    return queued;
+}
+
+/* Add what the calling thread (`whole`: its process) has computed since the last call, and how long it
+ * was ready to run without a core. The first call, of a record or of a new runner, adds nothing. */
+CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole) {
+    uint64_t cpu = 0;
+    const uint64_t queued = cseq_queued_ns();
+#if !defined(_WIN32)
+    struct timespec t;
+    clock_gettime(whole ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_THREAD_CPUTIME_ID, &t);
+    cpu = (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+#else
+    (void)whole;
+#endif
+    if (m->polled_ns) {
+        cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
+        cseq_count_u64(&m->queued_ns, queued - m->queued_seen);
+    }
+#if defined(__linux__)
+    cseq_store_rlx_u64(&m->thread, (uint64_t)syscall(SYS_gettid));
+#endif
+    cseq_store_rlx_u64(&m->cpu_seen, cpu);
+    cseq_store_rlx_u64(&m->queued_seen, queued);
+    cseq_store_rlx_u64(&m->polled_ns, now);
+}
+
+#endif

@@ -1,0 +1,171 @@
+"""The rules of the advice: one cause for every window, no numbers that contradict each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cseq.advice import RULES, Advice, Window, advise
+
+# 1000 batches in 10 seconds: 4 of 9 cores' workers, 40 ms a batch, steps of 5 ms.
+PLAIN = Window(
+    batches=1000, elapsed=10.0, waited=5.0, step=0.005, step_p50=0.005, step_p99=0.006,
+    index=0.04, index_p50=0.04, index_p99=0.05, workers=4, busy=1.0, cpu=0.95, cores=9, buffer=10,
+)  # fmt: skip
+
+CASES = {
+    "unknown": [{"batches": 7}, {"workers": 0}, {"elapsed": 0.0}],
+    "start": [{"start": 6.0}],
+    "gil": [
+        {"threads": True, "gil": 0.004, "computed": 1.0},
+        {"threads": True, "gil": 0.004, "computed": 1.0, "waited": 0.1},  # it hides in the step
+        {"threads": True, "gil": 0.004, "computed": 1.0, "busy": 0.5, "behind": 1.0},
+    ],
+    "loop": [{"waited": 0.4}, {"waited": 0.4, "busy": 0.1}, {"waited": 0.4, "loop_queued": 0.3}],
+    "none": [{"batches": 10**6}],
+    "converters": [{"converters": 2, "converting": 0.95, "busy": 0.3}],
+    "memory": [{"copies": 200}],
+    "buffer": [{"busy": 0.4, "buffer": 2}, {"busy": 0.4, "buffer": 5, "behind": 0.9}],
+    "stragglers": [{"busy": 0.4, "behind": 0.9, "index_p99": 0.4}],
+    "epochs": [{"busy": 0.6, "early": 0.8}],
+    "bursts": [{"busy": 0.6, "step_p99": 0.6}],
+    "cores": [{"queued": 0.5}, {"cores": 4}, {"cores": 2, "queued": 0.6}],
+    "medium": [{"cpu": 0.02}, {"cpu": 0.02, "threads": True, "computed": 0.1, "gil": 1e-5}],
+    "workers": [{}, {"cpu": None}, {"threads": True, "computed": 4.0, "gil": 2e-3}],
+    "mixed": [{"busy": 0.6}],
+}
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_each_cause(cause: str) -> None:
+    """What is measured tells the causes apart, whatever else was measured."""
+    for changed in CASES[cause]:
+        assert advise(replace(PLAIN, **changed)).cause == cause, changed
+
+
+def test_every_cause_has_a_case() -> None:
+    """And each rule can be reached."""
+    assert [rule.cause for rule in RULES] == list(CASES)
+
+
+PARTS = st.sampled_from([0.0, 0.02, 0.2, 0.5, 0.79, 0.8, 1.0])
+SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 0.003, 0.1, 5.0])
+COUNTS = st.sampled_from([0, 1, 2, 8, 1000])
+KINDS = {"int": COUNTS, "float": SECONDS, "float | None": st.one_of(st.none(), PARTS)}
+IN_PARTS = {"busy", "queued", "loop_queued", "behind", "early", "converting"}
+windows = st.builds(
+    Window,
+    **{
+        field.name: PARTS
+        if field.name in IN_PARTS
+        else {"bool": st.booleans(), "str": st.just("")}.get(
+            str(field.type), KINDS.get(str(field.type))
+        )
+        for field in fields(Window)
+    }
+    | {"cores": st.sampled_from([1, 2, 64])},
+)
+
+
+@given(windows)
+def test_any_window(window: Window) -> None:
+    """Always one cause, always a number in the text, at most one action, and a gain in bounds."""
+    advice = advise(window)
+    assert advice.cause in CASES
+    assert re.search(r"\d", advice.sentence)
+    assert 1 <= advice.gain <= max(window.most, 1) + 1e-9 or advice.cause in (
+        "start",
+        "gil",
+        "loop",
+    )
+    assert set(advice.change) <= {"num_workers", "buffer", "num_converters"}
+    assert len(advice.change) <= 1
+    assert all(isinstance(value, int) and value >= 1 for value in advice.change.values())
+    for name, value in advice.change.items():
+        assert f"{name}={value}" in advice.action
+    assert str(advice).startswith(f"{advice.cause}: {advice.sentence}")
+
+
+def test_how_many_workers() -> None:
+    """As many as the loop needs, and a tenth; more than there are; within the cores' number."""
+    assert advise(PLAIN).change == {"num_workers": 8}  # 40 ms in 8 workers: 5 ms, the step; 9 cores
+    assert advise(replace(PLAIN, cores=64)).change == {"num_workers": math.ceil(1.1 * 40 / 5)}
+    assert advise(replace(PLAIN, cores=6)).change == {"num_workers": 5}
+    assert advise(replace(PLAIN, cpu=0.02, cores=2)).change == {"num_workers": 8}
+    assert advise(replace(PLAIN, cpu=0.02, cores=2, step=0.02)).change == {"num_workers": 5}
+    fewer = advise(replace(PLAIN, waited=0.1, busy=0.2, workers=16))
+    assert "4 workers would be enough, not 16" in fewer.sentence
+    assert (fewer.change, fewer.action, fewer.gain) == ({}, "", 1.0)
+
+
+def test_whose_cores() -> None:
+    """Where other programs use the cores, fewer workers would not help."""
+    ours = advise(replace(PLAIN, workers=6, cores=2, cpu=0.3, queued=0.6))
+    theirs = advise(replace(PLAIN, workers=2, cores=2, cpu=0.4, queued=0.6))
+    assert (ours.cause, ours.change) == ("cores", {"num_workers": 1})
+    assert (theirs.cause, theirs.change) == ("cores", {})
+    assert "other programs" in theirs.sentence
+    slowed = replace(PLAIN, waited=0.1, loop_queued=0.4, busy=0.5)
+    assert advise(slowed).change == {"num_workers": 2}
+    assert advise(replace(slowed, cpu=0.0)).change == {}
+
+
+def test_the_buffer_of_streams() -> None:
+    """They have none to enlarge: the action says so in words."""
+    slow = replace(PLAIN, busy=0.4, behind=0.9, buffer=0, slowest="epoch 1, batch 7: 2 s")
+    advice = advise(slow)
+    assert advice.change == {}
+    assert "prefetch" in advice.action
+    assert "epoch 1, batch 7" in advice.sentence
+
+
+@pytest.mark.parametrize(
+    ("workers", "index", "step"),
+    list(itertools.product([1, 2, 7], [0.038, 0.2], [0.001, 0.009])),
+)
+def test_numbers_do_not_contradict_each_other(workers: int, index: float, step: float) -> None:
+    """Where all workers are busy, w = 1 - n * s / t; else the sentence says what takes the time."""
+    batches = 1000
+    took = batches * max(index / workers, step)
+    waited = took - batches * step
+    window = replace(
+        PLAIN, workers=workers, index=index, step=step, step_p50=step, elapsed=took, waited=waited,
+        busy=min(1.0, batches * index / workers / took), cores=64,
+    )  # fmt: skip
+    advice = advise(window)
+    if window.w < 0.05:
+        assert advice.cause == "loop"
+        return
+    assert f"{window.w:.0%}" in advice.sentence
+    assert abs(window.w - (1 - workers * step / index)) <= 0.05
+    assert not re.search("some steps|handing", advice.sentence)
+    longer = replace(
+        window, elapsed=2 * took, waited=waited
+    )  # the loop's mean step is not all of it
+    assert re.search("some steps|handing", advise(longer).sentence) or longer.w < 0.05
+
+
+def test_how_it_is_written() -> None:
+    """The whole text: cause, two numbers, one action, the most it can gain."""
+    assert str(advise(PLAIN)) == (
+        "workers: the loop waits 50% of the time; a batch takes a worker 40 ms, the loop 5.0 ms; "
+        "4 workers are busy 100% of the time → num_workers=8: at most 2.0 times as fast."
+    )
+    assert str(Advice("loop", "nothing to do")) == "loop: nothing to do"
+
+
+def test_the_table_of_the_documentation() -> None:
+    """docs/how-to/slow.md has the rules as they are, in their order."""
+    docs = Path(__file__).parents[2] / "docs" / "how-to" / "slow.md"
+    if not docs.exists():
+        pytest.skip("the package is installed without its docs")
+    rows = [f"| `'{rule.cause}'` | {rule.seen} | {rule.helps} |" for rule in RULES]
+    found = re.findall(r"^\| `'.*$", docs.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == rows

@@ -1,0 +1,135 @@
+"""The meters: records, histograms, what lies between two readings."""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import ringing
+from hypothesis import given
+from hypothesis import strategies as st
+from ringing import claim, make_ring
+
+from cseq._core import Ring, now_ns, ring_bytes
+from cseq.meters import METER, Histogram, Meters
+
+if TYPE_CHECKING:
+    from cseq._work import Runner
+
+
+def test_the_layout() -> None:
+    """A record in Python is as large as one in C, and a ring has one for each party."""
+    assert ring_bytes(1, 1, 2) - ring_bytes(1, 1, 1) == METER.itemsize
+    assert len(make_ring(runners=3).meters()) == 4 * METER.itemsize
+
+
+def make(ring: Ring, owner: int, batch: int) -> Runner:
+    """Post, claim and publish a ticket."""
+    cell = ringing.vacant(ring)
+    ring.indices(cell)[0] = batch
+    ring.post(cell, batch, 5, batch, 1, start=batch)
+    runner = claim(ring, owner)
+    runner.publish()
+    ringing.take(ring)
+    return runner
+
+
+def test_what_a_runner_has_done() -> None:
+    """Each ticket is in the histogram of its runner, with its own time."""
+    ring, took = make_ring(), []
+    for batch in range(20):
+        make(ring, 2, batch)
+        _, (started, published), _ = ring.stamps(0)
+        took.append(published - started)
+    meters = Meters.read([ring])
+    work = meters.histogram("work", meters.runners[1])
+    assert meters.runners["batches"].tolist() == [0, 20, 0]
+    assert (work.count, work.total) == (20, sum(took) / 1e9)
+    assert ring.published(2) == 20
+    slow = [tuple(one) for one in meters.runners[1]["slowest"].tolist()]
+    assert [ns for ns, _, _ in slow] == sorted(took, reverse=True)[:8]
+    assert {(epoch, took[batch]) for _, epoch, batch in slow} == {(5, ns) for ns, _, _ in slow}
+    assert meters.histogram("work", meters.runners).count == 20
+    for owner in (0, 4):
+        with pytest.raises(IndexError):
+            ring.published(owner)
+
+
+def test_a_ticket_in_hand_counts() -> None:
+    """A runner works from its claim on, until its ticket is published, or posted again."""
+    ring = make_ring()
+    runner = make(ring, 1, 0)
+    before = Meters.read([ring])
+    ring.post(0, 1, 5, 1, 1)
+    assert runner.claim()
+    begun, worked = now_ns(), before.busy[0]
+    while now_ns() < begun + 1_000_000:
+        pass
+    assert Meters.read([ring]).busy[0] > worked + 0.0009
+    ring.repost(1)
+    assert Meters.read([ring]).busy[0] == worked
+
+
+def test_what_is_added() -> None:
+    """Between two readings: counts and histograms are subtracted, and so are slow batches."""
+    ring = make_ring()
+    for batch in range(3):
+        make(ring, 1, batch)
+    before = Meters.read([ring])
+    for batch in range(3, 8):
+        make(ring, 1, batch)
+    added = Meters.read([ring]).since(before)
+    assert added.runners["batches"].tolist() == [5, 0, 0]
+    assert added.histogram("work", added.runners[0]).count == 5
+    assert {batch for ns, _, batch in added.runners[0]["slowest"].tolist() if ns} <= set(
+        range(3, 8)
+    )
+    whole = before.busy + added.busy
+    assert np.allclose(whole, Meters.read([ring]).busy)
+
+
+def buckets_of(times: list[int]) -> Histogram:
+    """Count times as a ring does: in C, by waits of a runner."""
+    edges = [round(low * 1e9) for low, _, _ in Histogram(np.ones(144), 0.0).buckets()]
+    counts: Any = np.zeros(144, int)
+    for ns in times:
+        counts[max(0, bisect.bisect_right(edges, ns) - 1)] += 1
+    return Histogram(counts, sum(times) / 1e9)
+
+
+@given(
+    st.lists(st.integers(64, 2**41), min_size=1, max_size=60),
+    st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
+)
+def test_quantiles(times: list[int], p: float) -> None:
+    """They are off by a bucket at most: a quarter of its beginning; the mean is exact."""
+    histogram = buckets_of(times)
+    exact = np.quantile(np.array(times, float), p, method="inverted_cdf") / 1e9
+    assert exact / 1.2501 <= histogram.quantile(p) <= exact * 1.2501
+    assert histogram.mean == pytest.approx(np.mean(times) / 1e9)
+    assert sum(count for _, _, count in histogram.buckets()) == histogram.count == len(times)
+    assert 0 <= histogram.mean_below(0.95) <= 1.13 * max(times) / 1e9
+
+
+def test_the_edges_are_those_of_the_ring() -> None:
+    """The bucket that C counts a time in is the one whose edges are around it."""
+    ring, took = make_ring(), []
+    for batch in range(200):
+        make(ring, 1, batch)
+        _, (started, published), _ = ring.stamps(0)
+        took.append(published - started)
+    meters = Meters.read([ring])
+    found = meters.histogram("work", meters.runners[0])
+    assert found.buckets() == buckets_of(took).buckets()
+
+
+def test_no_histogram() -> None:
+    """Of nothing, all is 0."""
+    nothing = Histogram([0], 0.0)
+    assert (nothing.count, nothing.mean, nothing.quantile(0.5), nothing.buckets()) == (0, 0, 0, [])
+    assert nothing.mean_below(0.95) == 0
+    assert "count=0" in repr(nothing)
+    with pytest.raises(ValueError, match=r"p=99 is not in \[0, 1\]"):
+        nothing.quantile(99)
