@@ -91,14 +91,20 @@ cdef class ParcelSource(KeySource):
     ----------
     seed, number : int
         The seed of all tickets, and the number of the first one. Their epoch is 0, their place their number.
+    prefetch : int
+        How many keys are drawn before the first batch is taken; for each one taken then two, up to `depth`.
     others
         See `KeySource`.
     """
 
-    cdef uint64_t seed, number
+    cdef uint64_t seed, number, prefetch
 
-    def __cinit__(self, *_, uint64_t seed, uint64_t number, **__):
-        self.seed, self.number = seed, number
+    def __cinit__(self, *_, uint64_t seed, uint64_t number, uint64_t prefetch, **__):
+        self.seed, self.number, self.prefetch, self.each = seed, number, prefetch, self.depth
+
+    cdef bint is_ready(self, uint64_t taken) noexcept:
+        self.ahead = min(<uint64_t>self.depth, self.prefetch + taken)
+        return KeySource.is_ready(self, taken)
 
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)

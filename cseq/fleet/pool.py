@@ -50,6 +50,7 @@ ROOM = 64 << 20  # bytes of indices that the ring has room for, if that is `FEWE
 FEWEST = 64
 CLOSE_SECONDS = 2.0
 AHEAD = 2048  # keys that are drawn ahead of the batches taken: several parcels for each agent
+FIRST = 64  # of these, before the first is taken
 PATIENCE = 10  # times `timeout`, for the first batch: agents, and their workers, have to get ready
 
 
@@ -204,7 +205,7 @@ class KeyPool(FleetPool):
             keys,
             partial(tickets.write, most=self._job.fleet.batch_size),
             depth=cells,
-            prefetch=cells,
+            prefetch=max(FIRST, 4 * self._job.fleet.workers),
             in_order=True,
             free=False,
             seed=seed,

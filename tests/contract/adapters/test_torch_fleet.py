@@ -14,6 +14,7 @@ from fleets import LateFleet, LocalFleet  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Augmented,
+    Counting,
     Plain,
     Sharded,
     as_is,
@@ -260,6 +261,16 @@ def test_batches_are_pinned_beside_the_loop(
     iterator._pin_memory = True
     assert [batch.tolist() for batch in iterator] == pinned
     assert pinned == [[k, k + 1] for k in range(0, 12, 2)]
+
+
+def test_keys_are_drawn_by_and_by(fleet: LateFleet) -> None:
+    """64 at the beginning, two for each batch that is taken, and never more than 2048 ahead."""
+    sampler = Counting(range(4000))
+    iterator = iter(cseq.DataLoader(Plain(4000), sampler=sampler, fleet=fleet))
+    for taken in range(4001):
+        if taken in (0, 1, 10, 1983, 1984, 1985, 1990, 4000):
+            assert sampler.count == min(64 + 2 * taken, 2048 + taken, 4000)
+        next(iterator, None)
 
 
 class Opened(Plain):
